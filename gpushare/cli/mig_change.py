@@ -557,7 +557,7 @@ def _demanded(
             raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
     if not touched:
         raise NotFound(
-            f"the config '{named.name}' is for no GPU of this host",
+            f"the config '{named.name}' matches no GPU of this host",
             "compare its devices and device-filter with: gpushare status",
             code="no_gpu_of_config",
         )

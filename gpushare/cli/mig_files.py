@@ -264,7 +264,7 @@ def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     said = absent(config, here)
     if said and all(is_elsewhere(entry, here) for entry in config.entries):
         raise NoGpu(
-            f"config '{config.name}' is for no GPU of this host: {'; '.join(said)}",
+            f"config '{config.name}' matches no GPU of this host: {'; '.join(said)}",
             "see which are here: gpushare status",
         )
     return said

@@ -288,10 +288,10 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
             cap = f"--threads {tuned.production_threads_percent:g}"
             notes.append(f"with production capped: gpushare run --production {name} {cap} {where} -- ...")
     elif result.stopped is not None:
-        return tune_result(data, [*notes, "ended before there was an answer: nothing is kept"], _early(result.stopped))
+        return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
     elif result.outcome.best is None:
         pause = f"gpushare run --opportunistic --pause {where}"
-        notes.append(f"nothing is kept; pause the opportunistic job instead: {pause}")
+        notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
 
 

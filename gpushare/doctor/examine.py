@@ -165,17 +165,17 @@ def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator
         mig = uuid.startswith("MIG-")
         yield Check.warning(
             "mig.environment" if mig else "gpu.environment",
-            seen=f"{variable} names {uuid}, which is not there, in {_who(seen, by_value[variable, uuid])}",
+            seen=f"{variable} names {uuid}, which does not exist, in {_who(seen, by_value[variable, uuid])}",
             why=why + (", and an instance of another size may come back with that UUID" if mig else ""),
-            remedy="restart it with a device that is there: "
+            remedy="restart it with a device that exists: "
             + ('eval "$(gpushare mig env NAME)", or gpushare run --mig NAME' if mig else "nvidia-smi -L"),
         )
     if len(by_value) > len(shown):
         yield Check.warning(
             "gpu.environment",
-            seen=f"{' or '.join(_DEVICES)} names {len(by_value) - len(shown)} more that are not there",
+            seen=f"{' or '.join(_DEVICES)} names {len(by_value) - len(shown)} more that do not exist",
             why=why,
-            remedy="restart them with a device that is there: nvidia-smi -L",
+            remedy="restart them with a device that exists: nvidia-smi -L",
         )
 
 
@@ -206,7 +206,7 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
                 "mig.environment",
                 seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, pids)}",
                 why="a MIG UUID stands for a place, not a size: programs get other memory and other SMs",
-                remedy='restart it with what is there now: eval "$(gpushare mig env NAME)"',
+                remedy='restart it with the current device: eval "$(gpushare mig env NAME)"',
             )
 
 
@@ -301,7 +301,7 @@ def drift(seen: Examination) -> Iterator[Check]:
             "host.file",
             seen=f"the file that was applied last is no longer valid: {seen.wanted_error.message}",
             why="gpushare.service applies it at boot, and will fail",
-            remedy=f"keep what is there now: {_KEEP}",
+            remedy=f"keep the current state: {_KEEP}",
         )
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
     wrong = False
@@ -314,7 +314,7 @@ def drift(seen: Examination) -> Iterator[Check]:
                 gpu=live.gpu.index,
                 seen=f"GPU {live.gpu.index} is not as it was applied: {said}",
                 why="a reboot resets modes, time-slices, daemons and MIG, and undoes changes made by hand",
-                remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep what is there now: {_KEEP}",
+                remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep the current state: {_KEEP}",
             )
     if kept and not wrong:
         yield Check.passed(
@@ -392,7 +392,7 @@ def _nvml(seen: Examination) -> Iterator[Check]:
             remedy=error.hint,
         )
         return
-    yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is there")
+    yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is installed")
     if error is not None:
         mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
         identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch

@@ -349,7 +349,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
                 "mps.default_path",
                 gpu=daemon.gpu_index,
                 seen=f"MPS daemon {daemon.pid} listens at {DEFAULT_PIPE_DIRECTORY}, where every CUDA program looks",
-                why="programs that never asked for MPS join it, also in containers, and fail with it (CUDA error 805)",
+                why="programs that never asked for MPS join it, even in containers, and fail with it (CUDA error 805)",
                 remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
             )
         elif not daemon.ours and not _is_of_unit(seen, found):

@@ -381,7 +381,7 @@ def _devices(gpu: GpuDescription) -> list[str]:
     for mig in gpu.mig:
         if mig.capabilities is None:
             raise NotSupported(
-                f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which is not there yet,'} are unknown",
+                f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which does not exist yet,'} are unknown",
                 "let slurmd find them: --autodetect nvml" + ("" if mig.uuid else "; or first: gpushare apply -f FILE"),
                 gpu=str(gpu.index),
                 code="no_capabilities",
@@ -408,7 +408,7 @@ def _lines(host: HostDescription, *, by_nvml: bool) -> str:
         lines.append("SelectType=select/cons_tres")
     lines.append("AccountingStorageTRES=" + ",".join(f"gres/{name}" for name in names))
     if by_nvml and any(gpu.mig for gpu in host.gpus):
-        lines += ["# MIG tells no utilization, and a slurmd that asks for it blocks every change of MIG."]
+        lines += ["# MIG devices report no utilization, and a slurmd that asks for it blocks every MIG change."]
         lines += ["JobAcctGatherParams=DisableGPUAcct"]
     if mps:
         lines += [
@@ -428,7 +428,7 @@ def _commands(*, with_mps: bool) -> list[str]:
     return [
         "sudo install -m 644 gres.conf /etc/slurm/gres.conf",
         *([f"sudo install -m 755 -t /etc/slurm {scripts}"] if with_mps else []),
-        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType and Prolog may stand there already: merge them)",
+        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType and Prolog may already be there: merge them)",
         "sudo slurmd -G",
         "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
         "scontrol show node, and look for Gres=",
@@ -438,21 +438,23 @@ def _commands(*, with_mps: bool) -> list[str]:
 def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
     needs = ["ConstrainDevices=yes in cgroup.conf: without it a job sees the GPUs of the others"]
     if by_nvml:
-        needs.append("a slurmd that was built with NVML; else --autodetect off")
+        needs.append("a slurmd built with NVML; otherwise --autodetect off")
     if any(gpu.sharing is Sharing.MIG for gpu in host.gpus):
-        needs += ["MIG is cut before slurmd starts; gpushare export systemd orders it so"]
+        needs += ["MIG instances created before slurmd starts; units of gpushare export systemd keep that order"]
         if by_nvml and _named_by_memory(host):
-            needs.append("--gres by slurmd's own names: it calls MIG devices by their memory, not by their profile")
-        needs += [] if by_nvml else ["a new gres.conf after every change of MIG: the capability numbers change"]
+            needs.append(
+                "--gres with slurmd's own type names: it names MIG devices by their memory, not by their profile"
+            )
+        needs += [] if by_nvml else ["a new gres.conf after every MIG change: the capability numbers change"]
     if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
         needs += [
-            "no MPS daemon of its own on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
+            "no MPS daemon of gpushare on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
             "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
             "one GPU with MPS per job and node, which is Slurm's default (no MULTIPLE_SHARING_GRES_PJ)",
         ]
     minors = sorted(gpu.minor or 0 for gpu in host.gpus)
     if minors != list(range(len(minors))):
-        needs.append("GPU numbers that Slurm gives: they have gaps here, so compare with slurmd -G first")
+        needs.append("Slurm's own GPU numbers: they have gaps here, so compare with slurmd -G first")
     return needs
 
 

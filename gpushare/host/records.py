@@ -52,7 +52,7 @@ def read_understood(path: Path) -> Any:
         return json.loads(text, parse_int=_whole)
     except (ValueError, RecursionError):
         # UnicodeDecodeError is a ValueError, too.
-        raise ValueError("it is no JSON" if text else "it is empty") from None
+        raise ValueError("it is not JSON" if text else "it is empty") from None
 
 
 # Checks by type of field. JSON may write a float without a decimal point.

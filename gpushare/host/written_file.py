@@ -107,7 +107,7 @@ def _check_directory(path: Path, descriptor: int, *, last: bool = False, strange
     if os.geteuid() == 0 and not strangers and found.st_uid not in _trusted():
         raise _in_the_way(path, f"{where}a directory of user {found.st_uid}")
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise _in_the_way(path, f"{where}a directory that everybody may change")
+        raise _in_the_way(path, f"{where}a directory that anyone may change")
 
 
 def create_file(path: str | Path, data: bytes, *, directory: int | None = None, mode: int = 0o666) -> None:

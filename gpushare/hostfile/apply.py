@@ -343,7 +343,7 @@ class _Finder:
                     return Device(gpu=live.gpu, mig=mig)
         raise NotFound(
             f"GPU {self.gpu} has no MIG device {self.wanted}",
-            "see what is there: gpushare mig status",
+            "see the current layout: gpushare mig status",
             gpu=str(self.gpu),
             code="device_gone",
         )

@@ -18,7 +18,7 @@ from gpushare.units import parse_memory_limit
 
 T = TypeVar("T")
 
-HINT: Final = "write one from what is there: gpushare capture > gpushare.yaml"
+HINT: Final = "write one from the current state: gpushare capture > gpushare.yaml"
 # The same as in schema.json. `$(?!\n)`: Python's $ also matches before a final newline.
 _COMPUTE: Final = "|".join(f"{slices}c\\.[{slices}-9]" for slices in range(1, 9))
 WISH: Final = rf"^(?:(?:{_COMPUTE})|[1-9])g(?:\.[1-9][0-9]{{0,3}}gb)?(?:[+-][a-z]{{1,8}}(?:\.[a-z]{{1,8}})?){{0,3}}(?::[0-9]{{1,2}})?(?:\*[1-9][0-9]{{0,2}})?$(?!\n)"

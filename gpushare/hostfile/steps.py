@@ -70,7 +70,7 @@ def revoke_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], stayin
     kept = {(one.name, one.profile, one.start) for one in wanted}
     return [
         deferred(
-            f"take the grants of '{one.name}' ({one.profile}:{one.start}) back",
+            f"revoke the grants of '{one.name}' ({one.profile}:{one.start})",
             f"gpushare mig revoke {shlex.quote(one.name)}",
             [lambda name=one.name: plan_revoke(host, name).steps],  # type: ignore[misc]
         )
@@ -93,7 +93,7 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list
     gone = [one for one in gone if one.name not in want]
     new = [NamedInstance(name=one.name, gpu_uuid=uuid, profile=one.profile, start=one.start) for one in wanted]
     new = [one for one in new if there.get(one.name) != want[one.name]]
-    words = [f"call {one.profile}:{one.start} '{one.name}'" for one in new]
+    words = [f"name {one.profile}:{one.start} '{one.name}'" for one in new]
     words += [f"forget the name '{one.name}'" for one in gone]
     commands = [f"gpushare mig name {one.name} {one.profile}:{one.start}" for one in new]
     commands += [f"gpushare mig name --forget {one.name}" for one in gone]
@@ -145,12 +145,12 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
         left = points(look(), entry)
         if left:
             raise NotHeld(
-                f"GPU {index}: every step was done, and it is not as in the file: {'; '.join(map(str, left))}",
+                f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, left))}",
                 "see: gpushare diff -f FILE; gpushare doctor",
                 gpu=str(index),
             )
 
-    what = f"check that GPU {index} is as in the file"
+    what = f"check that GPU {index} matches the file"
     return Step(what=what, command="gpushare diff -f FILE", do=act, changes=False)
 
 
@@ -214,7 +214,7 @@ def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: 
     work = _Daemon(host, find, wish)
     words = _words(wish)
     return Step(
-        what=f"let an MPS daemon serve {title}" + (f": {', '.join(words)}" if words else ""),
+        what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
         command=_command(wish, selector),
         undo=f"gpushare mps stop -g {selector}",
         do=work.do,
@@ -309,7 +309,7 @@ def _words(wish: MpsWish) -> list[str]:
     words += [] if limits.memory_limit_bytes is None else [size_option(limits.memory_limit_bytes)]
     words += [] if limits.priority is None else [f"priority {limits.priority.title}"]
     words += [f"for {', '.join(wish.users)}"] if wish.users else []
-    return words + (["nothing beside it"] if wish.exclusive else [])
+    return words + (["no programs outside it"] if wish.exclusive else [])
 
 
 def _command(wish: MpsWish, selector: str) -> str:

@@ -354,7 +354,7 @@ def _broken(run: RunResult, settings: Settings) -> OperationFailed:
 
 def _nothing_done() -> OperationFailed:
     return OperationFailed(
-        "one copy alone printed a rate of 0, with which nothing can be compared",
+        "one copy alone printed a rate of 0, so nothing can be compared with it",
         "let --metric match the rate while it works; or measure longer: --for 10s",
         code="command_failed",
     )

@@ -428,7 +428,7 @@ class Tuning:
 
 def _stands_still() -> OperationFailed:
     return OperationFailed(
-        "the production job prints nothing any more, even without the other job",
+        "the production job no longer prints anything, even without the other job",
         "find out why it makes no progress; give a command that runs until it is ended",
         code="job_silent",
     )

@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--footprint", default=None)
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two lines")
-    parser.add_argument("--seconds", type=float, default=None, help="end after so long")
+    parser.add_argument("--seconds", type=float, default=None, help="end after this many seconds")
     parser.add_argument("--probe", action="store_true")
     return parser
 

@@ -222,7 +222,7 @@ class Eviction:
         left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
         if left:
             raise InUse(
-                f"GPU {self._gpu.index}: {named(self._host.processes, left)} in {self.title} would not end",
+                f"GPU {self._gpu.index}: {named(self._host.processes, left)} in {self.title} did not end",
                 f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, left))}",
                 gpu=str(self._gpu.index),
             )
@@ -512,7 +512,7 @@ class _Instances:
         wrong = differences(now, replace(self._change.after, mig_enabled=True))
         if wrong:
             raise NotHeld(
-                f"the driver accepted every call, but the layout is another: {'; '.join(wrong)}",
+                f"the driver accepted every call, but the layout differs: {'; '.join(wrong)}",
                 "see: gpushare mig status",
                 gpu=str(self._change.gpu.index),
             )

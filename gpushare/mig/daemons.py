@@ -360,7 +360,7 @@ def _device_now(host: Host, device: Device) -> Device:
             return found
     raise NotFound(
         f"{device.title} ({device.uuid}) is not there, so its MPS daemon is not started again",
-        "see what is there: gpushare mig status",
+        "see the current layout: gpushare mig status",
         gpu=str(device.gpu.index),
         code="device_gone",
     )

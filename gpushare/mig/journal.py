@@ -74,7 +74,7 @@ def read_entry(path: Path) -> JournalEntry | None:
     if isinstance(raw, dict) and isinstance(raw.get("boot_id"), str) and raw["boot_id"] != boot_id():
         return None
     if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
-        raise ValueError(f"it is a newer gpushare's (schema {raw['schema']})")
+        raise ValueError(f"it was written by a newer gpushare (schema {raw['schema']})")
     try:
         return _entry_of(raw)
     except (ValueError, KeyError, TypeError, AttributeError):

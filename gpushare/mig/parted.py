@@ -85,7 +85,7 @@ def _indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None
         return None
     if isinstance(raw, int) and not isinstance(raw, bool):
         raise _refused(
-            f"{where}: 'devices' is one number", f"mig-parted takes only a list: devices: [{str(raw)[:9]}]", near
+            f"{where}: 'devices' is one number", f"mig-parted accepts only a list: devices: [{str(raw)[:9]}]", near
         )
     if isinstance(raw, str):
         raise _refused(f"{where}: 'devices' is '{raw[:40]}'", "write all, or a list of indexes: [0, 1]", near)
@@ -265,7 +265,7 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without.items():
         if demands[index].mig_enabled and not demands[index].of_all:
-            raise no_mig([gpu], "take it out of 'devices', or write devices: all to skip it")
+            raise no_mig([gpu], "remove it from 'devices', or write devices: all to skip it")
     return {index: demand for index, demand in demands.items() if index not in without}
 
 
@@ -298,7 +298,7 @@ def idle_entries(
             continue
         odd = [text for text in entry.filters if _numbers(text) is None]
         why = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
-        said.append(f"config '{config.name}', entry {number} is for no GPU here{why}")
+        said.append(f"config '{config.name}', entry {number} matches no GPU here{why}")
     return tuple(said)
 
 
@@ -328,7 +328,7 @@ def _entry(raw: object, where: str) -> Entry:
     if enabled and counts is None:
         raise _refused(f"{where}: no 'mig-devices' although MIG is on", "for none write: mig-devices: {}", raw)
     if counts and not enabled:
-        raise _refused(f"{where}: 'mig-devices' although MIG is off", "take them out, or write mig-enabled: true", raw)
+        raise _refused(f"{where}: 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true", raw)
     return Entry(
         devices=devices,
         mig_enabled=enabled,
@@ -374,7 +374,7 @@ def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand
     if demand is None or not demand.mig_enabled or _devices(demand.wish) != _devices(exact):
         raise _refused(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",
-            f"change both, or take '{PLACEMENTS}' out",
+            f"change both, or remove '{PLACEMENTS}'",
             code="bad_placement",
         )
     return Demand(mig_enabled=True, wish=exact, of_all=demand.of_all)
@@ -476,7 +476,11 @@ def yaml_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None
         for entry in entries:
             lines += _entry_lines(entry)
     if places is not None:
-        lines += ["---", "# For gpushare: exact places. mig-parted reads the first document only.", f"{PLACEMENTS}:"]
+        lines += [
+            "---",
+            "# For gpushare: exact placements. mig-parted reads the first document only.",
+            f"{PLACEMENTS}:",
+        ]
         for name, gpus in places[PLACEMENTS].items():
             lines.append(f"  {_scalar(name)}:" if gpus else f"  {_scalar(name)}: {{}}")
             lines += [f"    {json.dumps(gpu)}: {json.dumps(words)}" for gpu, words in gpus.items()]

@@ -242,7 +242,7 @@ def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotF
     if named:
         names = ", ".join(sorted({place.name or "" for place in named}))
         return NotFound(
-            f"every {request.one} of {where} has a name, and is kept for runs that name it: {names}",
+            f"every {request.one} of {where} has a name, and is reserved for runs that name it: {names}",
             f"run in it: --mig {min(place.name or '' for place in named)}; or make another: {make}",
             code="no_instance",
         )

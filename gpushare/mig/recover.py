@@ -134,7 +134,7 @@ def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:
             entry = _found_again(host, kept)
             if missing(host, kept):
                 others = _undo(host, entry)
-                said.append(f"'{entry.title}', which had failed, is undone now")
+                said.append(f"'{entry.title}', which had failed, is now undone")
                 said += map(_stays, others)
         except GpushareError:
             # `not_restored` still reports it.

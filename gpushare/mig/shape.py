@@ -292,7 +292,7 @@ def from_json(raw: Mapping[str, Any]) -> GpuShape:
     """
     _only(raw, "uuid", "index", "mig_enabled", "instances")
     if not isinstance(raw["uuid"], str) or raw["mig_enabled"] not in {True, False, None}:
-        raise TypeError("a field of another type")
+        raise TypeError("a field of the wrong type")
     instances = tuple(map(_instance_from, raw["instances"]))
     return GpuShape(uuid=raw["uuid"], index=_number(raw["index"]), mig_enabled=raw["mig_enabled"], instances=instances)
 
@@ -301,7 +301,7 @@ def _instance_from(raw: Mapping[str, Any]) -> GpuInstance:
     _only(raw, "profile", "start", "size", "compute", "name")
     profile, name = raw["profile"], raw.get("name")
     if not isinstance(profile, str) or not isinstance(name or "", str):
-        raise TypeError("a field of another type")
+        raise TypeError("a field of the wrong type")
     match = _PROFILE.match(profile)
     if match is None:
         raise ValueError("no profile")
@@ -328,7 +328,7 @@ def _only(raw: Mapping[str, Any], *keys: str) -> None:
 
 def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError("a number that is none")
+        raise ValueError("a value that is not a number")
     return value
 
 

@@ -185,7 +185,7 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
         if part is None or (part.instances is not None and count > part.instances):
             known = ", ".join(f"{one.name}*{one.instances or '?'}" for one in found.compute)
             what = f"{count} x {slices}c" if count > 1 else f"{slices}c"
-            raise NotSupported(f"{found.name} holds no {what}", f"it holds: {known}", code="mig_profile_unknown")
+            raise NotSupported(f"{found.name} cannot contain {what}", f"it holds: {known}", code="mig_profile_unknown")
     if new_compute(found, request.compute) is None:
         raise NotSupported(
             f"{request.one} do not fit together in one {found.name}", "ask for fewer", code="mig_profile_unknown"

@@ -373,7 +373,7 @@ class MpsControl:
     def _same(self, what: str, held: object, wanted: object) -> None:
         if held != wanted:
             raise OperationFailed(
-                f"the MPS daemon did not take the {what} {wanted}: it holds {'none' if held is None else held}",
+                f"the MPS daemon did not accept the {what} {wanted}: it holds {'none' if held is None else held}",
                 "see its log: gpushare mps logs",
                 code="limit_not_held",
             )

@@ -493,7 +493,9 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
     except OSError as error:
         raise _refused(directory, error) from None
     if pipe_users(directory) != tuple(sorted(map(user_name, ids))):
-        raise NotHeld(f"{directory} was changed, but lets others in", f"see: getfacl {shlex.quote(str(directory))}")
+        raise NotHeld(
+            f"{directory} was changed, but others still have access", f"see: getfacl {shlex.quote(str(directory))}"
+        )
 
 
 def _list_of(ids: Sequence[int]) -> bytes:

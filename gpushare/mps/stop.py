@@ -98,7 +98,7 @@ def _on_gpu(found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) 
 def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
     names = ", ".join(device.title for device in devices) or "this host"
     foreign = next((item for item in found if not item.daemon.ours), None)
-    hint = "see what is there: gpushare mps status"
+    hint = "see the daemons: gpushare mps status"
     indexes = {device.gpu.index for device in devices if device.mig is None}
     instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
     if instances:
@@ -530,7 +530,7 @@ def _still_there(found: FoundDaemon) -> None:
     if found.home is not None and found.home.read() != noted:
         raise NoDaemon(
             f"another gpushare stopped or replaced the MPS daemon {found.daemon.pid}",
-            "see what is there now: gpushare mps status",
+            "see the current daemons: gpushare mps status",
         )
 
 

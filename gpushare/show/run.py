@@ -137,7 +137,7 @@ class InstanceReport(RunReport):
     def outside(self, pid: int) -> None:
         """Say that a process runs elsewhere, even with --quiet."""
         self._write(
-            f"error: process {pid} runs on a GPU outside {self._device.title}, where it belongs\n"
+            f"error: process {pid} runs outside {self._device.title}, on a GPU that it was not given\n"
             "hint: the program or a wrapper changes CUDA_VISIBLE_DEVICES or CUDA_MPS_PIPE_DIRECTORY\n"
         )
 

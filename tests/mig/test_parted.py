@@ -119,7 +119,7 @@ def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
 
 def test_a_filter_that_is_no_id_is_said() -> None:
     (said,) = idle_entries(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS, range(8))
-    assert said == "config 'x', entry 1 is for no GPU here; 'A100' is not a PCI id like 0x20B510DE"
+    assert said == "config 'x', entry 1 matches no GPU here; 'A100' is not a PCI id like 0x20B510DE"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_who_cannot_be_killed_keeps_the_instance(host: World, monkeypatch: pytes
     said = host.run("mig", "destroy", name, "--evict", name)
     assert (said.code, said.error["code"]) == (19, "in_use")
     assert f"{pid} (python3, user root: python3) in 3g.40gb:" in said.error["message"]
-    assert "would not end" in said.error["message"]
+    assert "did not end" in said.error["message"]
     assert host.look() == before
 
 

@@ -369,7 +369,7 @@ def test_measure_refuses_a_command_with_an_open_quote(refused: Any) -> None:
             "mig apply -g 0 3g.40gb",
             (*FARM, "--destroy"),
             "sim:a100-80gb",
-            ["switch MIG off", "let an MPS daemon serve GPU 0"],
+            ["switch MIG off", "serve GPU 0 with an MPS daemon"],
         ),
         ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon", "set the time-slice of GPU 0 to short"]),
         ("mps start -g 0", USERS, "sim:a100-80gb", ["stop the idle MPS daemon", "switch MIG on"]),

@@ -420,7 +420,7 @@ def test_the_shell_that_asks_is_called_so(world: World) -> None:
 
     host = replace(world.host, machine=Machine())  # type: ignore[arg-type]
     (check,) = environments(Examination(host, gpus=host.nvml.sweep()))
-    assert check.seen == f"CUDA_VISIBLE_DEVICES names {gone}, which is not there, in the environment of this shell"
+    assert check.seen == f"CUDA_VISIBLE_DEVICES names {gone}, which does not exist, in the environment of this shell"
 
 
 def test_a_change_that_goes_on_is_no_finding(cli: Cli, world: World) -> None:
@@ -547,7 +547,7 @@ def test_many_values_are_counted_and_the_first_shown(world: World) -> None:
     assert len(checks) == 22
     assert all(one.why and one.remedy and len(one.seen) < 300 for one in checks)
     assert [one.seen for one in checks if "more" in one.seen] == [
-        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names 990 more that are not there",
+        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names 990 more that do not exist",
         "CUDA_MPS_PIPE_DIRECTORY has 990 more values where no daemon listens",
     ]
 

@@ -122,7 +122,7 @@ def test_a_gpu_that_no_entry_is_for_is_not_as_asked(cli: Cli, file: Callable[[st
     done = cli("mig", "check", "-f", path, host=HOST)
     assert done.code == 7
     assert "GPU 1: not as asked\n  no entry of the config is for it" in done.out
-    assert "config 'x', entry 1 is for no GPU here" in done.err
+    assert "config 'x', entry 1 matches no GPU here" in done.err
 
 
 def test_the_filter_knows_the_model(cli: Cli, file: Callable[[str], str]) -> None:

@@ -107,7 +107,7 @@ def test_a_gpu_of_the_file_that_is_not_here_is_said(cli: Cli, parted: str, confi
     assert said in dry.err
     done = cli("mig", "apply", "-f", parted, "-c", config, host=TWO).ok()
     assert said in done.err
-    assert "is for no GPU here" not in done.err
+    assert "matches no GPU here" not in done.err
     checked = cli("mig", "check", "-f", parted, "-c", config, "-g", "0", host=TWO).ok()
     assert said in checked.err
     # Of those that are here and were not chosen nothing is said.
