@@ -15,6 +15,7 @@ from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.errors import BadUsage, DriverNotLoaded, GpushareError, NvmlMissing, OperationFailed, cut, system_error
 from gpushare.host.machine import Xid
+from gpushare.host.records import read_bounded
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path
@@ -26,6 +27,8 @@ from gpushare.snapshot import BLIND, HostState
 from gpushare.units import counted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu
@@ -520,6 +523,31 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("pid.namespace", seen="unknown")
 
 
+# A line of a unit that runs a command which may ask, without -y.
+_ASKS: Final = re.compile(r"^Exec\w+=(?!.* (?:-y|--yes)\b).* (?:apply|mps stop|mig enable) ", re.MULTILINE | re.ASCII)
+_ANSWERED: Final = "/^Exec/{/ (-y|--yes)( |$)/! s/ (apply|mps stop|mig enable) / \\1 -y /}"
+
+
+def _units(seen: Examination) -> Iterator[Check]:
+    """Check that no unit of an older gpushare would be asked at boot."""
+    found: dict[Path, str] = {}
+    for path in islice(seen.host.machine.unit_directory.glob("*gpushare*.service"), _MOST_LOOKED_AT):
+        with contextlib.suppress(OSError, ValueError):
+            found[path] = read_bounded(path).decode(errors="replace")
+    found = {path: found[path] for path in sorted(found) if found[path].startswith("# Written by gpushare.")}
+    old = [path for path, text in found.items() if _ASKS.search(text)]
+    if old:
+        files = " ".join(shlex.quote(str(path)) for path in old)
+        yield Check.warning(
+            "units.consent",
+            seen=f"{counted(len(old), 'systemd unit')} of an older gpushare would be asked: {', '.join(map(str, old))}",
+            why="nobody answers at boot: where something named, granted or in use must go, the command refuses",
+            remedy=f"sudo sed -i -E '{_ANSWERED}' {files}; sudo systemctl daemon-reload",
+        )
+    elif found:
+        yield Check.passed("units.consent", seen=f"{counted(len(found), 'systemd unit')} of gpushare, none asks")
+
+
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
@@ -535,6 +563,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _run_directory,
     _permissions,
     _pid_namespace,
+    _units,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
@@ -14,6 +15,7 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary 
 # NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
 XID: Final = re.compile(r"\bXid \((?:PCI:)?([0-9a-f:.]+)\):\s*(\d{1,4})\b", re.IGNORECASE | re.ASCII)
 _PROGRAM_SECONDS: Final = 5.0
+UNITS: Final = Path("/etc/systemd/system")
 
 
 class Space(NamedTuple):
@@ -45,12 +47,20 @@ class Machine(Protocol):
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids since the boot, oldest first; None if this user may not read the kernel log."""
 
+    @property
+    def unit_directory(self) -> Path:
+        """Return the directory of this machine's own systemd units."""
+
 
 class LocalMachine:
     """This machine. ``proc`` replaces ``/proc``."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
+
+    @property
+    def unit_directory(self) -> Path:
+        return UNITS
 
     def shared_memory(self) -> Space | None:
         try:

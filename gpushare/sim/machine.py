@@ -16,6 +16,8 @@ from gpushare.sim.devices import (
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.host.machine import Space, Xid
 
 
@@ -54,6 +56,13 @@ class SimulatedMachine:
         if state.uid != 0:
             return None
         return tuple(Xid(number, gpu.pci_bus_id[4:-2]) for gpu in state.gpus for number in gpu.xids)
+
+    @property
+    def unit_directory(self) -> Path:
+        """Return the directory below its own ``etc``."""
+        from gpushare.host.machine import UNITS
+
+        return self._state_file.directory / UNITS.relative_to("/")
 
 
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"
