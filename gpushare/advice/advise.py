@@ -326,7 +326,16 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
         return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
     if any(one.open for one in best.of(Kind.CONDITION)):
         return Confidence.MEDIUM, "its conditions are unconfirmed"
+    missing = _not_given(situation) if best.way in CONCURRENT else []
+    if missing:
+        return Confidence.MEDIUM, f"not given: {', '.join(missing)}"
     return Confidence.HIGH, "all deciding questions are answered"
+
+
+def _not_given(situation: Situation) -> list[str]:
+    """Return which numbers are missing to say whether all fit."""
+    found = [] if situation.case.processes is not None else ["the number of processes"]
+    return found if all(one.memory for one in situation.case.workloads) else [*found, "the memory of a process"]
 
 
 QUESTION_TITLES: Final = {
@@ -496,6 +505,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "confidence": advice.confidence.value,
         "confidence_why": advice.confidence_why,
         "conditions": conditions,
+        "risks": [] if best is None else _risks(advice.situation, best.way),
         "not_protected": list(advice.gaps),
         "memory": {
             **_memory_data(advice.budget, advice.limits_bytes),
@@ -521,6 +531,15 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         },
         "notes": list(advice.notes),
     }
+
+
+def _risks(situation: Situation, way: Way) -> list[str]:
+    """Return what every answer of this kind has to say."""
+    if way is Way.MPS_PRIORITY:
+        return ["priority is a hint: the GPU may not follow it, and it reserves nothing for production"]
+    if situation.several and Mechanism.TIMESLICE in {way.outer, way.inner}:
+        return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
+    return []
 
 
 def _where(advice: Advice) -> list[str]:

@@ -51,6 +51,8 @@ class Change:
     wish: Wish = ()
     # For `mig disable`: idle instances go first.
     destroy: bool = False
+    # Without a question, because the lines before it made what is named.
+    yes: bool = False
 
     @property
     def selector(self) -> str:
@@ -65,6 +67,7 @@ class Change:
             *(() if self.limits is None else self.limits.options()),
             *map(str, self.wish),
             *(("--destroy",) if self.destroy else ()),
+            *(("-y",) if self.yes else ()),
         )
 
 
@@ -255,9 +258,10 @@ def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
         lines.append(Line(_which(inside, _label(one)), run))
     if on:
-        undo = _mig_off(situation, "undo all of it, after the programs have ended")
+        off = Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index, destroy=True, yes=True)
+        undo = change("undo all of it, after the programs have ended", off, root)
     else:
-        undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
+        undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, "-y", root=root)
     return Recipe(
         lines=tuple(lines),
         undo=(undo, *_mig_as_it_was(situation)) if room else (undo,),

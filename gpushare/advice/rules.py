@@ -135,6 +135,11 @@ class Requirement:
         if way is Way.VGPU and table.at_least(self.row, best, self.wanted):
             if situation.gpu.mig_capable is not False:
                 return self._reason(cell, Kind.CONDITION, f"{self.text}: only with MIG-backed vGPU")
+            hard = self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos")
+            if not hard:
+                # A virtual machine is isolated by more than its SMs.
+                text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
+                return self._reason(cell, Kind.CONDITION, text)
             return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
         says = f"{self.text} ({table.titles[cell.mechanism]}: {cell.today})"
         if table.at_least(self.row, best, self.floor):

@@ -255,7 +255,9 @@ def advise(
     named = gpu is not None or live or recording is not None or measure
     situation = Situation(case, facts, chosen, load_table(), named=named)
     if _may_ask(explained=explained is not None):
-        situation = asked(situation)
+        situation = asked(with_numbers(situation))
+        if not named:
+            situation = replace(situation, gpu=_idle_first(situation.case, facts))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
@@ -578,6 +580,32 @@ def _prompt(text: str, words: list[str]) -> str:
     if len(text) + len(answers) + max(map(len, words)) < width:
         return f"{text} {answers}"
     return "\n".join([*textwrap.wrap(text, width - 1), f"  {answers}"])
+
+
+def with_numbers(situation: Situation) -> Situation:
+    """Ask how many processes there are, and how much memory each needs; an empty answer leaves that open."""
+    ones = list(situation.case.workloads)
+    for number, one in enumerate(ones):
+        name = one.name or (one.role.value if one.role is not None else "")
+        of = f" of {name}" if name else ""
+        if one.processes is None and len(ones) == 1:
+            one = _number_asked(one, "processes", "How many processes are to share the GPU?", "4")
+        if one.memory is None:
+            text = f"How much GPU memory does one process{of} need at its peak, without its CUDA context?"
+            one = _number_asked(one, "memory", text, "6G")
+        ones[number] = one
+    return replace(situation, case=replace(situation.case, workloads=tuple(ones)))
+
+
+def _number_asked(one: Workload, name: str, text: str, example: str) -> Workload:
+    from gpushare.advice.case import workload_of
+
+    while line := answered(_prompt(text, [f"like {example}"])).strip():
+        try:
+            return replace(one, **{name: getattr(workload_of({name: line}), name)})
+        except BadUsage as error:
+            sys.stderr.write(f"  {error.message}; {error.hint}\n")
+    return one
 
 
 def asked(situation: Situation) -> Situation:

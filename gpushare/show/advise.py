@@ -77,6 +77,8 @@ def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _measured(data)
     for text in data["why"]:
         yield "why", text
+    for text in data["risks"]:
+        yield "risk", text
     yield "confidence", f"{data['confidence']}: {data['confidence_why']}"
     if data["memory"]["sentence"]:
         yield "memory", data["memory"]["sentence"]
@@ -139,6 +141,8 @@ def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
         lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")
     for text in data["why"]:
         lines += _wrapped(text, width, "  ")
+    for text in data["risks"]:
+        lines += _wrapped(f"risk: {text}", width, "  ", style="yellow")
     lines += _wrapped(f"{data['confidence']} confidence: {data['confidence_why']}", width, "  ", style="dim")
     if data["memory"]["sentence"]:
         lines += _wrapped(f"memory: {data['memory']['sentence']}", width, "  ", style="dim")

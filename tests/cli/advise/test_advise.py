@@ -474,13 +474,48 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: str, *words: str) -> t
 
 
 def test_questions_that_decide_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, asked = on_a_terminal(monkeypatch, "yes\nnone\nno\nno\nsteady\n", "--processes", "4")
+    out, asked = on_a_terminal(monkeypatch, "4\n2G\nyes\nnone\nno\nno\nsteady\n")
     assert "Do all processes belong to the same user?" in asked
     assert out.startswith(("MPS", "\x1b"))
 
 
+def test_count_and_memory_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = on_a_terminal(monkeypatch, "many\n4\n2\n2G\nyes\nnone\nno\nno\nsteady\n")
+    assert asked.startswith("How many processes are to share the GPU?")
+    assert asked.count("How many processes") == 2
+    assert "'many' is not a valid number" in asked
+    assert asked.index("How much GPU memory") < asked.index("same user?")
+    assert "has no unit" in asked
+    assert "--threads 50 --memory 2816M" in out
+    assert "high confidence" in out
+
+
+def test_what_was_not_said_lowers_the_confidence(cli: Any) -> None:
+    words = ("--users", "same", "--no-saturating", "--isolation", "none", "--latency", "none", "--pattern", "steady")
+    for more, missing in (
+        ((), "the number of processes, the memory of a process"),
+        (("--processes", "4"), "the memory of a process"),
+    ):
+        data = cli("advise", *words, *more, host="sim:a100-80gb", output="json").ok().data
+        assert (data["winner"], data["confidence"]) == ("mps", "medium")
+        assert data["confidence_why"] == f"not given: {missing}"
+    data = cli("advise", *words, "--processes", "4", "--memory", "2G", host="sim:a100-80gb", output="json").ok().data
+    assert data["confidence"] == "high"
+
+
+def test_the_risk_of_a_way_is_in_the_short_form(cli: Any) -> None:
+    for words, way, text in (
+        (PEOPLE, "time-slicing", "nothing limits memory"),
+        (PAIR, "MPS with priority and a cap", "priority is a hint"),
+        (GROUPS_OF_PEOPLE, "MIG with time-slicing inside", "nothing limits memory"),
+    ):
+        out = cli("advise", *words, host="sim:h200", output="table").ok().out
+        assert out.startswith(way)
+        assert f"risk: {text}" in out
+
+
 def test_an_answer_that_is_none_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = on_a_terminal(monkeypatch, "perhaps\n\n\n\n\n\n\n\n", "--processes", "4")
+    _, asked = on_a_terminal(monkeypatch, "perhaps\n\n\n\n\n\n\n\n", "--processes", "4", "--memory", "2G")
     assert "choose one of: yes, no" in asked
     assert asked.count("Do all processes belong to the same user?") == 2
 
