@@ -175,19 +175,17 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
 
     said = [*notes, *change.notes, *change.plan.notes]
     made: list[dict[str, Any]] = []
-    undo = None
     if change.plan.steps and not dry_run:
         made = _made(host, change)
         said += _after(host, change)
-        undo = _undo(change)
-        said.append(f"undo: {undo}")
-    notes = list(dict.fromkeys(said))
-    result = plan_result(command, change.plan.steps, dry_run=dry_run, notes=notes, consent=change.plan.consent)
+    steps, notes = change.plan.steps, list(dict.fromkeys(said))
+    undo = _undo(change) if steps else None
+    result = plan_result(command, steps, dry_run=dry_run, notes=notes, consent=change.plan.consent, undo=undo)
     plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
     picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
     lines = [f"{one['profile']}:{one['start']} on GPU {one['gpu']}: {', '.join(one['uuids'])}" for one in made]
     text = "\n".join(filter(None, [picture, *lines])) or None
-    return replace(result, data={**result.data, "created": made, "undo": undo}, text=text)
+    return replace(result, data={**result.data, "created": made}, text=text)
 
 
 def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:

@@ -342,16 +342,18 @@ def stop(
     losses = () if settings.yes else tuple(loss for work, _ in works for loss in work.losses())
     plan = Plan(title="stop MPS daemons", steps=steps, consent=losses)
     if settings.dry_run:
-        planned = plan_result("mps stop", steps, dry_run=True, consent=losses)
+        undos = [work.undo for work, _ in works if work.undo is not None]
+        planned = plan_result("mps stop", steps, dry_run=True, consent=losses, undo="; ".join(undos) or None)
         return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
     consented(plan)
-    rows, errors = [], []
+    rows, errors, undos = [], [], []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + seconds
     for work, found in works:
         work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
             rows.append(stop_row(work, found, work.run()))
+            undos += [] if work.undo is None else [work.undo]
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)
@@ -359,8 +361,9 @@ def stop(
         raise errors[0]
     return Result(
         command="mps stop",
-        data={"dry_run": False, "stopped": rows},
+        data={"dry_run": False, "stopped": rows, "undo": "; ".join(undos) or None},
         text="\n".join(map(sentence, rows)),
+        notes=(f"undo: {'; '.join(undos)}",) if undos else (),
         errors=tuple(errors),
         all_failed=not rows,
         exit_code=errors[0].exit_code if errors else 0,

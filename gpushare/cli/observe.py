@@ -11,6 +11,7 @@ import typer
 
 from gpushare.cli.options import Command, GpuOption, note, settings
 from gpushare.errors import BadCombination, BadUsage
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,11 +217,11 @@ def _notes(recording: Recording, path: Path) -> list[str]:
     if recording.damaged_lines:
         notes.append(f"{recording.damaged_lines} unreadable lines were skipped")
     if recording.missed:
-        notes.append(f"{recording.missed} samples were not taken in time; give a longer --interval")
+        notes.append(f"{counted(recording.missed, 'sample')} not taken in time; give a longer --interval")
     if recording.dropped_processes:
-        notes.append(f"{recording.dropped_processes} short-lived processes are left out")
+        notes.append(f"{counted(recording.dropped_processes, 'short-lived process')} left out")
     notes += [
-        f"GPU {use.gpu.index} did not answer {use.unanswered} times: {use.error}"
+        f"GPU {use.gpu.index} did not answer {counted(use.unanswered, 'time')}: {use.error}"
         for use in recording.gpus
         if use.unanswered
     ]

@@ -763,9 +763,8 @@ def carried_out(
             if not done:
                 agreed = consented(plan, agreed)
     notes = [*said, *plan.notes]
-    if not settings.dry_run and plan.undo and plan.steps:
-        notes.append(f"undo: {plan.undo}")
-    return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes, consent=plan.consent)
+    dry_run = settings.dry_run
+    return plan_result(command, plan.steps, dry_run=dry_run, notes=notes, consent=plan.consent, undo=plan.undo)
 
 
 def say_step(step: Step) -> None:

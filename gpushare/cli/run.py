@@ -489,6 +489,7 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
     from gpushare.measure.bench_data import best_caps, read_bench
     from gpushare.run.farm import share_of_threads
     from gpushare.run.results import find_benched
+    from gpushare.units import format_copies
 
     copies = farming.copies or 1
     if farming.bench is None:
@@ -502,12 +503,14 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
         found = best_caps(read_bench(farming.bench)).get(copies)
         if found is None:
             raise NotFound(
-                f"{farming.bench} has no measurement of {copies} copies under MPS",
+                f"{farming.bench} has no measurement of {format_copies(copies)} under MPS",
                 f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
                 code="not_measured",
             )
     if not found.best:
-        note(f"another way than MPS was faster for {copies} copies (gpushare bench); this is the best cap under MPS")
+        note(
+            f"another way than MPS was faster for {format_copies(copies)} (gpushare bench); this is the best cap under MPS"
+        )
     return found.threads_percent
 
 

@@ -267,7 +267,7 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
     if len(by_value) > len(shown):
         yield Check.warning(
             "mps.environment",
-            seen=f"{_PIPE} has {len(by_value) - len(shown)} more values where no daemon listens",
+            seen=f"{_PIPE} has {counted(len(by_value) - len(shown), 'more value')} where no daemon listens",
             why=why,
             remedy="see where the daemons listen: gpushare mps status",
         )

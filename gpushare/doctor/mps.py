@@ -80,7 +80,9 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
             seen=f"MPS daemon {daemon.pid} of {_user(daemon)} was not asked: it is another user's",
         )
     if len(unasked) > MOST_CLAIMS:
-        yield Check.skipped("mps.unasked", seen=f"{len(unasked) - MOST_CLAIMS} more MPS daemons of other users")
+        yield Check.skipped(
+            "mps.unasked", seen=f"{counted(len(unasked) - MOST_CLAIMS, 'more MPS daemon')} of other users"
+        )
 
 
 def _user(daemon: MpsDaemon) -> str:
@@ -336,7 +338,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
     if len(claims) > MOST_CLAIMS:
         yield Check.warning(
             "mps.foreign",
-            seen=f"{len(claims) - MOST_CLAIMS} more processes of other users claim to be MPS daemons",
+            seen=f"{counted(len(claims) - MOST_CLAIMS, 'more process')} of other users that claim to be MPS daemons",
             why="any user can start processes of that name",
             remedy=f"list all of them: pgrep -af {control.PROGRAM}",
         )

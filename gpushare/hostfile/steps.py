@@ -14,13 +14,13 @@ from gpushare.host.program import missing_program
 from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MpsWish
-from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, start_command
+from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
 from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
 from gpushare.mig.names import NamedInstance, names_of
 from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users
+from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users, start_command
 from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start

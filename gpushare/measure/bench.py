@@ -35,7 +35,7 @@ from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.program import EndSignals
 from gpushare.run.share import MpsShare, check_program
-from gpushare.units import format_bytes, format_copies
+from gpushare.units import counted, format_bytes, format_copies
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -164,7 +164,7 @@ class Bench:
         mps = any(way.kind == MPS for way, _ in cells)
         runs = [
             Step(
-                what=f"run {format_copies(cell[1])} under {cell[0].name}, {repeat} times",
+                what=f"run {format_copies(cell[1])} under {cell[0].name}, {counted(repeat, 'time')}",
                 command=shlex.join(self._settings.argv),
                 do=functools.partial(self._keep, 1, cell),
             )
@@ -459,7 +459,7 @@ def _alone(why: Reasons, wanted: set[str]) -> Way | None:
 
 def _too_few(copies: int, instances: int) -> str:
     there = f"there {'is' if instances == 1 else 'are'} {instances}"
-    return f"{copies} copies need {copies} free MIG instances of one profile, and {there}"
+    return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {there}"
 
 
 def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:

@@ -19,7 +19,7 @@ from gpushare.measure.usage import UsageMeter
 from gpushare.mps.limits import Limits
 from gpushare.run.results import DUTY_SECONDS
 from gpushare.run.several import Program, Several, peak_memory
-from gpushare.units import quoted
+from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -420,7 +420,7 @@ class Pair:
                 return
             if ended - started > 3 * LONGEST_SECONDS:
                 raise TimedOut(
-                    f"the production job printed only {len(moments)} numbers in {ended - started:.0f} s",
+                    f"the production job printed only {counted(len(moments), 'number')} in {ended - started:.0f} s",
                     "let it print its rate at least once a second",
                     code="no_numbers",
                 )

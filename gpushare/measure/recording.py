@@ -15,7 +15,7 @@ from typing import Any, Final
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.measure.statistics import Distribution, Histogram
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, counted, format_bytes
 
 SCHEMA: Final = 1
 MARK: Final = "gpushare_recording"
@@ -623,4 +623,4 @@ def _is_program(one: ProcessUse) -> bool:
 
 
 def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return counted(count, "process")

@@ -18,7 +18,7 @@ from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
-from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
+from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, home_of, homes_in, start_command, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Loss, Step, carry_out
@@ -190,7 +190,7 @@ def daemon_steps_after(
         record = _record_of(host, device.uuid, running=True)
         if record is not None:
             steps.append(_start_step(host, record, device))
-            last.append(_forget_step(host, record, f"note that the MPS daemon of {device.title} runs again"))
+            last.append(_forget_step(host, record, f"record that the MPS daemon of {device.title} runs again"))
     for device in stayed:
         record = _record_of(host, device.uuid, running=False)
         if record is not None:
@@ -268,12 +268,6 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
     exclusive = record.previous_compute_mode is not None and now.mig is None
     with home.locked():
         carry_out(plan_start(host, now, record.limits, exclusive=exclusive))
-
-
-def start_command(record: DaemonRecord, device: Device) -> str:
-    """Return the gpushare command that starts a daemon with the limits of a record."""
-    exclusive = ["--exclusive"] if record.previous_compute_mode is not None and device.mig is None else []
-    return shlex.join(["gpushare", "mps", "start", "-g", device.selector, *record.limits.options(), *exclusive])
 
 
 def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:

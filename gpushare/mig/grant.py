@@ -252,7 +252,7 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
     path = shlex.quote(str(host.state_directory / "mig-names.json"))
     return [
         setting_step(
-            what=f"note under the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
+            what=f"record under the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
             command=f"write {path}",
             undo=f"write {path}",
             setting=f"the grant of '{named.name}'",

@@ -373,6 +373,14 @@ _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 _LIMITS: Final = ("threads_percent", "memory_limit_bytes", "priority")
 
 
+def start_command(record: DaemonRecord, device: Device | None) -> str:
+    """Return the gpushare command that starts a daemon with the limits of a record; None: name its device by UUID."""
+    whole = device is None or device.mig is None
+    exclusive = ["--exclusive"] if record.previous_compute_mode is not None and whole else []
+    selector = record.device_uuid if device is None else device.selector
+    return shlex.join(["gpushare", "mps", "start", "-g", selector, *record.limits.options(), *exclusive])
+
+
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:
     """Return the home of the daemon of one device.
 

@@ -17,6 +17,7 @@ from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybo
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -84,7 +85,7 @@ class _Start:
                 revert=self._put_back,
             ),
             Step(
-                what="record what to restore",
+                what="record the current state, which a stop restores",
                 command=f"write {path}",
                 undo=f"rm {path}",
                 do=lambda: self._write(STARTING),
@@ -112,7 +113,7 @@ class _Start:
             ),
             *limit_steps(self._control, self._limits),
             # Undone by the first record step, after everything that it names.
-            Step(what="record that it runs", command=f"write {path}", do=self._write_running),
+            Step(what="record that the daemon is running", command=f"write {path}", do=self._write_running),
         ]
 
     def _exclusive(self) -> list[Step]:
@@ -260,7 +261,8 @@ def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
         outside = [one for one in outside if (one.gpu_instance_id, one.compute_instance_id) == place]
     if outside:
         pids = ", ".join(str(process.pid) for process in outside[:5])
-        notes.append(f"{len(outside)} processes on {device.title} run outside MPS ({pids}); restart them to use it")
+        runs = f"{counted(len(outside), 'process')} on {device.title} {'runs' if len(outside) == 1 else 'run'}"
+        notes.append(f"{runs} outside MPS ({pids}); restart {'it' if len(outside) == 1 else 'them'} to use it")
     driver = host.nvml.driver_version()
     if host.uid == 0 and anybody_changes(home.pipe, driver):
         notes.append(

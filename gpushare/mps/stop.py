@@ -29,7 +29,7 @@ from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid
-from gpushare.mps.home import ADOPTED, DaemonRecord
+from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.selection import Device, select_for_change
 from gpushare.units import counted
@@ -219,6 +219,14 @@ class Stop:
         return control_command(daemon.pipe_directory or "", "quit") if self._found.trusted else f"kill {daemon.pid}"
 
     @property
+    def undo(self) -> str | None:
+        """Return the command that starts the same daemon again; its clients do not come back."""
+        record = self._found.record
+        if record is None or record.transient or record.interrupted or self._found.daemon.pid is None:
+            return None
+        return start_command(record, self._device)
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """Return all steps in order."""
         return (*self._waiting(), *self._changes())
@@ -248,6 +256,7 @@ class Stop:
             Step(
                 what=f"end what an interrupted start of the MPS daemon{where} may have left" if dead else end,
                 command=self.command or control_command(daemon.pipe_directory or "", "quit"),
+                undo=self.undo,
                 do=self._end,
             )
         ]

@@ -17,6 +17,8 @@ from gpushare.units import format_bytes, ranges
 _CELL: Final = 9
 _WIDTH: Final = 8 * _CELL
 _COLUMNS: Final = 80
+# Marks in pictures of a plan. A profile may have a + inside: 1g.10gb+me.
+_MARKS: Final = {r"\*": "* in use", r"[| ]\+": "+ new", "~": "~ changed inside"}
 
 
 def placements_text(placements: Sequence[Placement] | None) -> str:
@@ -220,7 +222,11 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
                 f"before {now(layout)}",
                 f"after  {after(layout, gpu)}",
             ]
-    return "\n".join(lines) or "nothing to do: it exists already"
+    pictures = "".join(line for line in lines if line.startswith(("before", "after")))
+    legend = [meaning for mark, meaning in _MARKS.items() if re.search(mark, pictures)]
+    return (
+        "\n".join([*lines, *([f"       {', '.join(legend)}"] if legend else [])]) or "nothing to do: it exists already"
+    )
 
 
 def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:

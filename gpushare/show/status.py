@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
 from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, MigInstance, MpsDaemon, Priority, Snapshot, mechanism
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
-from gpushare.units import GIB, MIB, format_bytes, format_percent, ranges
+from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, ranges
 
 Row = Mapping[str, Any]
 
@@ -429,7 +429,8 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
         elif daemon.note is not None:
             yield f"{place}: {daemon.note}"
     if len(snapshot.daemons) > len(shown):
-        yield f"{len(snapshot.daemons) - len(shown)} more MPS daemons of others are not shown; -o json lists all"
+        more = counted(len(snapshot.daemons) - len(shown), "more MPS daemon")
+        yield f"{more} of others not shown; -o json lists all"
 
 
 def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:

@@ -340,7 +340,7 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     assert [step.what for step in steps][2:] == [
         "cut",
         "start the MPS daemon of MIG 3g.40gb of GPU 0 again, with its limits",
-        "note that the MPS daemon of MIG 3g.40gb of GPU 0 runs again",
+        "record that the MPS daemon of MIG 3g.40gb of GPU 0 runs again",
         f"leave the MPS daemon of {third} stopped: its instance is gone",
     ]
     do(*steps)

@@ -43,9 +43,19 @@ def test_the_data_of_a_plan_is_pinned():
     assert result.data == {
         "dry_run": True,
         "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
+        "undo": None,
         "consent": [],
     }
     assert result.notes == ("needs root",)
+
+
+def test_the_undo_of_the_whole_is_a_note(shown):
+    for dry_run in (True, False):
+        result = plan_result("mps start", STEPS, dry_run=dry_run, notes=["needs root"], undo="gpushare mps stop -g 0")
+        assert result.data["undo"] == "gpushare mps stop -g 0"
+        assert result.notes == ("needs root", "undo: gpushare mps stop -g 0")
+        assert "undo: none" not in shown(result, OutputFormat.TABLE)[0]
+    assert plan_result("mps start", (), dry_run=True, undo="gpushare mps stop").notes == ()
 
 
 def test_no_step_says_that_there_is_nothing_to_do(shown):

@@ -106,7 +106,7 @@ def test_a_dry_run_shows_the_commands_and_needs_no_root(cli: Cli) -> None:
     before = same(A100)
     data = cli("mig", "grant", "train", "daemon", "--dry-run", host=A100, output="json").data
     assert data["dry_run"] is True
-    assert data["steps"][0]["what"] == "note under the name train: granted to daemon"
+    assert data["steps"][0]["what"] == "record under the name train: granted to daemon"
     assert [step["command"] for step in data["steps"]][1:3] == [
         "echo 'DeviceFileModify: 0' | sudo tee /proc/driver/nvidia/capabilities/gpu0/mig/gi1/access",
         "sudo chmod 0400 /dev/nvidia-caps/nvidia-cap12\nsudo chown daemon:root /dev/nvidia-caps/nvidia-cap12",

@@ -233,3 +233,25 @@ def test_equal_gpus_are_shown_once(cli: Cli) -> None:
     busy = cli("mig", "status", host=world.spec, output="table").ok().out
     assert "GPU 0-1, 3-7  NVIDIA" in busy
     assert uuids[2] in busy
+
+
+@pytest.mark.parametrize(
+    ("there", "wish", "legend"),
+    [
+        (("1g.18gb+me:0",), "1g.18gb", "* in use, + new"),
+        (("3g.71gb:4",), "3g.71gb", "* in use, + new"),
+    ],
+)
+def test_a_plan_explains_its_marks(cli: Cli, there: tuple[str, ...], wish: str, legend: str) -> None:
+    cli("sim", "mig", *there).ok()
+    admin.add_process("sim:h200", "0")
+    lines = cli("mig", "plan", wish).ok().out.splitlines()
+    after = next(number for number, line in enumerate(lines) if line.startswith("after"))
+    assert lines[after + 1].strip() == legend
+
+
+def test_the_plus_of_a_profile_is_no_mark(cli: Cli) -> None:
+    cli("sim", "mig", "1g.18gb+me:0", "3g.71gb:4").ok()
+    lines = cli("mig", "apply", "1c.3g.71gb", "1g.18gb+me", "-n").ok().out.splitlines()
+    assert "       ~ changed inside" in lines
+    assert "+ new" not in "".join(lines)

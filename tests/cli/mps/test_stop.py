@@ -407,3 +407,31 @@ def test_the_plain_command_tells_nothing_to_another_users_daemon() -> None:
 
     assert command("/run/a b", trusted=True) == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"
     assert command("/tmp/x", trusted=False) == "kill 7"
+
+
+def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "30", "--memory", "4G").ok()
+    undo = "gpushare mps start -g 0 --threads 30 --memory 4G"
+    planned = cli("mps", "stop", "-n", output="json").ok().data
+    assert [step["undo"] for step in planned["steps"] if step["what"].startswith("end the MPS daemon")] == [undo]
+    assert planned["undo"] == undo
+    assert f"undo: {undo}" in cli("mps", "stop").ok().err
+    cli(*undo.split()[1:]).ok()
+    (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    assert (daemon["threads_percent"], daemon["memory_limit_bytes"]) == (30.0, 4 << 30)
+
+
+@pytest.mark.parametrize(
+    ("words", "undo"),
+    [
+        (("mps", "start", "-g", "0"), "gpushare mps stop -g 0"),
+        (("mig", "apply", "-g", "1", "3g"), "gpushare mig disable -g 1 --destroy"),
+        (("timeslice", "set", "short", "-g", "0"), "gpushare timeslice reset -g 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_dry_run_names_the_undo(cli: Cli, words: tuple[str, ...], undo: str) -> None:
+    answer = cli(*words, "-n", host="sim:2xh100", output="table").ok()
+    assert f"note: undo: {undo}" in answer.err
+    assert "undo: none" not in answer.out
+    assert cli(*words, "-n", host="sim:2xh100", output="json").ok().data["undo"] == undo
