@@ -46,8 +46,9 @@ _gpushare_node() {
       valued='--fail-on --host -o --output'
       ;;
     'explain')
-      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--host -o --output'
+      options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --host -o --output'
+      positional='@files'
       ;;
     'observe')
       options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -323,6 +324,7 @@ _gpushare_values() {
     -o|--output) printf '%s\n' 'table plain json yaml csv' ;;
     -g|--gpu) printf '%s\n' '@gpus' ;;
     --fail-on) printf '%s\n' 'failure warning' ;;
+    -f|--file) printf '%s\n' '@files' ;;
     --to) printf '%s\n' '@files' ;;
     --from) printf '%s\n' '@files' ;;
     --mig) printf '%s\n' '@places' ;;
@@ -332,7 +334,6 @@ _gpushare_values() {
     --pipe-directory) printf '%s\n' '@files' ;;
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;
     --evict) printf '%s\n' '@instances' ;;
-    -f|--file) printf '%s\n' '@files' ;;
     --forget) printf '%s\n' '@names' ;;
     --users) printf '%s\n' 'same different' ;;
     --isolation) printf '%s\n' 'none quota fault full' ;;

@@ -66,6 +66,8 @@ function __gpushare_valued
             return 0
         case --fail-on
             return 0
+        case -f --file
+            return 0
         case --for
             return 0
         case --interval
@@ -113,8 +115,6 @@ function __gpushare_valued
         case --name
             return 0
         case --evict
-            return 0
-        case -f --file
             return 0
         case -c --config
             return 0
@@ -241,7 +241,7 @@ end
 complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
-complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs'
+complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid in the kernel log, lines of MPS logs, or a concept'
 complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
 complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
@@ -281,12 +281,14 @@ complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at doctor' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at doctor' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at doctor' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at explain' -s f -l file -r -F -d 'A log; - is stdin.'
 complete -c gpushare -n '__gpushare_at explain' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at explain' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at explain' -s q -l quiet -d 'Do not print notes.'
 complete -c gpushare -n '__gpushare_at explain' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at explain' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at explain' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at explain' -F
 complete -c gpushare -n '__gpushare_at observe' -l for -x -d 'How long to record: 90s, 10m, 8h.'
 complete -c gpushare -n '__gpushare_at observe' -l interval -x -d 'Time between two samples.'
 complete -c gpushare -n '__gpushare_at observe' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'

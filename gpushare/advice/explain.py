@@ -6,14 +6,21 @@ The facts are in ``data/explanations.yaml``, which is read on first use.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
 from gpushare.errors import NotFound
+from gpushare.units import counted
 
-TITLES: Final = {"cuda": "CUDA error", "nvml": "NVML return code", "xid": "Xid", "mps": "MPS log line"}
+TITLES: Final = {
+    "cuda": "CUDA error",
+    "nvml": "NVML return code",
+    "xid": "Xid",
+    "mps": "MPS log line",
+    "concept": "concept",
+}
 _CODE: Final = re.compile(
     r"(?:(cuda|nvml|xid)\b)?[\s:#-]*(?:error|code|return code)?[\s:#=(-]*(\d{1,4})\)?", re.IGNORECASE
 )
@@ -30,7 +37,7 @@ _TELLING: Final = 16
 class Explanation:
     """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
-    # cuda, nvml, xid or mps.
+    # cuda, nvml, xid, mps or concept.
     kind: str
     code: int | None = None
     names: tuple[str, ...] = ()
@@ -48,14 +55,44 @@ class Explanation:
         """Return its name: ``CUDA error 805``."""
         return TITLES[self.kind] if self.code is None else f"{TITLES[self.kind]} {self.code}"
 
+    @property
+    def normal(self) -> bool:
+        """Return whether a line of this kind is no sign of a fault."""
+        return self.cause.startswith("Normal")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """An explanation, with the first line of the text that it explains, and the number of such lines."""
+    """An explanation, with the first line of the text that it explains, its number, and the number of such lines."""
 
     explanation: Explanation
     line: str
     lines: int = 1
+    number: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What is known of a log: its explained lines, and how many lines it has."""
+
+    matches: tuple[Match, ...]
+    lines: int
+
+    @property
+    def faults(self) -> tuple[Match, ...]:
+        return tuple(one for one in self.matches if not one.explanation.normal)
+
+    @property
+    def verdict(self) -> str:
+        """Return in one or two sentences what is wrong."""
+        faults = self.faults
+        if not faults:
+            normal = sum(one.lines for one in self.matches)
+            return f"nothing is wrong: {counted(self.lines, 'line')}, {normal} of them known, all normal"
+        first = min(faults, key=lambda one: one.number)
+        where = f"line {first.number} of {self.lines}"
+        more = "" if len(faults) == 1 else f"; {counted(len(faults), 'kind')} of errors in all"
+        return f"{first.explanation.meaning} First in {where}{more}."
 
 
 @lru_cache(maxsize=1)
@@ -93,28 +130,88 @@ def explain(text: str) -> tuple[Match, ...]:
         if not found:
             raise _unknown(asked)
         return tuple(Match(explanation=one, line=asked) for one in found)
-    matches: dict[Explanation, Match] = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        for one in dict.fromkeys(_of_line(line)):
-            before = matches.get(one)
-            first = line if before is None else before.line
-            matches[one] = Match(explanation=one, line=first, lines=1 if before is None else before.lines + 1)
-    if not matches:
+    concepts = [one for one in explanations() if one.kind == "concept" and _plain(asked) in map(_plain, one.names)]
+    if asked and concepts:
+        return tuple(Match(explanation=one, line=asked) for one in concepts)
+    found_lines = explain_log(text.splitlines())
+    if not found_lines.matches:
         raise _unknown(asked)
-    return tuple(matches.values())
+    return found_lines.matches
 
 
-def _of_line(line: str) -> Iterator[Explanation]:
+# Nothing that is known is longer; a longer line is cut.
+_LONGEST: Final = 4096
+
+
+def explain_log(lines: Iterable[str]) -> Log:
+    """Return what explains the lines of a log of any length."""
+    matches: dict[Explanation, Match] = {}
+    number = 0
+    for number, text in enumerate(lines, 1):
+        line = text[:_LONGEST].strip()
+        if not line or not _may_be_known(line):
+            continue
+        # No code has four digits, and no time tells anything: then most lines of a log are the same.
+        for one in _of_line(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
+            before = matches.get(one)
+            if before is None:
+                matches[one] = Match(explanation=one, line=line, number=number)
+            else:
+                matches[one] = replace(before, lines=before.lines + 1)
+    return Log(matches=tuple(matches.values()), lines=number)
+
+
+_TIME: Final = re.compile(r"\d{1,2}:\d{2}:\d{2}(?:[.,]\d+)?")
+_LONG_NUMBER: Final = re.compile(r"\d{4,}")
+_WORD: Final = re.compile(r"[a-z]{2,}")
+
+
+@lru_cache(maxsize=1)
+def _beginnings() -> frozenset[str]:
+    """Return the beginnings of all words in what is known: a line without any is unknown."""
+    known = [
+        word for one in explanations() for word in (one.pattern or "", one.text or "", *one.names, TITLES[one.kind])
+    ]
+    return frozenset(word[:4] for text in known for word in _WORD.findall(text.lower()))
+
+
+def _may_be_known(line: str) -> bool:
+    known = _beginnings()
+    return any(word[:4] in known for word in _WORD.findall(line.lower()))
+
+
+@lru_cache(maxsize=4096)
+def _of_line(line: str) -> tuple[Explanation, ...]:
+    return tuple(dict.fromkeys(_matching(line)))
+
+
+@lru_cache(maxsize=1)
+def _searched() -> tuple[
+    tuple[Explanation, frozenset[str], tuple[str, ...], frozenset[str], re.Pattern[str] | None], ...
+]:
+    """Return what is looked for in a line: of each error its plain names, its telling texts, and its pattern."""
+    found = []
+    for one in explanations():
+        if one.kind == "concept":
+            continue
+        texts = [*one.names, *([one.text] if one.text else [])] if one.kind != "mps" else []
+        telling = tuple(known.lower() for known in texts if len(known) >= _TELLING)
+        pattern = None if one.pattern is None else re.compile(one.pattern, re.IGNORECASE)
+        found.append((one, frozenset(map(_plain, one.names)), telling, frozenset(map(_plain, texts)), pattern))
+    return tuple(found)
+
+
+def _matching(line: str) -> Iterator[Explanation]:
     numbers = {"xid": {int(one) for one in _XID.findall(line)}, "cuda": {int(one) for one in _CUDA.findall(line)}}
     names = {_plain(name) for name in (*_NAME.findall(line), line)}
     lowered, bare = line.lower(), _plain(line)
-    for one in explanations():
-        texts = [*one.names, *([one.text] if one.text else [])] if one.kind != "mps" else []
+    for one, plain_names, telling, plain_texts, pattern in _searched():
         if (
             (one.code is not None and one.code in numbers.get(one.kind, ()))
-            or names & {_plain(name) for name in one.names}
-            or (one.pattern is not None and re.search(one.pattern, line, re.IGNORECASE))
-            or any(_plain(known) == bare or (len(known) >= _TELLING and known.lower() in lowered) for known in texts)
+            or not names.isdisjoint(plain_names)
+            or (pattern is not None and pattern.search(line))
+            or bare in plain_texts
+            or any(known in lowered for known in telling)
         ):
             yield one
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from typing import IO, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import Command
+from gpushare.cli.options import Command, settings
+from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.units import counted
 
 
 def register(app: typer.Typer) -> None:
@@ -15,26 +22,99 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="CODE|TEXT...", help="805, CUDA_ERROR_..., NVML_..., Xid 31, or a log line; - is stdin."
+            metavar="[CODE|TEXT|FILE]...",
+            help="805, CUDA_ERROR_..., Xid 31, a log line, a log file, or a concept; - is stdin.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="A log; - is stdin.")] = None,
 ) -> Any:
-    """Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs.
+    """Explain a CUDA or NVML error, an Xid in the kernel log, lines of MPS logs, or a concept.
 
-    Prints its meaning, its usual cause on a shared GPU, what to do next, and the source.
-    To explain a whole log, pipe it in: gpushare mps logs | gpushare explain -
+    Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
+    and what is wrong; with -v also the normal lines. Concepts: streams, Hyper-Q, SM, time-slice, context, unified
+    memory, preemption, reboot.
     """
     from gpushare.advice import explain as facts
-    from gpushare.inputs import text_of
     from gpushare.show.explain import explained_text
     from gpushare.show.result import Result
 
-    text = text_of("-", "log", "pipe a log into it") if words == ["-"] else " ".join(words)
-    matches = facts.explain(text)
+    path = _log(words, file)
+    if path is None:
+        text = " ".join(words or ())
+        log = facts.Log(matches=facts.explain(text), lines=len(text.splitlines()))
+    else:
+        with _opened(path) as stream:
+            log = facts.explain_log(_lines(stream))
+        if not log.matches:
+            raise NotFound(
+                f"no known error in {counted(log.lines, 'line')}",
+                "give a code (805), a name, or the line of the error",
+                code="not_explained",
+            )
+    whole = path is None and log.lines <= 1
+    shown = log.matches if settings.verbose or whole else log.faults
     data = [
-        {"title": one.explanation.title, "line": one.line, "lines": one.lines, **vars(one.explanation)}
-        for one in matches
+        {"title": one.explanation.title, **vars(one), **vars(one.explanation), "normal": one.explanation.normal}
+        for one in log.matches
     ]
-    return Result(command="explain", data={"explanations": data}, text=explained_text(matches))
+    for one in data:
+        del one["explanation"]
+    return Result(
+        command="explain",
+        data={"verdict": None if whole else log.verdict, "lines": log.lines, "explanations": data},
+        text=explained_text(shown, None if whole else log.verdict),
+    )
+
+
+def _log(words: list[str] | None, file: str | None) -> str | None:
+    """Return the path of the log to read; None: the words are to be explained.
+
+    Raises:
+        BadUsage: words and a file are given, or nothing.
+    """
+    if file is not None:
+        if words:
+            raise BadUsage("words cannot be combined with --file", "give one of them", code="two_sources")
+        return file
+    if words == ["-"]:
+        return "-"
+    if words:
+        # A code is never a file; a log is often named like one.
+        return words[0] if len(words) == 1 and not words[0].isalnum() and os.path.isfile(words[0]) else None
+    if _piped():
+        return "-"
+    raise BadUsage("missing argument 'CODE|TEXT|FILE'", "see: gpushare explain --help", code="usage")
+
+
+def _piped() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _opened(path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+    if path == "-":
+        return contextlib.nullcontext(sys.stdin.buffer)
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}", "give a log, or pipe it in", code="no_file") from None
+    except OSError as error:
+        raise OperationFailed(
+            f"{path} cannot be read: {error.strerror}", "read it as its owner, or as root", code="bad_file"
+        ) from None
+
+
+# A longer line counts as several.
+_LONGEST_LINE: Final = 1 << 16
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of a log of any size."""
+    while line := stream.readline(_LONGEST_LINE):
+        yield line.decode("utf-8", "replace")

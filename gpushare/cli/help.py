@@ -121,6 +121,11 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ),
         ("For `gpushare run --opportunistic --for serve`", "tune --production CMD --opportunistic CMD --name serve"),
     ),
+    "explain": (
+        ("A code", "explain 805"),
+        ("A log", "explain server.log"),
+        ("A concept", "explain time-slice"),
+    ),
     "observe": (
         ("For an hour, into a file", "observe --for 1h --to week.jsonl"),
         ("Look at a recording", "observe --from week.jsonl"),

@@ -31,22 +31,23 @@ class Explained(Protocol):
         """Return how many lines it explains."""
 
 
-def explained_text(matches: Sequence[Explained]) -> str:
-    """Return explanations as paragraphs of at most 80 columns."""
-    return "\n\n".join("\n".join(_one(match)) for match in matches)
+def explained_text(matches: Sequence[Explained], verdict: str | None = None) -> str:
+    """Return a verdict and explanations as paragraphs of at most 80 columns."""
+    paragraphs = ["\n".join(_one(match)) for match in matches]
+    return "\n\n".join([*(["\n".join(_wrapped(verdict, "verdict: "))] if verdict else []), *paragraphs])
 
 
 def _one(match: Explained) -> Iterator[str]:
     one = match.explanation
     names = ", ".join(one.names)
     yield from _wrapped(f"{one.title}  {names}" if names else one.title, "")
-    if one.pattern is not None:
+    if one.pattern is not None or match.lines > 1:
         more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
         yield from _labelled("line", visible(match.line) + more)
     if one.text is not None:
         yield from _labelled("says", one.text)
     yield from _labelled("means", one.meaning)
-    yield from _labelled("cause", one.cause)
+    yield from _labelled("sharing" if one.kind == "concept" else "cause", one.cause)
     for number, command in enumerate(one.next):
         yield from _labelled("" if number else "next", command)
     yield from _labelled("source", one.source)

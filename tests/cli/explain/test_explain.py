@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +38,7 @@ def test_every_explanation_is_whole(one: Explanation) -> None:
     assert one.meaning.endswith(".")
     assert one.cause.endswith(".")
     assert one.source
-    assert (one.code is None) == (one.pattern is not None)
+    assert one.code is not None or one.kind == "concept" or one.pattern is not None
     assert one.kind == "mps" or one.names
     if one.cause not in {"Normal.", "Hardware."} and one.kind != "mps":
         assert one.next
@@ -45,7 +49,8 @@ def test_what_must_be_known_is() -> None:
     assert {("cuda", code) for code in (*range(805, 812), 915, 2, 46, 100, 101, 201, 700, 719, 802, 803, 804)} <= known
     assert {("nvml", code) for code in (*range(31), 999)} <= known
     assert {("xid", code) for code in (13, 31, 43, 45, 63, 79, 94, 95, 109)} <= known
-    assert len(known - {("mps", None)}) == sum(one.kind != "mps" for one in explanations())
+    codes = known - {("mps", None), ("concept", None)}
+    assert len(codes) == sum(one.kind not in {"mps", "concept"} for one in explanations())
 
 
 def test_nvml_says_what_the_library_says() -> None:
@@ -103,6 +108,15 @@ def test_nvml_says_what_the_library_says() -> None:
             "Failed to initialize NVML: GPU access blocked by the operating system",
             ["NVML return code 17"],
         ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", ["CUDA error 2"]),
+        ("RuntimeError: CUDA error: out of memory", ["CUDA error 2"]),
+        ("all CUDA-capable devices are busy or unavailable", ["CUDA error 46"]),
+        ("MPS client failed to connect", ["CUDA error 805"]),
+        ("Server encountered a fatal exception. Shutting down", ["MPS log line"]),
+        ("Hyper-Q", ["concept"]),
+        ("unified memory", ["concept"]),
+        ("Time Slicing", ["concept"]),
+        ("sm", ["concept"]),
         ("Xid 31", ["Xid 31"]),
         ("xid 79", ["Xid 79"]),
         ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
@@ -123,7 +137,6 @@ def test_a_real_log() -> None:
 def test_lines_of_the_simulated_daemon(cli: Cli, world: World) -> None:
     """Whatever the daemon and the server write in a life with a fault and a waiting client is known."""
     import signal
-    from pathlib import Path
 
     cli("mps", "start").ok()
     victim = world.client(queue_seconds=0.5)
@@ -204,6 +217,50 @@ def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Stdin())
     data: list[dict[str, Any]] = cli("explain", "-", host=None, output="json").data["explanations"]
     assert [one["lines"] for one in data] == [1, 2, 1, 1]
+
+
+NORMAL = "[2026-11-21 07:58:10.752 Control   510] NEW SERVER 512: Ready\n"
+
+
+def test_a_log_begins_with_a_verdict_and_normal_lines_are_for_verbose(cli: Cli, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(NORMAL * 2 + FAULT_LOG)
+    answer = cli("explain", str(log), host=None).ok()
+    assert answer.out.startswith("verdict: The server is recovering from a fatal fault")
+    assert "line 6 of 7; 2 kinds of errors in all." in " ".join(answer.out.split())
+    assert "NEW SERVER" not in answer.out
+    whole = " ".join(cli("explain", "-v", "-f", str(log), host=None).ok().out.split())
+    assert "NEW SERVER 512: Ready (and 1 more like it)" in whole
+    data = cli("explain", str(log), host=None, output="json").ok().data
+    assert data["lines"] == 7
+    assert data["explanations"][0]["normal"]
+    log.write_text(NORMAL)
+    assert cli("explain", str(log), host=None).ok().out.startswith("verdict: nothing is wrong: 1 line")
+
+
+def test_a_log_may_be_large_and_not_text(cli: Cli, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    with log.open("wb") as file:
+        for step in range(20_000):
+            file.write(b"[2026-11-21 07:58:10] step %d of many, loss 0.123%d\n" % (step, step))
+        file.write(b"\xff\xfe\x00" + b"x" * 200_000 + b"\nRuntimeError: CUDA error: out of memory\n")
+    assert log.stat().st_size > 1 << 20
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in cli("explain", str(log), host=None).ok().out
+
+
+def test_a_log_comes_through_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpushare", "explain"], input=FAULT_LOG, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("verdict: ")
+
+
+def test_wrong_files(refused: Callable[..., str], tmp_path: Path) -> None:
+    refused("explain", "-f", str(tmp_path / "none"), code="no_file", exit_code=6)
+    refused("explain", "-f", str(tmp_path / "none"), "805", code="two_sources", exit_code=2)
+    (tmp_path / "log").write_text("all is well\n")
+    refused("explain", "-f", str(tmp_path / "log"), code="not_explained", exit_code=6)
 
 
 def test_control_characters_of_a_log_do_not_reach_the_terminal(cli: Cli) -> None:
