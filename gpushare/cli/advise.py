@@ -840,7 +840,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
         prepared = _prepared(host, device, advice, wanted, copies)
         if settings.dry_run:
             return _planned(host, device, prepared, advice)
-        from gpushare.cli.bench import carried_out as measured_out
+        from gpushare.cli.bench import measured as measured_out
 
         data, measurement, number = measured_out(host, device, prepared)
     except NotSupported as error:
@@ -897,10 +897,10 @@ def _why_not(advice: Advice) -> str | None:
 
 def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies: int) -> Prepared:
     from gpushare.advice.measured import bench_ways
-    from gpushare.measure.bench import Request, prepare
+    from gpushare.measure.bench import BenchRequest, prepare
     from gpushare.measure.ways import parse_ways
 
-    request = Request(
+    request = BenchRequest(
         argv=wanted.argv,
         metric=wanted.metric,
         ways=parse_ways(",".join(bench_ways(advice))),

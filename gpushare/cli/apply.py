@@ -89,14 +89,14 @@ def apply(
 
 def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
-    from gpushare.cli.mig_change import need_root
+    from gpushare.cli.mig_change import need_mig_rights
     from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
 
     sweep_leftovers(host)
     if journal.left() is None:
         return ()
-    need_root(host)
+    need_mig_rights(host)
     with journal.locked():
         return recover(host, journal)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.measure.bench import Measurement, Prepared, Progress, Request
+    from gpushare.measure.bench import BenchRequest, Measurement, Prepared, Progress
     from gpushare.measure.metric import Metric
     from gpushare.selection import Device
 
@@ -128,7 +128,7 @@ def bench(
 
     if settings.dry_run:
         return planned(host, device, prepared)
-    data, measurement, number = carried_out(host, device, prepared, workload)
+    data, measurement, number = measured(host, device, prepared, workload)
     if command and data["reason"] == "finished":
         keep_caps(host, device, command, data)
     return _result(data, measurement, number, before, kept, picture)
@@ -177,10 +177,10 @@ def _request(
     built_in: Mapping[str, Any],
     metric: Metric,
     words: tuple[Any, ...],
-) -> tuple[Request, Mapping[str, Any] | None]:
+) -> tuple[BenchRequest, Mapping[str, Any] | None]:
     """Return what to measure, and the facts of the built-in workload if that is measured."""
     from gpushare.cli.options import positive
-    from gpushare.measure.bench import Request
+    from gpushare.measure.bench import BenchRequest
     from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 
     copies, ways, repeat, window, timeout = words
@@ -197,7 +197,7 @@ def _request(
         )
         argv, metric, environment, workload = list(chosen.argv), chosen.metric, chosen.environment, chosen.facts
         window = window or "2s"
-    request = Request(
+    request = BenchRequest(
         argv=argv,
         metric=metric,
         ways=parse_ways(ways or default),
@@ -240,14 +240,14 @@ def _result(
     result = bench_result(data, notes, comparison=comparison, **more)
     failed = _files(result.data, data, kept, picture)
     if measurement.interrupted and measurement.error is None:
-        result = replace(result, errors=(interrupted(len(measurement.runs), None if failed else kept),))
+        result = replace(result, errors=(_interrupted(len(measurement.runs), None if failed else kept),))
     if not failed:
         return result
     # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
 
-def interrupted(runs: int, kept: Path | None) -> Interrupted:
+def _interrupted(runs: int, kept: Path | None) -> Interrupted:
     """Return the error of a benchmark that a signal ended; ``kept`` is the file that has its runs."""
     if kept is None:
         where, hint = (
@@ -286,7 +286,7 @@ def _files(
     return failed
 
 
-def carried_out(
+def measured(
     host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Measurement, int | None]:
     """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early."""

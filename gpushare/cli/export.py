@@ -16,7 +16,7 @@ from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, 
 from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
-    from gpushare.export.containers import Share
+    from gpushare.export.containers import ContainerDevice
     from gpushare.export.description import GpuDescription, HostDescription
     from gpushare.export.document import Export
     from gpushare.show.result import Result
@@ -148,9 +148,9 @@ def mig_parted(
     return exported("mig-parted", parted_export(described(gpu, file=file), name=check_config_name(name)), to)
 
 
-def _share(gpu: str | None, file: str | None) -> Share:
+def _share(gpu: str | None, file: str | None) -> ContainerDevice:
     """Return the one device that a container gets."""
-    from gpushare.export.containers import share_of
+    from gpushare.export.containers import container_device
     from gpushare.export.description import describe_host
     from gpushare.selection import select_one
     from gpushare.snapshot import HostState
@@ -158,7 +158,7 @@ def _share(gpu: str | None, file: str | None) -> Share:
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
     found = describe_host(state, [device.gpu])
-    return share_of(found if file is None else in_place(state, file, found), device.uuid)
+    return container_device(found if file is None else in_place(state, file, found), device.uuid)
 
 
 def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:

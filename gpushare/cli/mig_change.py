@@ -113,7 +113,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     first = make(host, journal).plan if journal.left() is None else None
-    need_root(host)
+    need_mig_rights(host)
     agreed = () if first is None else consented(first)
     said: list[str] = []
     while True:
@@ -149,7 +149,7 @@ def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
             raise
 
 
-def need_root(host: Host) -> None:
+def need_mig_rights(host: Host) -> None:
     """Raise unless this user may change MIG."""
     from gpushare.mig.driver import may_change
 
@@ -291,7 +291,7 @@ def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str
     if settings.dry_run:
         done = () if left is None else (_foreseen(host, left),)
     else:
-        need_root(host)
+        need_mig_rights(host)
         with journal.locked():
             done = recover(host, journal, retry=True)
     lost = not_restored(host, journal)
@@ -436,10 +436,10 @@ def apply(
             f"give its file: -f FILE -c {config[:60]}",
             code="no_file",
         )
-    from gpushare.cli.mig_files import absent_gpus, config_of
+    from gpushare.cli.mig_files import absent_gpus, read_config
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
-    named = None if file is None else config_of(file, config)
+    named = None if file is None else read_config(file, config)
 
     def make(host: Host, journal: Journal) -> MigChange:
         notes = () if named is None else absent_gpus(named, host)

@@ -60,7 +60,7 @@ def check(
         )
     named: Config | None = None
     if file is not None:
-        named = config_of(file, config)
+        named = read_config(file, config)
     host = settings.connect()
     gpus = _gpus(host, gpu)
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
@@ -236,7 +236,7 @@ def _words(device: Mapping[str, Any]) -> str:
 _HINT: Final = "start with the current layout: gpushare mig export > mig.yaml"
 
 
-def config_of(path: str, name: str | None) -> Config:
+def read_config(path: str, name: str | None) -> Config:
     """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name."""
     found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
     if len(found) > 2:

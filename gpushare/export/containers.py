@@ -27,7 +27,7 @@ COMPOSE_FILE: Final = "compose.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ContainerDevice:
     """One device for a container: a GPU, or a MIG device of it."""
 
     gpu: GpuDescription
@@ -82,16 +82,16 @@ class Share:
         return path
 
 
-def share_of(host: HostDescription, uuid: str) -> Share:
+def container_device(host: HostDescription, uuid: str) -> ContainerDevice:
     """Return one device by its UUID; for a GPU in MIG mode, its only MIG device."""
     for gpu in host.gpus:
         for mig in gpu.mig:
             if mig.uuid == uuid:
-                return Share(gpu=gpu, mig=mig)
+                return ContainerDevice(gpu=gpu, mig=mig)
         if gpu.uuid != uuid:
             continue
         if gpu.sharing is not Sharing.MIG:
-            return Share(gpu=gpu)
+            return ContainerDevice(gpu=gpu)
         if not gpu.mig:
             raise NotFound(
                 f"GPU {gpu.index} is in MIG mode and has no MIG device",
@@ -104,11 +104,11 @@ def share_of(host: HostDescription, uuid: str) -> Share:
                 f"name it by its UUID: -g {gpu.mig[0].uuid} ({gpu.mig[0].profile})",
                 code="one_device",
             )
-        return Share(gpu=gpu, mig=gpu.mig[0])
+        return ContainerDevice(gpu=gpu, mig=gpu.mig[0])
     raise NotFound(f"there is no device {uuid}", "see: gpushare status", code="unknown_gpu")
 
 
-def docker_export(share: Share) -> Export:
+def docker_export(share: ContainerDevice) -> Export:
     """Return the flags of `docker run` on one line; no quotes are needed."""
     flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
     return Export(
@@ -122,7 +122,7 @@ def docker_export(share: Share) -> Export:
     )
 
 
-def cdi_export(share: Share) -> Export:
+def cdi_export(share: ContainerDevice) -> Export:
     """Return the flags by the Container Device Interface; for an MPS share also the file of the CDI device.
 
     nvidia-ctk writes the file of the GPU or MIG device itself, with the driver's libraries and hooks.
@@ -148,7 +148,9 @@ def cdi_export(share: Share) -> Export:
     )
 
 
-def compose_export(share: Share, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False) -> Export:
+def compose_export(
+    share: ContainerDevice, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False
+) -> Export:
     """Return a compose file with one service on the device."""
     reserved: dict[str, Any] = {
         "driver": "cdi" if by_cdi else "nvidia",
@@ -176,7 +178,7 @@ def compose_export(share: Share, *, image: str | None = None, service: str = "gp
     )
 
 
-def _mps_flags(share: Share) -> list[str]:
+def _mps_flags(share: ContainerDevice) -> list[str]:
     if share.mps is None:
         return []
     flags = ["--ipc=host", "-v", f"{share.pipe_directory}:{share.pipe_directory}"]
@@ -185,7 +187,7 @@ def _mps_flags(share: Share) -> list[str]:
     return flags
 
 
-def _cdi_spec(share: Share, name: str) -> dict[str, Any]:
+def _cdi_spec(share: ContainerDevice, name: str) -> dict[str, Any]:
     mount = {
         "hostPath": share.pipe_directory,
         "containerPath": share.pipe_directory,
@@ -195,7 +197,7 @@ def _cdi_spec(share: Share, name: str) -> dict[str, Any]:
     return {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [{"name": name, "containerEdits": edits}]}
 
 
-def _needs(share: Share) -> list[str]:
+def _needs(share: ContainerDevice) -> list[str]:
     if share.mps is None:
         return []
     return [
@@ -204,7 +206,7 @@ def _needs(share: Share) -> list[str]:
     ]
 
 
-def _lost(share: Share) -> list[str]:
+def _lost(share: ContainerDevice) -> list[str]:
     lost = []
     if share.mps is not None:
         lost.append("limits per container: they are per process, so two processes get twice as much")
@@ -223,7 +225,7 @@ FILE = "mig-parted.yaml"
 _MAX_LABEL = 63
 
 
-def config_of(host: HostDescription, name: str) -> dict[str, Any]:
+def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` if it covers every GPU.
 
     GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number.
@@ -253,7 +255,7 @@ def layout_name(host: HostDescription) -> str:
 
     ``gpushare-7x1g.10gb`` if all GPUs have the same layout, else ``gpushare-`` and a digest.
     """
-    config = config_of(host, "gpushare")
+    config = mig_config(host, "gpushare")
     entries = config["mig-configs"]["gpushare"]
     counts = entries[0].get("mig-devices", {})
     if len(entries) == 1 and entries[0]["devices"] == "all" and counts:
@@ -269,7 +271,7 @@ def parted_export(host: HostDescription, *, name: str) -> Export:
     lost = ["placements: gpushare mig export --placement keeps them for gpushare mig apply -f"]
     lost += lost_of(host)
     return Export(
-        documents=(Document(name=FILE, text=yaml_text(config_of(host, name))),),
+        documents=(Document(name=FILE, text=yaml_text(mig_config(host, name))),),
         commands=(
             f"nvidia-mig-parted assert --valid-config -f {FILE} -c {name}",
             f"sudo nvidia-mig-parted apply -f {FILE} -c {name}",

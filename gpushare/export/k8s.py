@@ -47,7 +47,7 @@ def resource_of(profile: str) -> str:
     return f"{PREFIX}mig-{profile.replace('+', '.')}"
 
 
-def config_of(sharing: PluginSharing) -> dict[str, Any]:
+def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
     config: dict[str, Any] = {"version": VERSION}
     if sharing.mig_strategy is not None:
         config["flags"] = {"migStrategy": sharing.mig_strategy}
@@ -377,7 +377,7 @@ def _configs(sharing: NodeSharing) -> dict[str, str]:
     none: dict[str, Any] = {"version": "v1"}
     if sharing.plugin.mig_strategy is not None:
         none["flags"] = {"migStrategy": sharing.plugin.mig_strategy}
-    return {"none": yaml_text(none), sharing.key: yaml_text(config_of(sharing.plugin))}
+    return {"none": yaml_text(none), sharing.key: yaml_text(plugin_config(sharing.plugin))}
 
 
 def _config_map(sharing: NodeSharing, namespace: str) -> Document:
@@ -394,7 +394,7 @@ def _config_map(sharing: NodeSharing, namespace: str) -> Document:
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
     # Nodes with another layout read the same map, so each layout needs a name of its own.
-    config = containers.config_of(host, containers.layout_name(host))
+    config = containers.mig_config(host, containers.layout_name(host))
     # The mig-manager falls back to all-disabled, and takes a node out of MIG with it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
     return yaml_document(

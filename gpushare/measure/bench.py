@@ -21,10 +21,10 @@ from gpushare.measure.ways import (
     QUEUE,
     STREAMS,
     TIMESLICE,
+    BenchWay,
     Grounds,
     LeftOut,
     Reasons,
-    Way,
     reasons,
     sort_out,
 )
@@ -52,7 +52,7 @@ _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
 
 # One way with one number of copies.
-Cell = tuple[Way, int]
+Cell = tuple[BenchWay, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Settings:
     metric: Metric
     cells: Sequence[Cell]
     # The way under which one copy alone is measured.
-    alone: Way
+    alone: BenchWay
     repeat: int = 3
     window: float | None = None
     # None: derived from how long one copy takes.
@@ -128,7 +128,7 @@ def measured_as(cell: Cell, settings: Settings) -> Cell:
     if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
         return settings.alone, 1
     if way.kind == MPS and way.percent is not None and way.cap(copies) is None:
-        way = Way(name=MPS, kind=MPS)
+        way = BenchWay(name=MPS, kind=MPS)
     if settings.alone.kind == way.kind and copies == 1 and way.cap(1) is None:
         return settings.alone, 1
     return way, copies
@@ -296,7 +296,7 @@ class Bench:
             invalid=invalid,
         )
 
-    def _launches(self, way: Way, copies: int) -> list[Launch]:
+    def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
         settings = self._settings
         if way.kind != STREAMS:
             return self._grounds.launches(way, copies, settings.argv, settings.environment)
@@ -313,7 +313,7 @@ class Bench:
         return _HANG_SECONDS + _HANG_FACTOR * alone * copies
 
 
-def throughput(way: Way, result: CopiesResult, metric: Metric) -> float | None:
+def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | None:
     """Return the throughput of all copies together, or None when one failed.
 
     Without a printed number it is runs per second, from the first start to the last end. Printed rates add up; in
@@ -369,12 +369,12 @@ def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BenchRequest:
     """What a user wants measured; see `bench.Settings`."""
 
     argv: Sequence[str]
     metric: Metric
-    ways: Sequence[Way]
+    ways: Sequence[BenchWay]
     copies: Sequence[int]
     repeat: int = 3
     window: float | None = None
@@ -393,7 +393,7 @@ class Prepared:
     notes: Sequence[str] = ()
 
 
-def prepare(host: Host, device: Device, request: Request) -> Prepared:
+def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
     """Find out what can be measured, without changing anything.
 
     Raises:
@@ -448,13 +448,13 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
     )
 
 
-def _alone(why: Reasons, wanted: set[str]) -> Way | None:
+def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if why.outside is None:
-        return Way(name=ALONE, kind=QUEUE)
+        return BenchWay(name=ALONE, kind=QUEUE)
     if why.mps is None and MPS in wanted:
-        return Way(name=MPS, kind=MPS)
-    return Way(name=MIG, kind=MIG) if why.mig is None and MIG in wanted else None
+        return BenchWay(name=MPS, kind=MPS)
+    return BenchWay(name=MIG, kind=MIG) if why.mig is None and MIG in wanted else None
 
 
 def _too_few(copies: int, instances: int) -> str:

@@ -16,7 +16,7 @@ from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, percentile, ratio, summarize
-from gpushare.measure.ways import QUEUE, STREAMS, TIMESLICE, Way
+from gpushare.measure.ways import QUEUE, STREAMS, TIMESLICE, BenchWay
 from gpushare.run.results import BenchedCap
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CellVerdict:
     ``gain`` is the throughput over that of one copy alone. ``joules`` is per run, or per unit of a printed rate.
     """
 
-    way: Way
+    way: BenchWay
     copies: int
     same_as: tuple[str, int] | None
     runs: int
@@ -64,9 +64,9 @@ class Pick:
     """
 
     copies: int
-    best: Way
-    chosen: Way
-    same: tuple[Way, ...]
+    best: BenchWay
+    chosen: BenchWay
+    same: tuple[BenchWay, ...]
     certain: bool
     # The number of ways compared.
     ways: int

@@ -48,7 +48,7 @@ _MOST_COPIES: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class BenchWay:
     """One way of sharing. ``percent`` caps the SM threads of each MPS client, divided by the copies if ``divided``."""
 
     name: str
@@ -79,9 +79,9 @@ class LeftOut:
     reason: str
 
 
-def parse_ways(text: str) -> tuple[Way, ...]:
+def parse_ways(text: str) -> tuple[BenchWay, ...]:
     """Return the ways in a list, in its order, each once."""
-    found: dict[str, Way] = {}
+    found: dict[str, BenchWay] = {}
     for word in (word.strip().lower() for word in text.split(",")):
         match = _WAY.fullmatch(word)
         if match is None or (match[2] is not None and match[1] != MPS):
@@ -93,7 +93,7 @@ def parse_ways(text: str) -> tuple[Way, ...]:
             raise BadUsage(
                 f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way"
             )
-        found.setdefault(word, Way(name=word, kind=match[1], percent=percent, divided=divided))
+        found.setdefault(word, BenchWay(name=word, kind=match[1], percent=percent, divided=divided))
     return tuple(found.values())
 
 
@@ -122,7 +122,7 @@ class Reasons:
     mig: str | None
     clients: int | None
 
-    def of(self, way: Way) -> str | None:
+    def of(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
         if way.kind in {QUEUE, STREAMS}:
             return self.outside
@@ -236,13 +236,18 @@ def _version(host: Host) -> int | None:
 
 
 def sort_out(
-    ways: Sequence[Way], copies: Sequence[int], why: Reasons, *, streams: bool, more: Callable[[Way, int], str | None]
-) -> tuple[list[tuple[Way, int]], list[LeftOut]]:
+    ways: Sequence[BenchWay],
+    copies: Sequence[int],
+    why: Reasons,
+    *,
+    streams: bool,
+    more: Callable[[BenchWay, int], str | None],
+) -> tuple[list[tuple[BenchWay, int]], list[LeftOut]]:
     """Return which ways are measured with how many copies, and which are left out and why.
 
     ``streams``: the command can run as streams of one process. ``more`` returns why a number of copies is impossible.
     """
-    cells: list[tuple[Way, int]] = []
+    cells: list[tuple[BenchWay, int]] = []
     left: list[LeftOut] = []
     for way in ways:
         reason = why.of(way)
@@ -323,7 +328,7 @@ class Grounds:
         """Return the profile of the MIG instances that were taken."""
         return self._instances[0][0].mig.profile if self._instances else None
 
-    def launches(self, way: Way, copies: int, argv: Sequence[str], extra: Mapping[str, str]) -> list[Launch]:
+    def launches(self, way: BenchWay, copies: int, argv: Sequence[str], extra: Mapping[str, str]) -> list[Launch]:
         """Return how to start the copies under a way; ``extra`` are variables of the command itself."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")} | dict(extra)
         if way.kind == MPS and self._share is not None:
@@ -344,11 +349,11 @@ class Grounds:
         make_private_directory(pipe_directory(self._host, place.device))
         return place.device
 
-    def gpu_instances(self, way: Way) -> set[int] | None:
+    def gpu_instances(self, way: BenchWay) -> set[int] | None:
         """Return the GPU instances of the copies under a way; None: the device itself."""
         return {place.instance.id for place, _ in self._instances} if way.kind == MIG else None
 
-    def lost(self, way: Way) -> str | None:
+    def lost(self, way: BenchWay) -> str | None:
         """Return what a way needs and has lost, or None."""
         if way.kind != MPS or self._share is None:
             return None
@@ -358,13 +363,13 @@ class Grounds:
             return f"the MPS daemon does not answer: {error.message}"
         return None
 
-    def clients(self, way: Way) -> set[int] | None:
+    def clients(self, way: BenchWay) -> set[int] | None:
         """Return the processes whose sudden end breaks others under a way; None: unknown."""
         if way.kind != MPS or self._share is None:
             return set()
         return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
 
-    def meter(self, way: Way) -> Meter | None:
+    def meter(self, way: BenchWay) -> Meter | None:
         """Return what measures a drained queue under a way; None where a sudden end breaks no others."""
         return self._share.meter if way.kind == MPS and self._share is not None else None
 

@@ -18,7 +18,7 @@ from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, L
 _UNLIMITED: Final = 1 << 20
 
 
-class Kind(NamedTuple):
+class InstanceKind(NamedTuple):
     """One kind of wished instance: the number of its profile on the board, and its start or None for any."""
 
     profile: int
@@ -63,8 +63,8 @@ class Board:
         self._most: dict[tuple[int, int], int] = {}
         self._free: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._lost: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._arrangements: dict[tuple[tuple[Kind, ...], tuple[int, ...]], list[Arrangement]] = {}
-        self._complete: dict[tuple[tuple[Kind, ...], tuple[int, ...]], list[Arrangement]] = {}
+        self._arrangements: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
+        self._complete: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
 
     def mask(self, profile: int, start: int) -> int:
         """Return the memory slices of a profile at a start, as bits."""
@@ -117,7 +117,7 @@ class Board:
 
     # -- arrangements ------------------------------------------------------------------------------
 
-    def arrangements(self, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
+    def arrangements(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place up to ``limits`` of each kind on an empty board, the empty way first."""
         limits = tuple(
             min(limit, self._packed(kind.profile, 0), self.limits[kind.profile])
@@ -128,7 +128,7 @@ class Board:
             known = self._arrangements[kinds, limits] = list(self._enumerate(kinds, limits))
         return known
 
-    def complete(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
+    def complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place exactly ``counts`` of each kind on an empty board."""
         known = self._complete.get((kinds, counts))
         if known is None:
@@ -136,7 +136,7 @@ class Board:
             known = self._complete[kinds, counts] = [one for one in everything if one.counts == counts]
         return known
 
-    def _enumerate(self, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
+    def _enumerate(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
 
         def extend(

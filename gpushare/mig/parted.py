@@ -144,7 +144,7 @@ class PciIds(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ConfigEntry:
     """One entry of a configuration: for which GPUs, MIG on or off, and the MIG devices by profile."""
 
     # None: all.
@@ -175,7 +175,7 @@ class Config:
     """One named configuration. ``placements`` gives exact places by GPU, named by index or UUID."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ConfigEntry, ...]
     placements: Mapping[str, Wish] = field(default_factory=dict)
 
 
@@ -280,7 +280,7 @@ def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def is_elsewhere(entry: Entry, here: Collection[int]) -> bool:
+def is_elsewhere(entry: ConfigEntry, here: Collection[int]) -> bool:
     """Return whether an entry names only GPUs that this host does not have."""
     return entry.devices is not None and not any(index in here for index in entry.devices)
 
@@ -320,7 +320,7 @@ def _top(raw: object) -> Mapping[object, object]:
     return raw
 
 
-def _entry(raw: object, where: str) -> Entry:
+def _entry(raw: object, where: str) -> ConfigEntry:
     fields = _entry_keys(raw, where)
     devices = _indexes_of(fields["devices"], where, raw)
     enabled = _switch_of(fields["mig-enabled"], where, raw)
@@ -329,7 +329,7 @@ def _entry(raw: object, where: str) -> Entry:
         raise _refused(f"{where}: no 'mig-devices' although MIG is on", "for none write: mig-devices: {}", raw)
     if counts and not enabled:
         raise _refused(f"{where}: 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true", raw)
-    return Entry(
+    return ConfigEntry(
         devices=devices,
         mig_enabled=enabled,
         counts=counts or (),

@@ -16,10 +16,19 @@ from typing import Final, NamedTuple
 
 from gpushare.errors import GpushareError, NotFound, NotSupported
 from gpushare.mig.assign import Codes, Group, assign, codes_for
-from gpushare.mig.board import Arrangement, Board, Kind, board_of, change_compute, members_of, new_compute, occupied
+from gpushare.mig.board import (
+    Arrangement,
+    Board,
+    InstanceKind,
+    board_of,
+    change_compute,
+    members_of,
+    new_compute,
+    occupied,
+)
 from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
-from gpushare.mig.site import Option, Site, Way, cost_of, ways, weigh
+from gpushare.mig.site import Candidate, Placing, Site, candidates, cost_of, weigh
 from gpushare.mig.wish import Request, Wish, merged, resolve
 from gpushare.model import GpuProcess, Holder
 
@@ -54,7 +63,7 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
     return InstanceChange(instance=instance, compute=tuple(parts), whole=False)
 
 
-def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
+def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
     gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
     filled = {one.start: number for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
@@ -140,9 +149,9 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     Busy instances are destroyed only if ``evict`` has the id of their GPU instance.
     """
     board = board_of(layout)
-    counted: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
+    counted: Counter[tuple[InstanceKind, tuple[int, ...]]] = Counter()
     for request in wish:
-        kind = Kind(board.number[resolve(request, layout.profiles).name], request.start)
+        kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
         counted[kind, request.compute] += request.count
     wanted = sorted(counted, key=lambda one: (-board.sizes[one[0].profile], one[0].profile, one[0].start or 0, one[1]))
     kinds = tuple(kind for kind, _ in wanted)
@@ -247,7 +256,7 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
     for layout in layouts:
         board = board_of(layout)
         try:
-            kind = Kind(board.number[resolve(request, layout.profiles).name], request.start)
+            kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
         except GpushareError:
             continue
         total += max(one.counts[0] for one in board.arrangements((kind,), (request.count,)))
@@ -414,7 +423,7 @@ class _Offer:
     """The requests of a wish that a kind of board can serve, and as which kinds."""
 
     requests: tuple[int, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[InstanceKind, ...]
     # How many GPU and compute instances one of each kind is.
     parts: tuple[int, ...]
 
@@ -426,10 +435,10 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
         board = board_of(layout)
         if board in offers:
             continue
-        served: dict[int, Kind] = {}
+        served: dict[int, InstanceKind] = {}
         for number, request in enumerate(wish):
             try:
-                served[number] = Kind(board.number[resolve(request, layout.profiles).name], request.start)
+                served[number] = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
             except GpushareError as error:
                 errors.setdefault(number, error)
         order = sorted(served, key=lambda n: (-board.sizes[served[n].profile], served[n].profile, n))
@@ -494,9 +503,11 @@ def _add(
     return plan_of(layouts, plans)
 
 
-def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Way]:
+def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
     limits = tuple(wish[number].count for number in offer.requests)
-    return ways(board.arrangements(offer.kinds, limits), offer.parts, [codes.one[number] for number in offer.requests])
+    return candidates(
+        board.arrangements(offer.kinds, limits), offer.parts, [codes.one[number] for number in offer.requests]
+    )
 
 
 # -- what is named exists --------------------------------------------------------------------------
@@ -621,7 +632,7 @@ def capacity_lost(layout: Layout) -> int:
 def fragmentation(layout: Layout) -> int:
     """Return how much of `capacity_lost` is due to the places: the difference to the best packing, in memory slices."""
     board, members = board_of(layout), members_of(layout)
-    kinds = tuple(Kind(number) for number in sorted(set(members)))
+    kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
     here = capacity_lost(layout)
     return here - min((board.lost(one.mask, members) for one in board.complete(kinds, counts)), default=here)

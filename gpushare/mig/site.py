@@ -83,7 +83,7 @@ class Removal(NamedTuple):
     filled: int
 
 
-class Option(NamedTuple):
+class Placing(NamedTuple):
     """The cheapest way to place a part of the wish on a GPU."""
 
     weight: int
@@ -91,7 +91,7 @@ class Option(NamedTuple):
     removal: Removal
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """One way to place a part of the wish: its code, the weight of what is created, the places."""
 
     code: int
@@ -99,13 +99,13 @@ class Way(NamedTuple):
     arrangement: Arrangement
 
 
-def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Way]:
+def candidates(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Candidate]:
     """Return the ways for arrangements, for all GPUs of one kind of board.
 
     ``parts`` is how many instances (GPU and compute instances) one of each kind is, ``codes`` what it adds to the code.
     """
     return [
-        Way(
+        Candidate(
             sum(count * code for count, code in zip(one.counts, codes, strict=True)),
             sum(count * part for count, part in zip(one.counts, parts, strict=True)) * CREATED,
             one,
@@ -198,7 +198,7 @@ class Site:
 
     # -- adding ------------------------------------------------------------------------------------
 
-    def options(self, ways: Iterable[Way]) -> dict[int, Option]:
+    def options(self, ways: Iterable[Candidate]) -> dict[int, Placing]:
         """Return the cheapest option for every part of the wish, by its code.
 
         Weights are differences to leaving the GPU as it is.
@@ -220,14 +220,14 @@ class Site:
                 tied[code] += [(arrangement, removal) for removal in removals]
         return {code: self._least_lost(cheapest[code], found) for code, found in tied.items()}
 
-    def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Option:
+    def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Placing:
         """Return the way that leaves the most room; of equal ones the one with small instances at the high end."""
 
         def rank(way: tuple[Arrangement, Removal]) -> tuple[int, list[int], int]:
             return self.lost_after(*way), [-start for _, _, start in way[0].places], way[1].destroyed
 
         arrangement, removal = min(ways, key=rank) if len(ways) > 1 else ways[0]
-        return Option(weight + self.lost_after(arrangement, removal) - self.lost_now, arrangement, removal)
+        return Placing(weight + self.lost_after(arrangement, removal) - self.lost_now, arrangement, removal)
 
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""

@@ -176,7 +176,7 @@ def find_production(host: Host, name: str) -> Production | None:
     return next((one for one in productions(host) if one.name == name), None)
 
 
-def lives(host: Host, production: Production) -> bool:
+def is_running(host: Host, production: Production) -> bool:
     """Return whether a production job runs now."""
     return host.processes.alive(production.pid, production.started_at)
 
@@ -215,7 +215,7 @@ class ProductionJob:
 
     def _follow(self, name: str) -> bool:
         found = find_production(self._host, name)
-        if found is None or found.device_uuid != self._device.uuid or not lives(self._host, found):
+        if found is None or found.device_uuid != self._device.uuid or not is_running(self._host, found):
             return False
         self._is(found.pid, found.started_at)
         return True

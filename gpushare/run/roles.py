@@ -17,7 +17,7 @@ from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
-from gpushare.run.production import Production, UnseenWork, find_production, lives, productions, write_production
+from gpushare.run.production import Production, UnseenWork, find_production, is_running, productions, write_production
 from gpushare.run.results import Tuned, check_job_name, find_tuned
 from gpushare.run.share import Attachment, MpsShare
 from gpushare.units import MIB, format_bytes, quoted
@@ -90,7 +90,7 @@ class ProductionShare(MpsShare):
     def check(self, program: str) -> None:
         """Raise as `MpsShare.check`, and InUse when a job of this name runs already."""
         before = find_production(self.host, self.name)
-        if before is not None and lives(self.host, before):
+        if before is not None and is_running(self.host, before):
             raise InUse(
                 f"a production job '{self.name}' is already running (process {before.pid})",
                 "give it another name: --production OTHER",
@@ -167,7 +167,7 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
         pid, started, title, name = info.pid, info.started_at, f"process {beside}", None
     else:
         production = find_spared(host, device, beside)
-        if production is None or not lives(host, production):
+        if production is None or not is_running(host, production):
             return None
         if production.device_uuid != device.uuid:
             raise BadUsage(
@@ -211,14 +211,14 @@ class Spared:
 
 def living_productions(host: Host, device: Device) -> list[Production]:
     """Return the production jobs that run on a device now."""
-    return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
+    return [one for one in productions(host) if one.device_uuid == device.uuid and is_running(host, one)]
 
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
     """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
     there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
     known = (one for one in productions(host) if beside in {one.name, str(one.pid)} and one.device_uuid in there)
-    return next((one.device_uuid for one in known if lives(host, one)), None)
+    return next((one.device_uuid for one in known if is_running(host, one)), None)
 
 
 def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:

@@ -13,7 +13,7 @@ from gpushare.gpu_models import find_model
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
-from gpushare.sim.faults import user_id
+from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place
 from gpushare.sim.processes import holder_files, holding, signal_process, user_name
 from gpushare.sim.state import (
@@ -132,7 +132,7 @@ def add_process(
         index, chosen = _gpu(state, gpu)
         opened = holder_files(index, _held_place(chosen, mig)) if holder else []
         instance = None if holder else _instance(chosen, mig)
-        uid = state.uid if user is None else user_id(user)
+        uid = state.uid if user is None else uid_of(user)
         given = dict(environment or {})
         given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
         if not mps:

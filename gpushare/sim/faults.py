@@ -130,7 +130,7 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")
-        state.uid = user_id(value)
+        state.uid = uid_of(value)
     elif kind == "driver":
         if value is None or not value.split(".")[0].isdigit():
             raise BadUsage(
@@ -147,7 +147,7 @@ def _number(kind: str, value: str | None, what: str) -> int:
     return int(value)
 
 
-def user_id(text: str) -> int:
+def uid_of(text: str) -> int:
     """Return the id of a user given by id or name. Raises NotFound."""
     import pwd
 

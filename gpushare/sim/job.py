@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
-from gpushare.sim.nvml_abi import Handle, Kind, Target
+from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.processes import SIM_HOST
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 from gpushare.units import parse_memory_limit
@@ -126,7 +126,7 @@ def speed_of(
 
 def _target(state: SimulatedHostState, process: SimulatedProcess) -> Target:
     index, gpu = next((index, gpu) for index, gpu in enumerate(state.gpus) if gpu.uuid == process.gpu_uuid)
-    return Target(Handle(Kind.GPU, index), gpu, model_of(gpu.model))
+    return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
 
 def _place(process: SimulatedProcess) -> tuple[str, int | None, int | None]:

@@ -24,7 +24,7 @@ from gpushare.sim.nvml_abi import (
     EntryPoint,
     Form,
     Handle,
-    Kind,
+    HandleKind,
     On,
     Refused,
     Target,
@@ -121,7 +121,7 @@ def _handle_by_uuid(library: SimulatedLibrary, uuid: Any, device: Any) -> None:
             if wanted in {instance.uuid, old}:
                 library.gpu(index)
                 place = (instance.gpu_instance_id, instance.compute_instance_id)
-                return put_handle(device, Handle(Kind.MIG_DEVICE, index, *place))
+                return put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *place))
         if wanted == gpu.uuid:
             return put_handle(device, library.gpu(index).handle)
     raise Refused(Code.NOT_FOUND)
@@ -543,7 +543,7 @@ class SimulatedLibrary:
             raise Refused(Code.INVALID_ARGUMENT)
         if gpus[index].lost:
             raise Refused(Code.GPU_IS_LOST)
-        return Target(Handle(Kind.GPU, index), gpus[index], model_of(gpus[index].model))
+        return Target(Handle(HandleKind.GPU, index), gpus[index], model_of(gpus[index].model))
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
         try:
@@ -562,14 +562,14 @@ class SimulatedLibrary:
         handle = Handle.unpack(pointer_value(pointer))
         if handle.kind not in entry.on.value:
             # A MIG device where only a whole GPU will do.
-            raise Refused(Code.NOT_SUPPORTED if handle.kind is Kind.MIG_DEVICE else Code.INVALID_ARGUMENT)
+            raise Refused(Code.NOT_SUPPORTED if handle.kind is HandleKind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)
         for refused, code in ((whole.gpu.not_supported, Code.NOT_SUPPORTED), (whole.gpu.refused, Code.NO_PERMISSION)):
             if refused and unversioned(entry.name) in map(unversioned, refused):
                 raise Refused(code)
-        if handle.kind is Kind.GPU:
+        if handle.kind is HandleKind.GPU:
             return whole
-        if handle.kind is Kind.GPU_INSTANCE:
+        if handle.kind is HandleKind.GPU_INSTANCE:
             return Target(handle, whole.gpu, whole.model, gpu_instance=_gpu_instance(whole, handle))
         instance = _instance(whole, handle)
         return Target(handle, whole.gpu, whole.model, instance, instance)

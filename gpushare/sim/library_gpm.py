@@ -8,7 +8,7 @@ from gpushare.sim import activity
 from gpushare.sim.nvml_abi import (
     Code,
     Handle,
-    Kind,
+    HandleKind,
     On,
     Refused,
     Target,
@@ -50,7 +50,7 @@ def _alloc(library: SimulatedLibrary, sample: Any) -> None:
 
 
 def _handle(serial: int) -> Handle:
-    return Handle(Kind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF)
+    return Handle(HandleKind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF)
 
 
 def _pointer(serial: int) -> int:
@@ -75,7 +75,7 @@ def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any,
     instance = next((one for one in devices if one.gpu_instance_id == wanted), None)
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    handle = Handle(Kind.MIG_DEVICE, target.handle.index, wanted, instance.compute_instance_id)
+    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, wanted, instance.compute_instance_id)
     _take(library, Target(handle, target.gpu, target.model, instance), sample)
 
 

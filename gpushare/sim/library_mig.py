@@ -16,7 +16,7 @@ from gpushare.sim.nvml_abi import (
     Code,
     Form,
     Handle,
-    Kind,
+    HandleKind,
     On,
     Refused,
     Target,
@@ -46,12 +46,12 @@ def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: 
     devices = target.gpu.mig if target.mig_enabled else []
     if number(index) >= len(devices):
         raise Refused(Code.NOT_FOUND)
-    put_handle(device, handle_of(Kind.MIG_DEVICE, target, devices[number(index)]))
+    put_handle(device, handle_of(HandleKind.MIG_DEVICE, target, devices[number(index)]))
 
 
-def handle_of(kind: Kind, target: Target, instance: SimulatedGpuInstance) -> Handle:
+def handle_of(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) -> Handle:
     """Return the handle of an instance of the GPU that was called on."""
-    if kind is Kind.GPU_INSTANCE or not isinstance(instance, SimulatedMigInstance):
+    if kind is HandleKind.GPU_INSTANCE or not isinstance(instance, SimulatedMigInstance):
         return Handle(kind, target.handle.index, instance.gpu_instance_id)
     return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
 
@@ -172,7 +172,7 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, number(identity)).name
     found = [one for one in mig.gpu_instances(target.gpu) if one.profile == name]
-    put_handles(instances, count, [handle_of(Kind.GPU_INSTANCE, target, one) for one in found])
+    put_handles(instances, count, [handle_of(HandleKind.GPU_INSTANCE, target, one) for one in found])
 
 
 def put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
@@ -192,7 +192,7 @@ def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: An
         raise Refused(Code.NOT_SUPPORTED)
     for one in mig.gpu_instances(target.gpu):
         if one.gpu_instance_id == number(identity):
-            return put_handle(instance, handle_of(Kind.GPU_INSTANCE, target, one))
+            return put_handle(instance, handle_of(HandleKind.GPU_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
 
 
@@ -200,7 +200,7 @@ def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: An
 def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
     profile, instance = profile_of(target), require_gpu_instance(target)
     struct = target_of(info)
-    device = Handle(Kind.GPU, target.handle.index)
+    device = Handle(HandleKind.GPU, target.handle.index)
     put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})
     put_fields(struct.placement, {"start": instance.start, "size": profile.size})
 
@@ -399,7 +399,7 @@ def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: A
     placement = _placement(given[0]) if given else None
     with _changed(library, target) as (gpu, residents):
         identity = create_gpu_instance(gpu, target.model, number(profile_id), placement, residents)
-        put_handle(instance, Handle(Kind.GPU_INSTANCE, target.handle.index, identity))
+        put_handle(instance, Handle(HandleKind.GPU_INSTANCE, target.handle.index, identity))
 
 
 @entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
@@ -417,7 +417,7 @@ def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, 
     index, owner = target.handle.index, target.handle.gpu_instance
     with _changed(library, target) as (gpu, _):
         identity = create_compute_instance(gpu, target.model, owner, number(profile_id), placement)
-        put_handle(instance, Handle(Kind.COMPUTE_INSTANCE, index, owner, identity))
+        put_handle(instance, Handle(HandleKind.COMPUTE_INSTANCE, index, owner, identity))
 
 
 @entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
@@ -496,7 +496,7 @@ def _compute_placements(_library: SimulatedLibrary, target: Target, identity: An
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
     profile = _offering(target, number(identity))
     mine = [one for one in _mine(target) if mig.number_of(profile, one) == number(identity)]
-    put_handles(instances, count, [handle_of(Kind.COMPUTE_INSTANCE, target, one) for one in mine])
+    put_handles(instances, count, [handle_of(HandleKind.COMPUTE_INSTANCE, target, one) for one in mine])
 
 
 def _mine(target: Target) -> list[SimulatedMigInstance]:
@@ -507,7 +507,7 @@ def _mine(target: Target) -> list[SimulatedMigInstance]:
 def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     for one in _mine(target):
         if one.compute_instance_id == number(identity):
-            return put_handle(instance, handle_of(Kind.COMPUTE_INSTANCE, target, one))
+            return put_handle(instance, handle_of(HandleKind.COMPUTE_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
 
 
@@ -516,8 +516,8 @@ def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None
     profile, instance = profile_of(target), require_instance(target)
     struct = target_of(info)
     values = {
-        "device": Handle(Kind.GPU, target.handle.index),
-        "gpuInstance": handle_of(Kind.GPU_INSTANCE, target, instance),
+        "device": Handle(HandleKind.GPU, target.handle.index),
+        "gpuInstance": handle_of(HandleKind.GPU_INSTANCE, target, instance),
         "id": instance.compute_instance_id,
         "profileId": mig.number_of(profile, instance),
     }

@@ -22,7 +22,7 @@ class Reply:
 
 
 @dataclass
-class Request:
+class MpsRequest:
     """One command: the settled state under the lock, the daemon, the words after the command's name.
 
     ``elapsed`` counts seconds since the command came: a command that blocks returns None and is asked again.
@@ -64,19 +64,19 @@ class Request:
         self.lines.append(LogLine(self.daemon.log_directory, CONTROL, "Control", self.daemon.pid, text))
 
 
-def not_found(request: Request, index: int) -> Reply:
+def not_found(request: MpsRequest, index: int) -> Reply:
     """Return the answer for a server PID that is not there."""
     return Reply(f"Server {request.integer(index)} not found\n")
 
 
-def invalid_device(request: Request) -> Reply:
+def invalid_device(request: MpsRequest) -> Reply:
     """Return the answer for a device number out of range: nothing, and a line in the log up to 555."""
     if request.major < 580:
         request.log("Invalid device ordinal!")
     return Reply()
 
 
-def refused(request: Request) -> Reply:
+def refused(request: MpsRequest) -> Reply:
     """Return the answer to a user without the right to change the daemon (550 and newer)."""
     return Reply(
         f"Insufficient privileges for UID {request.state.uid}. Control deamon settings can only be modified "
@@ -89,7 +89,7 @@ _DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _NUMBER = re.compile(rf"\s*([+-]?(?:{_HEXADECIMAL}|{_DECIMAL}))")
 
 
-def set_default_active_thread_percentage(request: Request) -> Reply:
+def set_default_active_thread_percentage(request: MpsRequest) -> Reply:
     """Change the default for upcoming servers, and print what is in force: the old value when refused."""
     value = _percentage(request, 0)
     if value is not None:
@@ -97,7 +97,7 @@ def set_default_active_thread_percentage(request: Request) -> Reply:
     return Reply(f"{request.daemon.threads:.1f}\n")
 
 
-def set_active_thread_percentage(request: Request) -> Reply:
+def set_active_thread_percentage(request: MpsRequest) -> Reply:
     """Change a server's value for upcoming clients; running ones keep theirs."""
     server = request.server(0)
     if server is None:
@@ -109,7 +109,7 @@ def set_active_thread_percentage(request: Request) -> Reply:
     return Reply(f"{server.threads:.1f}\n")
 
 
-def _percentage(request: Request, index: int) -> float | None:
+def _percentage(request: MpsRequest, index: int) -> float | None:
     match = _NUMBER.match(request.word(index))
     # As C's strtod reads it: the longest number at the beginning, hexadecimal too.
     value = _number(match.group(1), hexadecimal=match.group(2) is not None) if match else 0.0
@@ -126,18 +126,18 @@ def _number(text: str, *, hexadecimal: bool) -> float:
         return math.inf
 
 
-def set_default_device_pinned_mem_limit(request: Request) -> Reply:
+def set_default_device_pinned_mem_limit(request: MpsRequest) -> Reply:
     """Change the default for upcoming servers; prints nothing, whatever it made of the value."""
     return _set_limit(request, request.daemon.memory, 0)
 
 
-def set_device_pinned_mem_limit(request: Request) -> Reply:
+def set_device_pinned_mem_limit(request: MpsRequest) -> Reply:
     """Change a server's limit for upcoming clients."""
     server = request.server(0)
     return _set_limit(request, server.memory, 1) if server else not_found(request, 0)
 
 
-def _set_limit(request: Request, limits: dict[str, int], index: int) -> Reply:
+def _set_limit(request: MpsRequest, limits: dict[str, int], index: int) -> Reply:
     key, text = mps_servers.read_device(request.words[index:], request.major)
     if key is None:
         return invalid_device(request)
@@ -150,7 +150,7 @@ def _set_limit(request: Request, limits: dict[str, int], index: int) -> Reply:
     return Reply()
 
 
-def set_default_client_priority(request: Request) -> Reply:
+def set_default_client_priority(request: MpsRequest) -> Reply:
     """0 or 1 for upcoming servers; what is no number is 0."""
     priority = request.integer(0)
     if priority not in {0, 1}:
@@ -159,7 +159,7 @@ def set_default_client_priority(request: Request) -> Reply:
     return Reply()
 
 
-def start_server(request: Request) -> Reply:
+def start_server(request: MpsRequest) -> Reply:
     """Start a server for a user; no output on acceptance, even when the server then dies."""
     if request.word(0) != "-uid" or not re.match(r"[+-]?\d", request.word(1)):
         if request.major >= 580:
@@ -187,7 +187,7 @@ def start_server(request: Request) -> Reply:
     return Reply()
 
 
-def shutdown_server(request: Request) -> Reply | None:
+def shutdown_server(request: MpsRequest) -> Reply | None:
     """Shut a server down when its clients are gone; ``-f`` at once."""
     server = request.server(0)
     if server is None:
@@ -200,7 +200,7 @@ def shutdown_server(request: Request) -> Reply | None:
     return Reply()
 
 
-def terminate_client(request: Request) -> Reply | None:
+def terminate_client(request: MpsRequest) -> Reply | None:
     """Terminate a client's work: prints 0. A second time, or on a stopped client, it never answers."""
     if request.hanging is not None:
         return None if request.daemon.hangs_on == request.hanging else Reply("0\n")
@@ -221,12 +221,12 @@ def terminate_client(request: Request) -> Reply | None:
     return Reply("0\n")
 
 
-def _terminate(request: Request, server: SimulatedServer, client: SimulatedProcess) -> None:
+def _terminate(request: MpsRequest, server: SimulatedServer, client: SimulatedProcess) -> None:
     client.terminated_at = now()
     request.lines.append(server_line(request.daemon, server, "Client termination succeeded."))
 
 
-def quit_daemon(request: Request) -> Reply | None:
+def quit_daemon(request: MpsRequest) -> Reply | None:
     """End the daemon when every client is gone; ``-t SECONDS`` bounds the wait, then forces."""
     if not request.owner:
         return Reply("Not enough privilege to execute quit command\n")
@@ -241,7 +241,7 @@ def quit_daemon(request: Request) -> Reply | None:
     return Reply(ended=True)
 
 
-def sm_partition(request: Request) -> Reply:
+def sm_partition(request: MpsRequest) -> Reply:
     """Static SM partitions (595 and newer): refused, as on a device that has no room for one."""
     if not request.daemon.static:
         return Reply("Static partitioning mode is not enabled\n")
@@ -256,12 +256,12 @@ _HOST_NAMESPACE = 4026531836
 _OTHER_NAMESPACE = 4026532198
 
 
-def get_server_list(request: Request) -> Reply:
+def get_server_list(request: MpsRequest) -> Reply:
     """One PID per line, nothing when there is none."""
     return Reply("".join(f"{server.pid}\n" for server in request.daemon.servers))
 
 
-def get_server_status(request: Request) -> Reply:
+def get_server_status(request: MpsRequest) -> Reply:
     """ACTIVE or FAULT; unknown to 535."""
     if not re.match(r"[+-]?[0-9]", request.word(0)):
         return Reply("A server PID is required\n")
@@ -269,7 +269,7 @@ def get_server_status(request: Request) -> Reply:
     return Reply(f"{server.status}\n") if server else not_found(request, 0)
 
 
-def get_client_list(request: Request) -> Reply:
+def get_client_list(request: MpsRequest) -> Reply:
     """The PIDs of a server's clients."""
     server = request.server(0)
     if server is None:
@@ -277,7 +277,7 @@ def get_client_list(request: Request) -> Reply:
     return Reply("".join(f"{client.pid}\n" for client in clients.clients_of(request.state, server.pid)))
 
 
-def get_device_client_list(request: Request) -> Reply:
+def get_device_client_list(request: MpsRequest) -> Reply:
     """Each device of the servers with ``PID.CONTEXT`` of its clients; without a PID, or with 0, of all servers."""
     if request.integer(0) and request.server(0) is None:
         return not_found(request, 0)
@@ -288,7 +288,7 @@ def get_device_client_list(request: Request) -> Reply:
     return Reply(text)
 
 
-def _device_clients(request: Request, server: SimulatedServer) -> str:
+def _device_clients(request: MpsRequest, server: SimulatedServer) -> str:
     text = ""
     for index, device in enumerate(daemon_devices(request.state, request.daemon)):
         domain, bus, _ = device.gpu.pci_bus_id.split(":")
@@ -299,29 +299,29 @@ def _device_clients(request: Request, server: SimulatedServer) -> str:
     return text
 
 
-def get_default_active_thread_percentage(request: Request) -> Reply:
+def get_default_active_thread_percentage(request: MpsRequest) -> Reply:
     """The default for upcoming servers, with one decimal."""
     return Reply(f"{request.daemon.threads:.1f}\n")
 
 
-def get_active_thread_percentage(request: Request) -> Reply:
+def get_active_thread_percentage(request: MpsRequest) -> Reply:
     """The value of a server for upcoming clients."""
     server = request.server(0)
     return Reply(f"{server.threads:.1f}\n") if server else not_found(request, 0)
 
 
-def get_default_device_pinned_mem_limit(request: Request) -> Reply:
+def get_default_device_pinned_mem_limit(request: MpsRequest) -> Reply:
     """The default for upcoming servers: nothing when unset, whole G from 1024M up."""
     return _limit(request, request.daemon.memory, 0)
 
 
-def get_device_pinned_mem_limit(request: Request) -> Reply:
+def get_device_pinned_mem_limit(request: MpsRequest) -> Reply:
     """The limit of a server for upcoming clients."""
     server = request.server(0)
     return _limit(request, server.memory, 1) if server else not_found(request, 0)
 
 
-def _limit(request: Request, limits: dict[str, int], index: int) -> Reply:
+def _limit(request: MpsRequest, limits: dict[str, int], index: int) -> Reply:
     key, _ = mps_servers.read_device(request.words[index:], request.major)
     if key is None:
         return invalid_device(request)
@@ -332,12 +332,12 @@ def _limit(request: Request, limits: dict[str, int], index: int) -> Reply:
     return Reply(mps_servers.readback(value) + "\n")
 
 
-def get_default_client_priority(request: Request) -> Reply:
+def get_default_client_priority(request: MpsRequest) -> Reply:
     """0 normal, 1 below normal."""
     return Reply(f"{request.daemon.priority}\n")
 
 
-def ps(request: Request) -> Reply:
+def ps(request: MpsRequest) -> Reply:
     """The table of clients; ``-p PID`` for one server."""
     only = request.word(0) == "-p"
     if only and request.server(1) is None:
@@ -355,7 +355,7 @@ def ps(request: Request) -> Reply:
     return Reply("".join(("%-10s%-10s%-15s%-26s%-15s" + last + "\n") % row[:shown] for row in rows))
 
 
-def _row(request: Request, client: SimulatedProcess) -> tuple[str, ...]:
+def _row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
     devices = [device for device in daemon_devices(request.state, request.daemon) if _on(client, device)]
     uuid = devices[0].uuid if devices else client.gpu_uuid
     namespace = _HOST_NAMESPACE if request.state.pid_namespace_is_host else _OTHER_NAMESPACE
@@ -364,7 +364,7 @@ def _row(request: Request, client: SimulatedProcess) -> tuple[str, ...]:
     return str(client.pid), "1", str(client.mps_server), uuid.rsplit("-", 2)[0], str(namespace), command, ""
 
 
-def lspart(request: Request) -> Reply:
+def lspart(request: MpsRequest) -> Reply:
     """The static SM partitions (595 and newer); this host makes none."""
     if not request.daemon.static:
         return Reply("Static partitioning mode is not enabled\n")
@@ -373,7 +373,7 @@ def lspart(request: Request) -> Reply:
     return Reply(header + form % ("", "", "chunk", "chunk", "SM", "SM", ""))
 
 
-def device_query(request: Request) -> Reply:
+def device_query(request: MpsRequest) -> Reply:
     """The devices of the daemon (580 and newer); ``--csv`` in the same order."""
     csv = "--csv" in request.words
     rows = [("Device Ordinal", "PCI IDs", "UUID", "Name", "Attributes")]

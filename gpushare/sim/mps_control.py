@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gpushare.host.program import Completed, timed_out
 from gpushare.sim import clients, mps_commands, mps_daemon
 from gpushare.sim.current import changing, clock, current
-from gpushare.sim.mps_commands import Reply, Request, refused
+from gpushare.sim.mps_commands import MpsRequest, Reply, refused
 from gpushare.sim.mps_servers import CONTROL, LogLine, binary_version, driver_major
 from gpushare.sim.mps_servers import render as render_line
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, StateFile
@@ -27,7 +27,7 @@ _OPTIONS = {
     "q": "ready-devices",
     "S": "static-partitioning",
 }
-_Command = Callable[[Request], "Reply | None"]
+_Command = Callable[[MpsRequest], "Reply | None"]
 
 _COMMANDS: dict[str, _Command] = {
     "get_server_list": mps_commands.get_server_list,
@@ -225,12 +225,12 @@ class _Session:
 
     def _request(
         self, state: SimulatedHostState, daemon: SimulatedDaemon, lines: list[LogLine], command: str
-    ) -> Request:
+    ) -> MpsRequest:
         if not self._opened:
             texts = ("Accepting connection...", "NEW UI")
             lines += [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
             self._opened = True
-        return Request(state=state, daemon=daemon, words=command_words(command)[1:], lines=lines)
+        return MpsRequest(state=state, daemon=daemon, words=command_words(command)[1:], lines=lines)
 
     def _close(self) -> None:
         with changing(self._state_file) as (state, lines):
@@ -244,7 +244,7 @@ def command_words(command: str) -> list[str]:
     return [word for word in re.split(r"[ \t\v\f\r]+", command) if word]
 
 
-def execute(command: str, request: Request) -> Reply | None:
+def execute(command: str, request: MpsRequest) -> Reply | None:
     """Carry one command out; None when it blocks and must be asked again."""
     name = command_words(command)[0] if command else ""
     since, newer = _NEWER.get(name, (0, None))

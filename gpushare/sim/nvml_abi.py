@@ -78,7 +78,7 @@ class Refused(Exception):
         self.code: Final = code
 
 
-class Kind(IntEnum):
+class HandleKind(IntEnum):
     """The object behind a handle."""
 
     GPU = 1
@@ -92,7 +92,7 @@ class Kind(IntEnum):
 class Handle:
     """An opaque pointer. It holds the place, not an address, so it stays valid across state changes."""
 
-    kind: Kind
+    kind: HandleKind
     index: int
     gpu_instance: int = 0
     compute_instance: int = 0
@@ -108,9 +108,9 @@ class Handle:
         Raises:
             Refused: INVALID_ARGUMENT, it is none of ours.
         """
-        if value >> 24 not in Kind._value2member_map_:
+        if value >> 24 not in HandleKind._value2member_map_:
             raise Refused(Code.INVALID_ARGUMENT)
-        return Handle(Kind(value >> 24), value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
+        return Handle(HandleKind(value >> 24), value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
 
 
 class Target(NamedTuple):
@@ -133,11 +133,11 @@ class Target(NamedTuple):
 class On(Enum):
     """What an entry point takes as its first argument."""
 
-    NOTHING = frozenset[Kind]()
-    GPU = frozenset({Kind.GPU})
-    DEVICE = frozenset({Kind.GPU, Kind.MIG_DEVICE})
-    GPU_INSTANCE = frozenset({Kind.GPU_INSTANCE})
-    COMPUTE_INSTANCE = frozenset({Kind.COMPUTE_INSTANCE})
+    NOTHING = frozenset[HandleKind]()
+    GPU = frozenset({HandleKind.GPU})
+    DEVICE = frozenset({HandleKind.GPU, HandleKind.MIG_DEVICE})
+    GPU_INSTANCE = frozenset({HandleKind.GPU_INSTANCE})
+    COMPUTE_INSTANCE = frozenset({HandleKind.COMPUTE_INSTANCE})
 
 
 class EntryPoint(NamedTuple):

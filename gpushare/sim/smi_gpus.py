@@ -12,7 +12,7 @@ from gpushare.sim import activity, library_mig
 from gpushare.sim.activity import Resident
 from gpushare.sim.devices import forget_gone
 from gpushare.sim.mps_servers import binary_version, driver_major
-from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, Kind, Refused, Target
+from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, HandleKind, Refused, Target
 from gpushare.sim.processes import holding
 from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, Wrong, read_number
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance
@@ -29,7 +29,7 @@ class Chosen:
 
     def target(self, instance: SimulatedMigInstance | None = None) -> Target:
         """Return it as the simulated NVML counts it, or one of its MIG devices."""
-        return Target(Handle(Kind.GPU, self.index), self.gpu, self.model, instance)
+        return Target(Handle(HandleKind.GPU, self.index), self.gpu, self.model, instance)
 
     @property
     def mig_enabled(self) -> bool:

@@ -13,11 +13,11 @@ from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
 from gpushare.export.containers import (
     CDI_FILE,
     COMPOSE_FILE,
-    Share,
+    ContainerDevice,
     cdi_export,
     compose_export,
+    container_device,
     docker_export,
-    share_of,
 )
 from gpushare.export.description import HostDescription
 from gpushare.model import Priority, Sharing, TimeSlice
@@ -25,9 +25,9 @@ from gpushare.units import GIB
 from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
 
 PIPE = "/run/gpushare/mps/gpu-0/pipe"
-MPS = Share(gpu=gpu(0, Sharing.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
-MIG = Share(gpu=gpu(0, Sharing.MIG, mig=(mig(),)), mig=mig())
-MIG_MPS = Share(gpu=gpu(0, Sharing.MIG), mig=mig(mps=mps(50.0)))
+MPS = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
+MIG = ContainerDevice(gpu=gpu(0, Sharing.MIG, mig=(mig(),)), mig=mig())
+MIG_MPS = ContainerDevice(gpu=gpu(0, Sharing.MIG), mig=mig(mps=mps(50.0)))
 
 # Restated from the compose specification (deploy.resources.reservations.devices, volumes): members that we write.
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -87,8 +87,8 @@ def check(document: Any, schema: dict[str, Any]) -> None:
     pytest.importorskip("jsonschema").validate(document, schema)
 
 
-@pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
-def test_docker_takes_the_flags(share: Share) -> None:
+@pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+def test_docker_takes_the_flags(share: ContainerDevice) -> None:
     found = docker_export(share)
     line = text(found, "docker-flags").strip()
     # A shell that expands $(gpushare export docker) cuts at blanks and knows no quotes.
@@ -132,9 +132,9 @@ def test_cdi_names_and_file() -> None:
     assert any("nvidia-ctk cdi generate" in one for one in alone.commands)
 
 
-@pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+@pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 @pytest.mark.parametrize("by_cdi", [True, False])
-def test_compose(share: Share, by_cdi: bool) -> None:
+def test_compose(share: ContainerDevice, by_cdi: bool) -> None:
     found = compose_export(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
     document = loaded(found, COMPOSE_FILE)
     check(document, COMPOSE)
@@ -157,17 +157,19 @@ def test_a_typing_error_in_compose_is_found() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert any("whole GPU" in one for one in docker_export(Share(gpu=gpu(0))).lost)
-    assert any("slice length" in one for one in docker_export(Share(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost)
+    assert any("whole GPU" in one for one in docker_export(ContainerDevice(gpu=gpu(0))).lost)
+    assert any(
+        "slice length" in one for one in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
+    )
     assert any("another size" in one for one in docker_export(MIG).lost)
 
 
 def test_which_device() -> None:
     described = host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1))), gpu(1, Sharing.MIG, mig=(mig(2),)), gpu(2))
-    assert share_of(described, mig(1).uuid).mig == mig(1)
+    assert container_device(described, mig(1).uuid).mig == mig(1)
     # A GPU in MIG mode stands for its only device.
-    assert share_of(described, gpu(1).uuid).mig == mig(2)
-    assert share_of(described, gpu(2).uuid).mig is None
+    assert container_device(described, gpu(1).uuid).mig == mig(2)
+    assert container_device(described, gpu(2).uuid).mig is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_which_device() -> None:
 )
 def test_no_such_device(described: HostDescription, uuid: str, kind: type[GpushareError], code: str) -> None:
     with pytest.raises(kind) as refused:
-        share_of(described, uuid)
+        container_device(described, uuid)
     assert refused.value.code == code
 
 
@@ -197,5 +199,5 @@ def test_a_pipe_directory_that_cannot_be_mounted(
     engine: Any, path: str | None, kind: type[GpushareError], code: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        engine(Share(gpu=gpu(0, Sharing.MPS, mps=mps(pipe_directory=path))))
+        engine(ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(pipe_directory=path))))
     assert refused.value.code == code

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage
-from gpushare.export.k8s import PluginSharing, check_mps, config_of, resource_of
+from gpushare.export.k8s import PluginSharing, check_mps, plugin_config, resource_of
 from gpushare.inputs import yaml_text
 from tests.export.plugin_config import Refused, from_config
 
@@ -115,4 +115,4 @@ def test_what_is_written_is_read_back(
     shared = PluginSharing(
         strategy=strategy, replicas=tuple(replicas.items()), rename=rename, fail_above_one=fail, mig_strategy=mig
     )
-    assert from_config(yaml.safe_load(yaml_text(config_of(shared)))) == shared
+    assert from_config(yaml.safe_load(yaml_text(plugin_config(shared)))) == shared

@@ -80,7 +80,7 @@ def test_engines_take_it() -> None:
     assert len(claims) == len(set(claims)) == 28
     assert check_kubernetes(dra.claims_export(alike)) == 56
     plain = read(*['mig: ["1g.10gb*7"]'] * 4)
-    assert containers.config_of(plain, "x")["mig-configs"]["x"] == [
+    assert containers.mig_config(plain, "x")["mig-configs"]["x"] == [
         {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 7}}
     ]
     assert "gpu:nvidia_h100_80gb_hbm3_1g.10gb:28" in slurm.slurm_export(plain).documents[1].text

@@ -27,11 +27,11 @@ from gpushare.measure.bench_data import (
 from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
-from gpushare.measure.ways import ALONE, QUEUE, Way, parse_ways
+from gpushare.measure.ways import ALONE, QUEUE, BenchWay, parse_ways
 from gpushare.model import Gpu
 from gpushare.selection import Device
 
-OUTSIDE = Way(name=ALONE, kind=QUEUE)
+OUTSIDE = BenchWay(name=ALONE, kind=QUEUE)
 RATE = Metric(pattern="rate=(.+)")
 LOWER = Metric(pattern="ms=(.+)", higher_is_better=False)
 

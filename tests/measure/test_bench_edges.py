@@ -12,7 +12,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.host import Host
-from gpushare.measure.bench import Request, measure, prepare
+from gpushare.measure.bench import BenchRequest, measure, prepare
 from gpushare.measure.copies import CopiesResult
 from gpushare.measure.metric import Metric, Printed, amount, bounded, number
 from gpushare.measure.pair import Timeline
@@ -97,8 +97,8 @@ def test_a_mean_of_nothing_has_no_percentage() -> None:
     assert _figure(cell, None) == "0"
 
 
-def request(script: str, ways: str, metric: Metric = RATE) -> Request:
-    return Request(argv=["sh", "-c", script], metric=metric, ways=parse_ways(ways), copies=(2,), repeat=1)
+def request(script: str, ways: str, metric: Metric = RATE) -> BenchRequest:
+    return BenchRequest(argv=["sh", "-c", script], metric=metric, ways=parse_ways(ways), copies=(2,), repeat=1)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from gpushare.selection import Device
 from gpushare.sim import admin, nvidia_ctk
 from gpushare.sim.activity import residents
 from gpushare.sim.library_mig import destroy_compute_instance
-from gpushare.sim.nvml_abi import Handle, Kind, Refused, Target
+from gpushare.sim.nvml_abi import Handle, HandleKind, Refused, Target
 from gpushare.sim.state import StateFile
 from gpushare.units import GIB
 from tests.cli.drive import CRASHED, World
@@ -177,7 +177,7 @@ def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World) 
     def destroy() -> None:
         with StateFile(world.spec).changed() as state:
             gpu = state.gpus[0]
-            target = Target(Handle(Kind.GPU, 0), gpu, model_of(gpu.model), None)
+            target = Target(Handle(HandleKind.GPU, 0), gpu, model_of(gpu.model), None)
             one = gpu.mig[0]
             destroy_compute_instance(gpu, one.gpu_instance_id, one.compute_instance_id, residents(state, target))
 

@@ -13,7 +13,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import NoPermission
 from gpushare.host.host import Host
-from gpushare.run.production import Production, find_production, lives, productions, write_production
+from gpushare.run.production import Production, find_production, is_running, productions, write_production
 
 WEB = Production(name="web", pid=17, started_at=3.5, device_uuid="GPU-a", memory_peak_bytes=7)
 
@@ -98,10 +98,10 @@ def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
     info = host.processes.describe(os.getpid())
     assert info is not None
     assert info.started_at is not None
-    assert lives(host, replace(WEB, pid=os.getpid(), started_at=info.started_at))
-    assert lives(host, replace(WEB, pid=os.getpid(), started_at=None))
+    assert is_running(host, replace(WEB, pid=os.getpid(), started_at=info.started_at))
+    assert is_running(host, replace(WEB, pid=os.getpid(), started_at=None))
     # The PID is another's now.
-    assert not lives(host, replace(WEB, pid=os.getpid(), started_at=info.started_at - 1000))
+    assert not is_running(host, replace(WEB, pid=os.getpid(), started_at=info.started_at - 1000))
 
 
 def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare.cli.mig_files import config_of, demands_of
+from gpushare.cli.mig_files import demands_of, read_config
 from gpushare.connect import connect
 from gpushare.errors import NotFound, NotSupported
 from gpushare.mig.parted import Demand
@@ -343,22 +343,22 @@ def test_a_lost_gpu_cannot_be_exported(refused: Callable[..., str]) -> None:
 def test_demands_of_a_file(file: Callable[[str], str]) -> None:
     host = connect(HOST)
     gpus = host.nvml.sweep()
-    assert demands_of(config_of(file(TWO), "day"), gpus, host) == {
+    assert demands_of(read_config(file(TWO), "day"), gpus, host) == {
         0: Demand(mig_enabled=True, wish=parse_wish("3g.40gb 1g.10gb*2")),
         1: Demand(mig_enabled=False),
     }
-    assert list(demands_of(config_of(file(TWO), "day"), gpus[1:], host)) == [1]
+    assert list(demands_of(read_config(file(TWO), "day"), gpus[1:], host)) == [1]
 
 
 def test_demands_skip_a_gpu_without_mig(file: Callable[[str], str]) -> None:
     host = connect(MIXED)
     gpus = host.nvml.sweep()
-    assert list(demands_of(config_of(file(TWO), "night"), gpus, host)) == [0]
+    assert list(demands_of(read_config(file(TWO), "night"), gpus, host)) == [0]
     on = 'version: v1\nmig-configs: {x: [{devices: [1], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
     with pytest.raises(NotSupported):
-        demands_of(config_of(file(on), None), gpus, host)
+        demands_of(read_config(file(on), None), gpus, host)
     with pytest.raises(NotFound):
-        demands_of(config_of(file(TWO), "night"), gpus[1:], host)
+        demands_of(read_config(file(TWO), "night"), gpus[1:], host)
 
 
 def test_pci_ids_are_those_of_the_model() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.host import records
 from gpushare.run import production
-from gpushare.run.production import Production, find_production, lives, write_production
+from gpushare.run.production import Production, find_production, is_running, write_production
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.units import GIB
 from tests.cli.drive import Answer, Started, World, alive, until
@@ -73,7 +73,7 @@ def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started
     assert found is not None
     assert found.device_uuid == world.uuid()
     assert found.memory_peak_bytes is not None
-    assert not lives(world.host, found)
+    assert not is_running(world.host, found)
 
 
 def test_the_callers_own_limits_do_not_cap_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
