@@ -459,11 +459,14 @@ class Situation:
 
     @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:
-        """Return the MIG instances that must stay: busy ones, and unless the user says otherwise, all of them."""
+        """Return the MIG instances that must stay.
+
+        Busy ones; and unless the user says otherwise, those with a name or a grant, and those of somebody else.
+        """
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
             return ()
-        return tuple(one for one in layout.instances if one.busy or not self.case.destroy)
+        return tuple(one for one in layout.instances if one.busy or not (self.case.destroy or _may_go(one)))
 
     @cached_property
     def idle_instances(self) -> tuple[GpuInstance, ...]:
@@ -578,9 +581,14 @@ class Situation:
         return _fitting(self.idle_instances, self.shares(way)) if self.idle_instances else None
 
 
+def _may_go(one: GpuInstance) -> bool:
+    return one.made and not one.name and not one.granted
+
+
 def instance_title(one: GpuInstance) -> str:
     """Return an instance with why it stays: its name, its users, a program in it."""
-    facts = [one.name, one.granted and f"granted to {', '.join(one.granted)}", "in use" if one.busy else None]
+    other = None if one.made or one.name or one.granted or one.busy else "not made by gpushare"
+    facts = [one.name, one.granted and f"granted to {', '.join(one.granted)}", "in use" if one.busy else None, other]
     known = ", ".join(str(fact) for fact in facts if fact)
     return f"{one} ({known})" if known else str(one)
 
