@@ -1,4 +1,4 @@
-"""Writes the manual page, the completions, the pictures and the output in the documents.
+"""Writes the manual pages, the completions, the pictures and the output in the documents.
 
 ``python -m tools.generate [--check] [DIRECTORY]``
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.completions import bash, fish, zsh
 from tools.documents import documents
-from tools.manual import manual
+from tools.manual import manuals
 from tools.pictures import pictures
 from tools.tree import command_tree
 
@@ -21,7 +21,7 @@ def artifacts() -> dict[str, str]:
     """Return the generated files by their path in the project."""
     root = command_tree()
     return {
-        "man/gpushare.1": manual(root),
+        **{f"man/{name}": page for name, page in manuals(root).items()},
         "completions/gpushare.bash": bash(root),
         "completions/_gpushare": zsh(root),
         "completions/gpushare.fish": fish(root),

@@ -48,6 +48,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
     ),
+    "timeslice set": (("Long slices on one GPU", "timeslice set long -g 0"),),
+    "timeslice reset": (("On all GPUs", "timeslice reset -g all"),),
     "mps start": (
         ("Half of the SMs and 8 GiB for each client", "mps start -g 0 --threads 50 --memory 8G"),
         ("Another limit on each GPU", "mps start -g 0,1 --threads 0=25,1=50"),
