@@ -130,7 +130,7 @@ def advise(situation: Situation) -> Advice:
         lines=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.lines),
         undo=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.undo),
     )
-    return replace(found, recipe=first, placed=parts, asked=situation.case)
+    return replace(found, recipe=first, placed=parts, asked=situation.case, notes=_notes(situation))
 
 
 def _at(part: Situation, line: Line) -> Line:

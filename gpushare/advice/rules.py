@@ -262,6 +262,19 @@ def _occupied(s: Situation) -> bool:
     return bool(stays) and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
 
 
+def _free_now(s: Situation) -> int:
+    return max((s.plain.usable_bytes or 0) - (s.gpu.memory_used_bytes or 0), 0)
+
+
+def _short_now(s: Situation, way: Way) -> bool:
+    """Return whether the programs that are on the GPU leave too little memory."""
+    found = s.budget_of(way)
+    needed = found.largest_bytes if way is Way.WHOLE else found.needed_bytes
+    # With occupied: no, they are the ones that the answer is for, or can be ended.
+    others = bool(s.gpu.processes) and not s.case.any("running") and s.case.any("occupied") is not False
+    return others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
+
+
 def _count_here(s: Situation) -> str:
     if not s.gpu.processes:
         return "programs are"
@@ -449,6 +462,10 @@ CONDITIONS: Final = (
         "not all of them fit at the same time: {most} at a time, the others wait", "arithmetic; NVIDIA MPS guide",
         when_way=lambda s, way: s.in_turns(way) is not None,
         words=lambda s, way: {"most": s.in_turns(way)}),
+    _condition("in-use-now", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, *ALL_MPS),
+        "programs that run now use {used} of GPU memory, and the {free} that are free are not enough: they have to end first",
+        "arithmetic; the host", when_way=_short_now, words=lambda s, _: {
+            "used": format_bytes(s.gpu.memory_used_bytes), "free": format_bytes(_free_now(s))}),
     _condition("whole-together", (Way.WHOLE,),
         "the processes depend on each other, so they cannot run in turn: one process per GPU",
         "MPI and NCCL: a collective operation waits for every rank", lambda s: s.together),

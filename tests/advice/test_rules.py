@@ -71,6 +71,7 @@ def held() -> dict[str, Any]:
 
 
 SHUT = {"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}
+FULL = {"processes": 1, "memory_used_bytes": 50 << 30}
 GRAPHICS = "rtx-pro-6000-blackwell"
 
 # rule: the way that it speaks of, where it speaks, where it does not.
@@ -105,6 +106,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mig-profiles-unknown": ("mig", of(facts={"layout": None}), of()),
     "mig-is-on": ("mps", of(facts=ON), of()),
     "mps-serves": ("timeslice", of(facts={"mps_daemons": 1}), of()),
+    "in-use-now": ("whole-gpu", Example(({"processes": 1, "memory": "40G"},), facts=FULL), one(memory="40G")),
     "in-turns": ("timeslice", four(memory="20G"), four(memory="19G")),
     "whole-together": ("whole-gpu", four(nccl=True), four(nccl=False)),
     "timeslice-compute-mode": ("timeslice", of(facts={"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}), of()),
