@@ -562,13 +562,16 @@ def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callabl
         if on_step is not None:
             on_step(step)
 
+    def done() -> None:
+        new = [(one.before.uuid, *new.instance.place) for one in touched for new in one.plan.created if new.whole]
+        note_made(host, *shapes, new)
+        journal.end()
+
     # After an unexpected error anything may be left: the entry is kept and compared with the host.
     over = journal.give_up
     try:
         carry_out(change.plan, begin)
-        over = journal.end
-        new = [(gpu.uuid, *one.instance.place) for gpu, one in _created(touched)]
-        note_made(host, *shapes, new)
+        over = done
     except NotUndone as error:
         if last is not None:
             raise error.restated(message=f"could not {last.what}: {error.message}") from error
@@ -584,10 +587,6 @@ def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callabl
     finally:
         # When this process is killed the journal stays: the change was interrupted.
         over()
-
-
-def _created(changes: Sequence[GpuChange]) -> Iterator[tuple[GpuShape, InstanceChange]]:
-    return ((one.before, new) for one in changes for new in one.plan.created if new.whole)
 
 
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:

@@ -6,13 +6,11 @@ profile and place, because the driver reuses ids; one that is gone at the next c
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.host import is_trusted_directory
 from gpushare.host.identity import boot_id
 from gpushare.host.records import read_trusted, replace_file, writing
 
@@ -39,7 +37,8 @@ def made_by_gpushare(host: Host) -> frozenset[Made]:
 def note_made(host: Host, before: Iterable[GpuShape], after: Iterable[GpuShape], made: Iterable[Made]) -> None:
     """Note what a change has created and destroyed. The caller holds the lock of all MIG changes.
 
-    It never fails: without a record the next change asks.
+    Call it before the journal of the change ends: where it fails, the next gpushare finds the change complete and
+    notes it.
     """
     path = host.run_directory / "mig" / "made.json"
     known, there = _read(path), {(gpu.uuid, *one.place) for gpu in after for one in gpu.instances}
@@ -49,11 +48,8 @@ def note_made(host: Host, before: Iterable[GpuShape], after: Iterable[GpuShape],
         return
     rows = [{"gpu": gpu, "profile": profile, "start": start} for gpu, profile, start in sorted(now)]
     text = json.dumps({"schema": SCHEMA, "boot_id": boot_id(), "instances": rows}, indent=2)
-    with contextlib.suppress(GpushareError):
-        make_private_directory(path.parent.parent)
-        make_private_directory(path.parent)
-        with writing(path, "the record of the instances that gpushare created"):
-            replace_file(path, text)
+    with writing(path, "the record of the instances that gpushare created"):
+        replace_file(path, text)
 
 
 def _read(path: Path) -> set[Made]:

@@ -214,7 +214,7 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
         assert "is missing" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
     with host.file.changed() as state:
         state.gpus.insert(0, gone)
-    assert "is undone now" in cli("mig", "recover", host=TWO).ok().out
+    assert "is now undone" in cli("mig", "recover", host=TWO).ok().out
     assert [one.mode for one in host.look()] == [0, 0]
     assert "nothing to do" in cli("mig", "recover", host=TWO).ok().out
 
@@ -287,7 +287,7 @@ def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
     for _ in range(2):
         assert refusing(monkeypatch, host).error["code"] == "not_restored"
     assert not host.journal.exists()
-    assert "is undone now" in cli("mig", "recover", host=A100).ok().out
+    assert "is now undone" in cli("mig", "recover", host=A100).ok().out
     assert host.look() == before
 
     crashed(host, "apply", "1g.10gb*3", step=4)
