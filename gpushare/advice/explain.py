@@ -1,6 +1,7 @@
 """Explanations of error codes and log lines: CUDA, NVML, Xid, and the logs of the MPS daemon and server.
 
-The facts are in ``data/explanations.yaml``, which is read on first use.
+The facts are in ``data/explanations.yaml``, those of our own error codes in ``data/error-codes.yaml``. Both are read on
+first use.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ TITLES: Final = {
     "xid": "Xid",
     "mps": "MPS log line",
     "concept": "concept",
+    "gpushare": "gpushare error",
 }
 _CODE: Final = re.compile(
     r"(?:(cuda|nvml|xid)\b)?[\s:#-]*(?:error|code|return code)?[\s:#=(-]*(\d{1,4})\)?", re.IGNORECASE
@@ -28,6 +30,8 @@ _XID: Final = re.compile(r"\bXid\s*(?:\([^)]*\))?[\s:]*(\d{1,4})\b", re.IGNORECA
 _CUDA: Final = re.compile(
     r"\b(?:CUDA(?:_| )error|CUDA result|cudaError_t|CUresult|error code)\D{0,12}(\d{1,4})\b", re.IGNORECASE
 )
+# in_use, or as JSON has it: "code": "in_use".
+_OWN: Final = re.compile(r'(?:gpushare[\s:]+)?(?:error[\s:]+)?(?:"?code"?[\s:=]+)?"?([a-z]+(?:_[a-z]+)*)"?,?')
 _NAME: Final = re.compile(r"\b(?:CUDA_ERROR_\w+|NVML_\w+|cudaError\w+)\b", re.IGNORECASE)
 # Shorter texts ("Not Found", "Timeout") are not significant inside a longer line.
 _TELLING: Final = 16
@@ -37,7 +41,7 @@ _TELLING: Final = 16
 class Explanation:
     """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
-    # cuda, nvml, xid, mps or concept.
+    # cuda, nvml, xid, mps, concept or gpushare.
     kind: str
     code: int | None = None
     names: tuple[str, ...] = ()
@@ -95,17 +99,36 @@ class Log:
         return f"{first.explanation.meaning} First in {where}{more}."
 
 
-@lru_cache(maxsize=1)
-def explanations() -> tuple[Explanation, ...]:
+def _data(name: str) -> Any:
     from importlib.resources import files
 
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    raw: dict[str, list[dict[str, Any]]] = yaml.load(
-        files("gpushare").joinpath("data/explanations.yaml").read_text(encoding="utf-8"),
-        Loader=loader,  # noqa: S506 - a safe one
-    )
+    text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=loader)  # noqa: S506 - a safe one
+
+
+@lru_cache(maxsize=1)
+def own_codes() -> dict[str, Explanation]:
+    """Return the error codes of gpushare itself."""
+    return {
+        code: Explanation(
+            kind="gpushare",
+            names=(code,),
+            meaning=meaning,
+            cause=group["cause"],
+            next=tuple(group["next"]),
+            source="gpushare; the message and the hint of the error say the particulars",
+        )
+        for group in _data("error-codes.yaml")
+        for code, meaning in group["codes"].items()
+    }
+
+
+@lru_cache(maxsize=1)
+def explanations() -> tuple[Explanation, ...]:
+    raw: dict[str, list[dict[str, Any]]] = _data("explanations.yaml")
     return tuple(
         Explanation(**{**entry, "kind": kind, "names": tuple(entry.get("names", ())), "next": tuple(entry["next"])})
         for kind, entries in raw.items()
@@ -133,10 +156,12 @@ def explain(text: str) -> tuple[Match, ...]:
     concepts = [one for one in explanations() if one.kind == "concept" and _plain(asked) in map(_plain, one.names)]
     if asked and concepts:
         return tuple(Match(explanation=one, line=asked) for one in concepts)
-    found_lines = explain_log(text.splitlines())
-    if not found_lines.matches:
+    own = _OWN.fullmatch(asked)
+    ours = own_codes().get(own[1]) if own is not None else None
+    matches = (*([Match(explanation=ours, line=asked)] if ours else []), *explain_log(text.splitlines()).matches)
+    if not matches:
         raise _unknown(asked)
-    return found_lines.matches
+    return matches
 
 
 # Nothing that is known is longer; a longer line is cut.
@@ -233,6 +258,7 @@ def _close(asked: str) -> Sequence[str]:
 
     known = {_plain(name): name for one in explanations() if one.kind != "mps" for name in one.names}
     known |= {_plain(one.title): one.title for one in explanations() if one.code is not None}
+    known |= {_plain(code): code for code in own_codes()}
     known |= {str(one.code): one.title for one in explanations() if one.code is not None}
     found = difflib.get_close_matches(_plain(asked[:80]), known, n=3, cutoff=0.6)
     return list(dict.fromkeys(known[one] for one in found))

@@ -31,7 +31,7 @@ def explain(
     ] = None,
     file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="A log; - is stdin.")] = None,
 ) -> Any:
-    """Explain a CUDA or NVML error, an Xid in the kernel log, lines of MPS logs, or a concept.
+    """Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept.
 
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: streams, Hyper-Q, SM, time-slice, context, unified

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _WIDEST: Final = 110
 _MOST_CHANGES: Final = 6
 _STYLES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
-_SHORT: Final = {"fits": "fits", "fits with a condition": "if", "refused": "no"}
+_SHORT: Final = {"fits": "fits", "fits with a condition": "depends", "refused": "no"}
 
 
 def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
@@ -181,7 +181,7 @@ def _verdict_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Te
     first = max(len(one["way"]) for one in verdicts)
     lines = [Text("all ways", style="bold")]
     for one in verdicts:
-        head = f"{one['way']:<{first}}  {_SHORT[one['outcome']]:<4}  "
+        head = f"{one['way']:<{first}}  {_SHORT[one['outcome']]:<7}  "
         room = max(width - len(head) - 2, 20)
         parts = textwrap.wrap(visible(_why(one)), room) or [""]
         style = _STYLES[one["outcome"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import subprocess
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 
-from gpushare.advice.explain import Explanation, explain, explanations
+from gpushare.advice.explain import Explanation, explain, explanations, own_codes
 from gpushare.errors import NotFound
+from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
+from gpushare.mig.journal import UNREADABLE
+from gpushare.plan import NOT_RESTORED
 from gpushare.sim.mps_servers import LogLine, render
 from gpushare.sim.nvml_abi import ERROR_TEXTS
 from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import ROOT, World
 
 # server.log of an H200 with driver 580.159.04, after a client was killed with a deep queue.
 FAULT_LOG = """\
@@ -266,3 +270,43 @@ def test_wrong_files(refused: Callable[..., str], tmp_path: Path) -> None:
 def test_control_characters_of_a_log_do_not_reach_the_terminal(cli: Cli) -> None:
     answer = cli("explain", "NEW SERVER 1: Ready \x1b[31m", host=None).ok()
     assert "\x1b" not in answer.out
+
+
+def codes_in_use() -> set[str]:
+    """Return the error codes in the source: arguments and defaults called code, class attributes, and constants."""
+    found: set[str] = set()
+    for path in (ROOT / "gpushare").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            values: list[ast.expr | None] = []
+            if isinstance(node, ast.Call):
+                values = [one.value for one in node.keywords if one.arg == "code"]
+            elif isinstance(node, ast.FunctionDef):
+                pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                values = [default for argument, default in pairs if argument.arg == "code"]
+            elif isinstance(node, ast.ClassDef):
+                own = [one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)]
+                targets = [one.targets[0] if isinstance(one, ast.Assign) else one.target for one in own]
+                values = [
+                    one.value
+                    for one, target in zip(own, targets, strict=True)
+                    if isinstance(target, ast.Name) and target.id == "code"
+                ]
+            texts = [value.value for value in values if isinstance(value, ast.Constant)]
+            found |= {text for text in texts if isinstance(text, str)}
+    constants = (NOT_RESTORED, HIDDEN, NOT_READ_BACK, UNREADABLE, "journal_unwritable", "lease_unusable")
+    return found | set(constants)
+
+
+def test_every_error_code_of_gpushare_is_explained() -> None:
+    assert codes_in_use() == set(own_codes())
+
+
+@pytest.mark.parametrize("text", ["in_use", "code in_use", '"code": "in_use",', "gpushare error in_use"])
+def test_a_code_of_gpushare_as_it_is_printed(cli: Cli, text: str) -> None:
+    (one,) = cli("explain", text, output="json").ok().data["explanations"]
+    assert (one["kind"], one["names"], one["title"]) == ("gpushare", ["in_use"], "gpushare error")
+    assert "gpushare status" in one["next"]
+
+
+def test_a_code_that_is_nearly_one_is_named(cli: Cli) -> None:
+    assert "in_use" in cli("explain", "inuse").err
