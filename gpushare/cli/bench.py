@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,11 +26,11 @@ from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted
 from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.measure.bench import BenchRequest, Measurement, Prepared, Progress
+    from gpushare.measure.bench import BenchRequest, Measurement, Prepared
     from gpushare.measure.metric import Metric
     from gpushare.selection import Device
 
@@ -290,6 +288,7 @@ def measured(
     host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Measurement, int | None]:
     """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early."""
+    from gpushare.cli.progress import progress_line
     from gpushare.measure.bench import measure
     from gpushare.measure.bench_data import Header, bench_data
     from gpushare.snapshot import BLIND
@@ -354,40 +353,3 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
     if data["metric"]["pattern"] is None:
         notes.append("start-up counts too; for a long-running program give --metric and --for")
     return notes
-
-
-@contextlib.contextmanager
-def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Callable[[Progress], None]]:
-    """Yield a progress callback: a bar on a terminal, else nothing."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    # Without a refresh thread: programs are started meanwhile, and a fork in a threaded process can deadlock.
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=Console(file=sys.stderr),
-        auto_refresh=False,
-        transient=True,
-    )
-
-    def tell(now: Progress) -> None:
-        left = "" if now.seconds_left is None else f"{about} {_guess(now.seconds_left)} left"
-        bar.update(task, completed=now.done, total=now.total, description=now.doing, left=left)
-        bar.refresh()
-
-    with bar:
-        task = bar.add_task("", total=None, left="")
-        yield tell
-
-
-def _guess(seconds: float) -> str:
-    from gpushare.units import format_duration
-
-    return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))

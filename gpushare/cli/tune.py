@@ -225,8 +225,7 @@ def _factor(text: str) -> float:
 
 @contextlib.contextmanager
 def _reporter() -> Iterator[TuneReporter]:
-    from gpushare.cli.bench import progress_line
-    from gpushare.measure.bench import Progress
+    from gpushare.cli.progress import progress_line
     from gpushare.measure.tune import TuneReporter
     from gpushare.show.text import put
     from gpushare.show.tune import factor, share
@@ -249,7 +248,7 @@ def _reporter() -> Iterator[TuneReporter]:
                 put(sys.stderr, f"gpushare: {name}{said} ({report.rounds} windows)\n")
 
         def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
-            tell(Progress(done=done, total=most, doing=what, seconds_left=seconds_left))
+            tell(what, done, most, seconds_left)
 
     with progress_line(quiet=settings.quiet, about="at most") as tell:
         yield Lines()

@@ -91,16 +91,6 @@ class RunResult:
         return [*failures(self.result), *([] if self.invalid is None else [self.invalid])]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a benchmark is; ``seconds_left`` is an estimate, None at first."""
-
-    done: int
-    total: int
-    doing: str
-    seconds_left: float | None
-
-
 @dataclass
 class Measurement:
     """All that was measured; kept even if it was interrupted."""
@@ -140,7 +130,7 @@ def schedule(settings: Settings) -> list[Cell]:
 
 
 class Bench:
-    """Carries out a benchmark. ``progress`` is called before each run."""
+    """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left."""
 
     def __init__(
         self,
@@ -149,7 +139,7 @@ class Bench:
         grounds: Grounds,
         settings: Settings,
         signals: EndSignals | None = None,
-        progress: Callable[[Progress], None] = lambda _: None,
+        progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._grounds, self._settings = host, device, grounds, settings
@@ -230,7 +220,7 @@ class Bench:
             measurement.rounds_done = number
 
     def _say(self, done: int, total: int, doing: str, left: float | None) -> None:
-        self._progress(Progress(done=done, total=total, doing=doing, seconds_left=left))
+        self._progress(doing, done, total, left)
 
     def _left(self, rest: Sequence[Cell], number: int) -> float:
         later = schedule(self._settings) * (self._settings.repeat - number)
@@ -469,7 +459,10 @@ def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ..
 
 
 def measure(
-    host: Host, device: Device, prepared: Prepared, progress: Callable[[Progress], None] = lambda _: None
+    host: Host,
+    device: Device,
+    prepared: Prepared,
+    progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings, left = prepared.settings, list(prepared.left_out)

@@ -502,8 +502,7 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(
 
 
 def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.cli.bench import progress_line
-    from gpushare.measure.bench import Progress
+    from gpushare.cli.progress import progress_line
 
     shown: list[str] = []
 
@@ -523,7 +522,7 @@ def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     with progress_line(quiet=options.settings.quiet) as tell:
-        tell(Progress(done=3, total=10, doing="mps, 2 copies, round 1 of 3", seconds_left=200.0))
+        tell("mps, 2 copies, round 1 of 3", 3, 10, 200.0)
     text = "".join(shown)
     assert "mps, 2 copies, round 1 of 3" in text
     assert "3/10" in text

@@ -1,0 +1,46 @@
+"""How far a measurement is: a bar on a terminal with the time left. For ``bench`` and ``tune``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+# What is being done, how much of how much is done, and the seconds left: an estimate, None at first.
+Told = Callable[[str, int, int, "float | None"], None]
+
+
+@contextlib.contextmanager
+def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
+    """Yield a callback that draws a bar on a terminal, else nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    # Without a refresh thread: programs are started meanwhile, and a fork in a threaded process can deadlock.
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=Console(file=sys.stderr),
+        auto_refresh=False,
+        transient=True,
+    )
+
+    def tell(doing: str, done: int, total: int, seconds_left: float | None) -> None:
+        left = "" if seconds_left is None else f"{about} {_guess(seconds_left)} left"
+        bar.update(task, completed=done, total=total, description=doing, left=left)
+        bar.refresh()
+
+    with bar:
+        task = bar.add_task("", total=None, left="")
+        yield tell
+
+
+def _guess(seconds: float) -> str:
+    from gpushare.units import format_duration
+
+    return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))
