@@ -130,6 +130,7 @@ ANSWERED: Final = frozenset(
         "half-a-gpu",
         "bandwidth-bound",
         "bandwidth-bound-mps",
+        "bandwidth-in-turn",
         "older-or-many",
         "cuda-graphs",
         "nothing-decides",

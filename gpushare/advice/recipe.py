@@ -788,6 +788,8 @@ def _vgpu(situation: Situation) -> Recipe:
 def _measure(situation: Situation) -> Recipe:
     one, processes = situation.case.workloads[0], situation.case.processes
     ways = _bench_ways(situation)
+    turns = [one for one in map(situation.in_turns, (Way.TIMESLICE, Way.MPS)) if one is not None]
+    processes = min(turns, default=processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     return Recipe(
         lines=(

@@ -202,7 +202,8 @@ def _mig_stays(s: Situation, way: Way) -> bool:
 
 def _why_mig_stays(s: Situation) -> str:
     if s.kept:
-        idle = " (--destroy: idle ones may go)" if not all(one.busy for one in s.kept) else ""
+        may = s.may_be_root is not False and not all(one.busy for one in s.kept)
+        idle = " (--destroy: idle ones may go)" if may else ""
         return f"its instances stay: {', '.join(map(instance_title, s.kept))}{idle}"
     return "only root can turn it off" if s.may_be_root is False else "its instances stay"
 
@@ -670,6 +671,10 @@ PREFERENCES: Final = (
     _for("bandwidth-bound", {Way.MIG: 45},
         "each saturates the memory bandwidth, and only MIG divides it",
         "NVIDIA table 2022; measured on an H200 (half of the SMs can use all of the memory bandwidth)",
+        lambda s: s.several and not s.pair and s.case.any("bandwidth_bound")),
+    _for("bandwidth-in-turn", {Way.WHOLE: 8},
+        "programs that saturate the memory bandwidth gain nothing from running at the same time",
+        "measured on an H200 (two jobs that fill the memory bandwidth always sum to 1.0)",
         lambda s: s.several and not s.pair and s.case.any("bandwidth_bound")),
     _against("bandwidth-bound-mps", {Way.MPS: 30, Way.MPS_STREAMS: 20, Way.MPS_STATIC: 20},
         "MPS does not divide the memory bandwidth: such programs slow each other down, and sharing gains little",

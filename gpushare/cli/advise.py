@@ -859,10 +859,13 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
 
 def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
-    """Return the number of copies to measure, which without --processes is also the number of processes."""
+    """Return the number of copies to measure, as many as fit; without --processes that is the number of processes."""
+    from gpushare.advice.ways import Way
+
     case = situation.case
     if case.processes is not None:
-        return situation, copies or case.processes
+        turns = (situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS))
+        return situation, copies or min((one for one in turns if one is not None), default=case.processes)
     copies = copies or _FEWEST
     ones = tuple(replace(one, processes=copies) for one in case.workloads)
     return replace(situation, case=replace(case, workloads=ones)), copies

@@ -157,7 +157,12 @@ def edited() -> Any:
         (("mig", "interop", "level: limited", "level: ipc"), {"ipc": True}, "mig", "ipc"),
         (("mps", "target_use", "level: cooperative", "level: qos"), {"trusted": False}, "mps", "untrusted"),
         (("streams", "partition_type", "level: process", "level: temporal"), {}, "streams", "several-processes"),
-        (("mps", "max_partitions", "limit: 48", "limit: 200"), {"processes": 100}, "mps", "mps-clients"),
+        (
+            ("mps", "max_partitions", "limit: 48", "limit: 200"),
+            {"processes": 100, "cooperating": True},
+            "mps",
+            "mps-clients",
+        ),
         (("mig", "max_partitions", "limit: 7", "limit: 3"), {}, "mig", None),
     ],
 )

@@ -125,6 +125,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "resizing-idle": ("mig", four(resizing=True), four()),
     "mps-bandwidth": ("mps", four(bandwidth_bound=True), four()),
     "bandwidth-bound": ("mig", four(bandwidth_bound=True), four()),
+    "bandwidth-in-turn": ("whole-gpu", four(bandwidth_bound=True), four()),
     "bandwidth-bound-mps": ("mps", four(bandwidth_bound=True), of(PAIR[0], {**PAIR[1], "bandwidth_bound": True})),
     "priority-bandwidth": ("mps-priority", four(bandwidth_bound=True), four()),
     "nccl-sharing": ("mps", four(nccl=True), four()),

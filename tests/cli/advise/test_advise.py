@@ -139,7 +139,11 @@ def test_contradicting_sources_are_shown(cli: Any) -> None:
 
 
 def test_memory_that_cannot_fit_says_by_how_much(cli: Any) -> None:
-    data = cli("advise", "--processes", "4", "--memory", "30G", host="sim:a100-80gb", output="json").ok().data
+    words = ("--processes", "4", "--memory", "30G")
+    open_answer = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+    assert open_answer["winner"] == "measure"
+    assert commands(open_answer) == ["gpushare bench -g 0 --copies 1,2 -- CMD"]
+    data = cli("advise", *words, "--saturating", host="sim:a100-80gb", output="json").ok().data
     assert data["winner"] == "whole-gpu"
     # 4 x 30 GiB and 4 contexts of 500 MiB, on 80 GiB of which 2 % stay free.
     assert data["memory"]["needed_bytes"] == (4 * 30 * 1024 + 4 * 500) * 1024**2
