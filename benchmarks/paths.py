@@ -34,7 +34,7 @@ class _Sample:
 
 
 _INITS: Final = {_Sample.__init__.__code__}
-# The most files that a verb may run through (CONTRIBUTING.md, "The house").
+# The most files that a verb may run through (CONTRIBUTING.md, "How far a verb runs").
 GOALS: Final = {
     "status": None,
     "mps start": 25,

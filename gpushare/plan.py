@@ -113,7 +113,7 @@ def setting_step(
     it. ``allowed`` raises for a user who may not change it; a setting that has its value already needs no permission.
 
     The value to restore is the one found when the step acts, not the one at planning: what another process changed
-    before is its own. Nothing is written on the way back where the host has that value, so a step that failed before
+    before is its own. The undo writes nothing where the host has that value, so a step that failed before
     it changed anything undoes nothing.
     """
     found: list[T] = []

@@ -180,7 +180,7 @@ def _way_of_all(parts: Sequence[Situation]) -> Way | None:
 
 
 def _parts(case: Case, count: int) -> list[Case]:
-    """Return a case in at most so many parts. Groups and the workloads of a list stay together."""
+    """Split a case into at most N parts. Groups and the workloads of a list stay together."""
     ones = case.workloads
     if len(ones) > 1:
         bins: list[list[Workload]] = [[] for _ in range(min(count, len(ones)))]

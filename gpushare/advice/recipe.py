@@ -424,7 +424,7 @@ def _run(situation: Situation, what: str, one: Workload, limits: Limits | None =
 
 
 def _in_turns(line: Line, processes: int | None, turns: int | None) -> Line:
-    """Return the line that starts so many at a time and the next when one ends."""
+    """Return the line that runs N programs at a time, and starts the next when one ends."""
     if turns is None:
         return line
     # {} because xargs needs a word to replace; a program may use it as the number of its run.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpushare.plan import Loss, Plan
     from gpushare.show.result import Result
 
-# The file can never be applied here: then nothing is changed.
+# Codes of a file that can never be applied here: such a file changes nothing.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
 _POLL_SECONDS: Final = 0.5
 

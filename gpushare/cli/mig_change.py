@@ -85,7 +85,7 @@ def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Targ
 
 
 def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
-    """Return the plan, or raise why there is none."""
+    """Return the plan; raises if there is none."""
     from gpushare.mig.holders import no_plan_error
     from gpushare.mig.plan import MigPlan
 

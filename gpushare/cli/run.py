@@ -40,7 +40,7 @@ class Roles:
 
     production: str | None
     opportunistic: bool
-    beside: str | None
+    target: str | None
     pause: bool
     # Percent; None: not given.
     duty: float | None = None
@@ -68,7 +68,7 @@ def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict
         raise _wrong(
             "--logs, --restart, --stall and --bench belong to --copies", "gpushare run --copies 4 --logs DIR -- CMD"
         )
-    if not roles.opportunistic and (roles.beside is not None or roles.pause or roles.duty is not None):
+    if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
         raise _wrong(
             "--for, --pause and --duty-cycle belong to --opportunistic",
             "gpushare run --opportunistic --for NAME -- CMD",
@@ -149,7 +149,7 @@ def run(
             help="Run next to a production job: with tuned limits, or a cap of 60 % and low priority.",
         ),
     ] = False,
-    beside: Annotated[
+    target: Annotated[
         str | None, typer.Option("--for", metavar="NAME|PID", help="With --opportunistic: the production job to spare.")
     ] = None,
     pause: Annotated[
@@ -213,17 +213,17 @@ def run(
     duty = None
     if duty_cycle is not None:
         duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
-    roles = Roles(production=production, opportunistic=opportunistic, beside=beside, pause=pause, duty=duty)
+    roles = Roles(production=production, opportunistic=opportunistic, target=target, pause=pause, duty=duty)
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict)
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
     gpus = gpus_of(host)
-    if gpu is None and roles.beside is not None:
+    if gpu is None and roles.target is not None:
         from gpushare.run.roles import place_of_production
 
-        gpu = place_of_production(host, gpus, roles.beside)
+        gpu = place_of_production(host, gpus, roles.target)
     device = select_one(gpu, gpus)
     if farming.copies is not None:
         return farm_result(host, device, command, options, farming)
@@ -301,7 +301,7 @@ def _production(host: Host, device: Device, command: Sequence[str], options: Run
 def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
     from gpushare.run.roles import spared_process
 
-    process = spared_process(host, device, roles.beside)
+    process = spared_process(host, device, roles.target)
     outside = process is not None and not process.under_mps
     duty = roles.duty if outside else _duty(host, device, options, roles)
     timed = roles.pause or (duty is not None and duty < 100)
@@ -317,11 +317,11 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
 
 def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
     """Return the duty cycle: the given one, else the tuned one, if the cap and priority are the tuned ones too."""
-    from gpushare.run.roles import tuned_beside
+    from gpushare.run.roles import tuned_next_to
 
     if roles.duty is not None or roles.pause:
         return roles.duty
-    tuned = tuned_beside(host, device, roles.beside)
+    tuned = tuned_next_to(host, device, roles.target)
     if tuned is None or tuned.duty_percent is None:
         return None
     cap, low = options.limits.threads_percent, options.limits.priority
@@ -341,7 +341,7 @@ def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
             f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
             code="no_production",
         )
-    name = roles.beside or "production"
+    name = roles.target or "production"
     return NotFound(
         f"'{name}' does not run; this job was tuned to run for {duty:g} % of the time next to it",
         f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or run without pauses: --duty-cycle 100",
@@ -384,7 +384,7 @@ def _paused(
         from gpushare.run.roles import spare
 
         recorder = _recorder(host, device) if roles.duty is None else None
-        spared = spare(host, device, limits, roles.beside)
+        spared = spare(host, device, limits, roles.target)
         limits = spared.limits
         for text in (*spared.notes, f"when it runs: {_words(limits)}"):
             note(text)
@@ -422,13 +422,13 @@ def _capped(host: Host, device: Device, command: Sequence[str], options: RunOpti
     from gpushare.run.roles import NOT_PROTECTED, spare
     from gpushare.run.share import MpsShare
 
-    spared = spare(host, device, options.limits, roles.beside)
+    spared = spare(host, device, options.limits, roles.target)
     limits = spared.limits
     for text in spared.notes:
         note(text)
     if not settings.dry_run:
-        beside = "" if spared.production is None else f" next to '{spared.production.name}'"
-        note(f"opportunistic{beside}: {_words(limits)}")
+        where = "" if spared.production is None else f" next to '{spared.production.name}'"
+        note(f"opportunistic{where}: {_words(limits)}")
         note(NOT_PROTECTED)
     return _carried_out(host, MpsShare(host, device, limits), command, replace(options, limits=limits))
 

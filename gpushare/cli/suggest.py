@@ -74,7 +74,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "export": {"kubernetes": "k8s", "parted": "mig-parted", "helm": "k8s --helm"},
     "sim": {"ls": "list", "ps": "show", "status": "show", **dict.fromkeys(("delete", "clear"), "reset")},
 }
-# Never a guess: it would be a question skipped, or no command at all.
+# Never suggested: --yes would skip a question, --help would run no command.
 _NEVER: Final = frozenset(("--yes", "--help", "--version", "--debug"))
 # How alike two words have to be, from 0 to 1.
 _ALIKE: Final = 0.78

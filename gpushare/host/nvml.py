@@ -218,7 +218,7 @@ class NvmlReader:
         return self._bindings
 
     def _attach(self, bindings: Any) -> None:
-        """Put our library below the bindings; another reader in this process may have put its own there."""
+        """Load our library into the bindings; another reader in this process may have loaded its own."""
         if self._library is None and not hasattr(bindings.nvmlLib, "is_simulated"):
             return
         bindings.nvmlLib = self._library
@@ -349,7 +349,7 @@ class NvmlReader:
     def pci_ids(self, index: int) -> tuple[int | None, int | None]:
         """Return the PCI ids of a GPU and of its subsystem, device above vendor: 0x233510DE (nvmlDeviceGetPciInfo).
 
-        mig-parted's ``device-filter`` compares them. None is unknown (NVML answers 0, or not at all).
+        mig-parted's ``device-filter`` compares them. None is unknown (NVML answers 0 or nothing).
         """
         info = self._value(index, "nvmlDeviceGetPciInfo")
         if info is None:

@@ -65,7 +65,7 @@ class GpuApply:
 
 
 def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
-    """Return the plan that makes a GPU what its entry wants; without a step if it is so already.
+    """Return the plan that makes a GPU match its entry; without steps if it already does.
 
     ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.
 

@@ -47,7 +47,7 @@ _TRIES: Final = 2
 # A copy hangs when it takes this much longer than all of them in turn would.
 _HANG_FACTOR: Final = 5.0
 _HANG_SECONDS: Final = 60.0
-# For one copy alone, of which nothing is known yet: how long it may run, and when it must have printed its number.
+# Limits for one copy alone, before anything is known: how long it may run, and when it must have printed its number.
 _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
 

@@ -485,7 +485,7 @@ def read_recording(path: str | Path) -> Recording:
 def _read(path: Path, file: Any) -> Recording:
     tally = Tally(_header(path, file.readline(_LONGEST_LINE)))
     damaged, missed, reason = 0, 0, None
-    # A file that is not ours may have no line ends at all.
+    # A file that is not ours may have no line ends.
     for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
         try:
             raw = json.loads(line)

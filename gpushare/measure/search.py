@@ -359,7 +359,7 @@ def memory_warning(
 
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
+    """Return the next cap next to an uncapped production job, with the start's priority; None: the knee is found."""
     line = _grid(search, judged, low=search.start.low)
     return (
         _on_a_line(search, line, judged, confirm=True)

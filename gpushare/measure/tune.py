@@ -88,7 +88,7 @@ class TuneResult:
 
 
 class TuneReporter:
-    """What tune reports while it goes on; the command line prints it."""
+    """What tune reports while it runs; the command line prints it."""
 
     def doing(self, what: str) -> None:
         """Something begins."""

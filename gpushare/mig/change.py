@@ -319,7 +319,7 @@ class GpuChange:
 
     @property
     def before(self) -> GpuShape:
-        """Return what is there."""
+        """Return the current layout."""
         return shape_of(self.layout, mig_enabled=self.gpu.mig_enabled)
 
     @property

@@ -217,7 +217,7 @@ def _restore_inside(
 ) -> None:
     missing, made, gone = list(wanted.compute), list(ours.compute) if ours is not None else [], []
     for compute in one.compute:
-        # Each counts once: what stands for this one here stands for no other.
+        # Each counts once: an instance that matches this one matches no other.
         is_wanted, is_ours = _taken(missing, compute), _taken(made, compute)
         if proof is not None:
             is_ours = proof[1].owns_part(proof[0], one, compute)
@@ -239,7 +239,7 @@ def _restore_inside(
 
 
 def _taken(parts: list[ComputeInstance], compute: ComputeInstance) -> bool:
-    """Take the one that an existing compute instance stands for out of ``parts``; return whether there was one."""
+    """Remove the part that an existing compute instance matches from ``parts``; return whether there was one."""
     slices, start = _slot(compute)
     for slot in ((slices, start), (slices, None)):
         for number, part in enumerate(parts):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # How long a daemon and its servers may take to end (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.5
-# A daemon that does not answer for so long hangs (2 ms are usual on an H200).
+# A daemon that does not answer for this long hangs (2 ms is usual on an H200).
 _PROBE_SECONDS: Final = 2.0
 
 
@@ -69,7 +69,7 @@ def _on_gpu(found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) 
     if gpu is None and not ours:
         raise _none_there(found, [])
     if gpu is None and len(ours) == 1 and len(gpus) == 1:
-        # The only one, also if it serves a MIG instance.
+        # The only one, even if it serves a MIG instance.
         return ours
     try:
         devices = select_for_change(gpu, gpus)

@@ -45,7 +45,7 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
             return candidate
     if client:
         return None
-    # A process started with SIGINT ignored, such as a script's background job, ignores it for ever.
+    # A process started with SIGINT ignored, such as a script's background job, ignores it forever.
     ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
     return signal.SIGTERM if ignored else number
 

@@ -171,7 +171,7 @@ class FarmResult:
 
 
 class FarmReporter(Protocol):
-    """What a farm says while it goes on; the command line prints it."""
+    """What a farm reports while it runs; the command line prints it."""
 
     def line(self, copy: int, text: str) -> None:
         """A copy has printed a line."""
@@ -397,7 +397,7 @@ class _Farm:
         self._reporter.ended(copy, again=again)
 
     def _interrupt(self) -> None:
-        # A copy that has ended by itself meanwhile keeps its result.
+        # A copy that ended by itself in the meantime keeps its result.
         self._collect()
         self._several.end(list(self._running.values()), hurry=self._signals.came)
         for number in list(self._running):

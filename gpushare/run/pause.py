@@ -181,7 +181,7 @@ class Pauser:
 
 
 def checkpoint_of(host: Host) -> Checkpoint | None:
-    """Return the driver's lock, or None where there is none: before driver 570, and on a simulated host."""
+    """Return the driver's lock; None before driver 570 and on a simulated host."""
     driver = host.nvml.driver_version() or ""
     major = driver.partition(".")[0]
     return Checkpoint() if not host.is_simulated and major.isdecimal() and int(major) >= 570 else None

@@ -215,7 +215,7 @@ class RunOptions:
 
 
 class Reporter(Protocol):
-    """What a run reports while it goes on; the command line prints it on stderr."""
+    """What a run reports while it lasts; the command line prints it on stderr."""
 
     def attached(self, pid: int) -> None:
         """A process of the program was seen in its share."""

@@ -158,15 +158,15 @@ class SparedProcess:
     name: str | None = None
 
 
-def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
+def spared_process(host: Host, device: Device, target: str | None) -> SparedProcess | None:
     """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
-    if beside is not None and beside.isdecimal():
-        info = host.processes.describe(int(beside))
-        if info is None or not host.processes.alive(int(beside)):
-            raise NotFound(f"there is no process {beside}", "see what is running: gpushare status", code="no_process")
-        pid, started, title, name = info.pid, info.started_at, f"process {beside}", None
+    if target is not None and target.isdecimal():
+        info = host.processes.describe(int(target))
+        if info is None or not host.processes.alive(int(target)):
+            raise NotFound(f"there is no process {target}", "see what is running: gpushare status", code="no_process")
+        pid, started, title, name = info.pid, info.started_at, f"process {target}", None
     else:
-        production = find_spared(host, device, beside)
+        production = find_spared(host, device, target)
         if production is None or not is_running(host, production):
             return None
         if production.device_uuid != device.uuid:
@@ -201,7 +201,7 @@ def _under_mps(host: Host, device: Device, pid: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Spared:
-    """How an opportunistic job is to run: its limits, the production job beside it, and what is to be said of it."""
+    """How to run an opportunistic job: its limits, the production job next to it, and notes to print."""
 
     limits: Limits
     production: Production | None
@@ -214,48 +214,48 @@ def living_productions(host: Host, device: Device) -> list[Production]:
     return [one for one in productions(host) if one.device_uuid == device.uuid and is_running(host, one)]
 
 
-def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
+def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
     there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
-    known = (one for one in productions(host) if beside in {one.name, str(one.pid)} and one.device_uuid in there)
+    known = (one for one in productions(host) if target in {one.name, str(one.pid)} and one.device_uuid in there)
     return next((one.device_uuid for one in known if is_running(host, one)), None)
 
 
-def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
+def find_spared(host: Host, device: Device, target: str | None) -> Production | None:
     """Return the production job to spare: of this name or PID, or the only one that runs on the device."""
-    if beside is None:
+    if target is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
-    if beside.isdecimal():
+    if target.isdecimal():
         # Any other process: there is no record of it.
-        return next((one for one in living_productions(host, device) if one.pid == int(beside)), None)
-    found = find_production(host, check_job_name(beside))
-    if found is None and find_tuned(host, beside) is None:
+        return next((one for one in living_productions(host, device) if one.pid == int(target)), None)
+    found = find_production(host, check_job_name(target))
+    if found is None and find_tuned(host, target) is None:
         raise NotFound(
-            f"no production job {quoted(beside)} is known, running or tuned",
-            f"start it: gpushare run --production {beside} -- CMD; or tune it: gpushare tune --name {beside} ...",
+            f"no production job {quoted(target)} is known, running or tuned",
+            f"start it: gpushare run --production {target} -- CMD; or tune it: gpushare tune --name {target} ...",
             code="no_production",
         )
     return found
 
 
-def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None:
+def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | None:
     """Return the tuning for the production job of this name or PID, or for the only one that runs on the device."""
-    return _tuned_for(host, find_spared(host, device, beside), beside)
+    return _tuned_for(host, find_spared(host, device, target), target)
 
 
-def _tuned_for(host: Host, production: Production | None, beside: str | None) -> Tuned | None:
-    name = beside if production is None else production.name
+def _tuned_for(host: Host, production: Production | None, target: str | None) -> Tuned | None:
+    name = target if production is None else production.name
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spared:
+def spare(host: Host, device: Device, given: Limits, target: str | None) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority."""
-    production = find_spared(host, device, beside)
-    tuned = _tuned_for(host, production, beside)
+    production = find_spared(host, device, target)
+    tuned = _tuned_for(host, production, target)
     living = living_productions(host, device)
     notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
-    if beside is None and len(living) > 1:
+    if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(one.name for one in living)}; to use the tuning for one of them: --for NAME"
         )
@@ -304,9 +304,9 @@ def production_cap_note(device: Device, tuned: Tuned | None, given: float | None
     return [f"tuned with production capped at {cap} %: {run}"]
 
 
-def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tuned | None) -> int | None:
+def _memory_left(device: Device, neighbours: Sequence[Production | None], tuned: Tuned | None) -> int | None:
     total = device.memory_total_bytes
-    known = [one.memory_peak_bytes for one in beside if one is not None and one.memory_peak_bytes is not None]
+    known = [one.memory_peak_bytes for one in neighbours if one is not None and one.memory_peak_bytes is not None]
     peaks = [sum(known)] if known else []
     if tuned is not None and tuned.production_memory_bytes is not None:
         peaks.append(tuned.production_memory_bytes)

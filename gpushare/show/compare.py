@@ -18,7 +18,7 @@ GAP: Final = 2
 NARROWEST: Final = 22
 WIDEST: Final = 44
 _INDENT: Final = 2
-# The width of the titles where mechanisms are below each other, and the width from which titles are beside them.
+# The width of the titles where mechanisms are below each other, and the width from which titles are next to them.
 _TITLE: Final = 16
 _BESIDE: Final = 72
 _CUT: Final = "…"

@@ -13,7 +13,7 @@ from gpushare.sim.state import SimulatedHostState, StateFile, due, initial_state
 if TYPE_CHECKING:
     from gpushare.sim.mps_servers import LogLine
 
-# How long a second lasts for a simulated program that blocks: 0.1 lets ten of its seconds pass in one.
+# How long a second lasts for a simulated program that blocks: with 0.1, ten of its seconds pass in one.
 PATIENCE: Final = "GPUSHARE_SIM_PATIENCE"
 
 

@@ -591,7 +591,7 @@ def step_due(state: SimulatedHostState, counter: str) -> bool:
 
 
 def crash() -> None:
-    """End the process as SIGKILL would: nothing is cleaned up, nothing flushed (exit status 137)."""
+    """End the process as SIGKILL would: no cleanup, no flush (exit status 137)."""
     os._exit(137)
 
 

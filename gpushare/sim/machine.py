@@ -28,7 +28,7 @@ class SimulatedMachine:
         self._state_file = state_file
 
     def shared_memory(self) -> Space | None:
-        """Return its shared memory, of which nothing is used."""
+        """Return its shared memory, all of it free."""
         from gpushare.host.machine import Space
 
         size = current(self._state_file).shared_memory_bytes

@@ -153,7 +153,7 @@ def start(
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
     error = _open_pipe(state, pipe)
     if error is not None:
-        # An error goes to the logs too, and those say once more that they are not there.
+        # An error goes to the logs too; missing logs are reported again.
         return None, 1, warning + error + (warning if error else ""), []
     if driver_major(state.driver) >= 580 and not daemon_devices(state, daemon):
         return None, _CUDA_ERROR_NO_DEVICE, "", []

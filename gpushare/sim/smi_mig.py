@@ -123,7 +123,7 @@ def profiles(chosen: list[Chosen], *, wide: bool) -> str:
         present = mig.occupied(one.gpu, one.model)
         for each in one.model.profiles:
             free = mig.remaining_capacity(each, present) if one.mig_enabled else each.instances
-            # As the simulated NVML counts it, also where it is not published.
+            # As the simulated NVML counts it, even where it is not published.
             memory = activity.profile_memory_mib(one.target(), each.name)
             sm = activity.profile_multiprocessors(one.target(), each.name)
             first = f"{one.index:>4}  {'MIG ' + each.name:<{name_width}} {_count(each.id, 3)}    {free:>2}/{each.instances:<2}"
