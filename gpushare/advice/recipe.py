@@ -787,7 +787,7 @@ def _vgpu(situation: Situation) -> Recipe:
 
 def _measure(situation: Situation) -> Recipe:
     one, processes = situation.case.workloads[0], situation.case.processes
-    ways = _bench_ways(situation)
+    ways = "" if situation.case.same_user is not False else " --ways queue,timeslice,mig"
     turns = [one for one in map(situation.in_turns, (Way.TIMESLICE, Way.MPS)) if one is not None]
     processes = min(turns, default=processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
@@ -801,17 +801,6 @@ def _measure(situation: Situation) -> Recipe:
         ),
         measure=("total runs per second, and p99; overlapping intervals mean no difference",),
     )
-
-
-def _bench_ways(situation: Situation) -> str:
-    """Return the option that names the ways to measure, where not all of them are possible."""
-    usable = {one.way for one in verdicts(situation) if not one.refused}
-    names = {Way.WHOLE: "queue", Way.TIMESLICE: "timeslice", Way.MPS: "mps", Way.MIG: "mig"}
-    left = [name for way, name in names.items() if way in usable]
-    # Without the option, bench leaves out MIG itself where the GPU has none.
-    same_user = situation.case.same_user is not False
-    shut = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT} and Way.TIMESLICE not in usable
-    return "" if same_user and not shut else f" --ways {','.join(left)}"
 
 
 def _fix(situation: Situation) -> Recipe:

@@ -300,7 +300,7 @@ VETOES: Final = (
     _veto("peers-inside", (Way.WHOLE, *CONCURRENT),
         "NCCL and peer-to-peer do not work in a MIG instance", f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
         lambda s: s.gpu.instance is not None and said("nccl", "p2p")(s)),
-    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE),
+    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE, Way.MEASURE),
         "compute mode {mode} admits one process at a time, and only root can change it",
         "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)", _exclusive,
         words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
