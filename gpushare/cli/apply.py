@@ -158,10 +158,10 @@ def _plan(host: Host, journal: Journal, index: int, found: Matched) -> GpuApply:
 
 
 def _need_root(host: Host, rows: Sequence[_Row]) -> None:
-    if host.uid != 0 and any(row.plan is not None and row.plan.needs_root for row in rows):
-        raise NoPermission(
-            "changing how a GPU is shared needs root", "run it as root: sudo gpushare ...; or look first: --dry-run"
-        )
+    if any(row.plan is not None and row.plan.needs_root for row in rows):
+        from gpushare.host.compute_mode import need_root
+
+        need_root(host, "changing how a GPU is shared")
 
 
 def _carried(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
+from gpushare.host.capabilities import user_name
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
@@ -252,16 +253,6 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
         # It is delivered when the process continues; the simulated one drops it.
         return []
     return clients.end(state, process, signal)
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user of this machine, or the number."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
