@@ -101,21 +101,21 @@ def width_of(stream: IO[str], *, terminal: bool) -> int:
 
 def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
     for note in notes:
-        put(stream, f"{_paint('note:', 'dim', stream)} {_message('note:', note, stream)}\n")
+        put(stream, f"{_paint('note:', 'dim', stream)} {message_text('note:', note, stream)}\n")
 
 
 def write_error(error: GpushareError, stream: IO[str]) -> None:
     """Write an error as ``error: ...`` and ``hint: ...``: one line each, on a terminal wrapped between words."""
-    put(stream, f"{_paint('error:', 'red', stream)} {_message('error:', error.message, stream)}\n")
+    put(stream, f"{_paint('error:', 'red', stream)} {message_text('error:', error.message, stream)}\n")
     if error.hint:
-        put(stream, f"{_paint('hint:', 'yellow', stream)} {_message('hint:', error.hint, stream)}\n")
+        put(stream, f"{_paint('hint:', 'yellow', stream)} {message_text('hint:', error.hint, stream)}\n")
 
 
 # A command in a message, which is copied: a backslash ends each line of it but the last.
 _COMMAND: Final = r"(?:undo: )?(?:sudo )?gpushare "
 
 
-def _message(word: str, text: str, stream: IO[str]) -> str:
+def message_text(word: str, text: str, stream: IO[str]) -> str:
     """Return a message as one line; on a terminal, wrapped between words and indented below its first word."""
     line = one_line(text)
     if not stream.isatty():

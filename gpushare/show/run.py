@@ -116,6 +116,11 @@ class RunReport:
         if self._stream is None:
             return
         try:
+            if self._stream.isatty():
+                from gpushare.show.render import message_text
+
+                lines = [line.partition(" ") for line in text.splitlines()]
+                text = "".join(f"{word} {message_text(word, rest, self._stream)}\n" for word, _, rest in lines)
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from gpushare.errors import BadUsage
 from gpushare.show.render import write_error, write_notes
+from gpushare.show.run import RunReport
 from tests.show.conftest import Screen
 
 LONG = "the time-slice level of GPU 0 was read back " * 3
@@ -39,3 +42,16 @@ def test_a_command_that_is_wrapped_can_be_copied(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     assert [line.endswith(" \\") for line in lines] == [True] * (len(lines) - 1) + [False]
+
+
+def test_lines_of_run_are_wrapped_too(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Screen(terminal=True)
+    device = SimpleNamespace(title="GPU 0")
+    RunReport(None, device, stream, quiet=False).outside(812)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("error: process 812 runs on GPU 0 outside MPS")
+    assert max(map(len, lines)) <= 60
+    pipe = Screen()
+    RunReport(None, device, pipe, quiet=False).outside(812)
+    assert len(pipe.getvalue().splitlines()) == 2
