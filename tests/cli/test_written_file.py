@@ -175,7 +175,7 @@ def test_root_puts_nothing_where_another_may_change_it(
     os.chown(theirs, owner, -1)
     theirs.chmod(mode)
     target = str(theirs / to)
-    whose = f"of user {STRANGER}" if owner else "that everybody may change"
+    whose = f"of user {STRANGER}" if owner else "that anyone may change"
     answer = cli("export", "slurm", "--node", "n1", "--to", target)
     assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (4, 1, 1)
     assert f"it is a directory {whose}" in answer.err or f"below a directory {whose}" in answer.err
@@ -210,7 +210,7 @@ def test_root_writes_no_metrics_where_everybody_may_change_them(cli: Cli, tmp_pa
     os.chown(theirs, owner, -1)
     theirs.chmod(0o777)
     answer = cli("export", "prometheus", "--textfile", str(theirs / "gpushare.prom"))
-    whose = "that everybody may change"
+    whose = "that anyone may change"
     assert (answer.code, f"it is a directory {whose}" in answer.err, len(answer.lines("hint"))) == (4, True, 1)
     assert list(theirs.iterdir()) == []
 

@@ -41,14 +41,14 @@ def test_the_host_at_boot() -> None:
     assert [one.name for one in found.documents] == ["gpushare.service"]
     unit = settings(text(found, "gpushare.service"))
     assert unit["Type"] == ["oneshot"]
-    assert unit["ExecStart"] == ["/usr/bin/gpushare apply -f /var/lib/gpushare/applied.yaml"]
+    assert unit["ExecStart"] == ["/usr/bin/gpushare apply -f /var/lib/gpushare/applied.yaml --yes"]
     assert unit["ConditionPathExists"] == ["/var/lib/gpushare/applied.yaml"]
     assert "nvidia-persistenced.service" in unit["After"][0]
     assert int(unit["TimeoutStartSec"][0]) > 0
     # What apply starts must outlive it: without this systemd ends every process of the unit.
     assert (unit["RemainAfterExit"], unit["KillMode"]) == (["yes"], ["process"])
     other = settings(text(units_export(t4s(), file="/etc/gpushare/gpushare.yaml"), "gpushare.service"))
-    assert other["ExecStart"] == ["/usr/bin/gpushare apply -f /etc/gpushare/gpushare.yaml"]
+    assert other["ExecStart"] == ["/usr/bin/gpushare apply -f /etc/gpushare/gpushare.yaml --yes"]
 
 
 def test_a_daemon_in_the_foreground() -> None:
@@ -65,7 +65,7 @@ def test_a_daemon_in_the_foreground() -> None:
     assert unit["ExecStartPost"][0].endswith(f"{READY} 33.3 3840M 3G 1")
     # What `gpushare apply` started on this GPU gives way first; only "none there" (6) is as good.
     assert unit["ExecStartPre"][0] == (
-        f"/bin/sh -c '/opt/gpushare/bin/gpushare mps stop -g {gpu(0).uuid} || [ $$? -eq {int(ExitCode.NOT_FOUND)} ]'"
+        f"/bin/sh -c '/opt/gpushare/bin/gpushare mps stop -g {gpu(0).uuid} --yes || [ $$? -eq {int(ExitCode.NOT_FOUND)} ]'"
     )
     assert unit["ExecStartPre"][1].endswith("-c EXCLUSIVE_PROCESS")
     assert unit["ExecStopPost"][0].endswith("-c DEFAULT")

@@ -98,7 +98,7 @@ LIES = [
 def test_a_setter_refuses_what_the_daemon_does_not_hold(
     call: Callable[[MpsControl], None], sent: str, asked: str, held: str
 ) -> None:
-    with pytest.raises(OperationFailed, match="did not take the") as caught:
+    with pytest.raises(OperationFailed, match="did not accept the") as caught:
         call(control(Daemon({asked: held, sent: "25.0\n"})))
     assert caught.value.code == "limit_not_held"
 
@@ -307,7 +307,7 @@ def test_a_server_without_a_limit_holds_none() -> None:
     control(daemon).set_memory(None, 7)
     assert daemon.asked == ["set_device_pinned_mem_limit 7 0 0G", "get_device_pinned_mem_limit 7 0"]
     for held in ("512M\n", "2G\n"):
-        with pytest.raises(OperationFailed, match="did not take the pinned memory limit None") as caught:
+        with pytest.raises(OperationFailed, match="did not accept the pinned memory limit None") as caught:
             control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_memory(None, 7)
         assert caught.value.code == "limit_not_held"
 

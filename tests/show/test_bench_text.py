@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.cli.bench import interrupted
+from gpushare.cli.bench import _interrupted as interrupted
 from gpushare.show.bench import _sentence, _throughput
 from gpushare.show.tune import error_of
 
