@@ -131,8 +131,8 @@ _gpushare_node() {
       positional='@instances'
       ;;
     'mig apply')
-      options='-g --gpu -f --file -c --config --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file -c --config --evict --host -o --output'
+      options='-g --gpu -f --file -c --config --name --grant --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file -c --config --name --grant --evict --host -o --output'
       positional='@profiles'
       ;;
     'mig enable')

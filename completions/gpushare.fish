@@ -118,6 +118,8 @@ function __gpushare_valued
             return 0
         case -c --config
             return 0
+        case --grant
+            return 0
         case --forget
             return 0
         case --processes
@@ -506,6 +508,8 @@ complete -c gpushare -n '__gpushare_at mig destroy' -a '(__gpushare_asked @insta
 complete -c gpushare -n '__gpushare_at mig apply' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at mig apply' -s f -l file -r -F -d 'A mig-parted v1 file; - is stdin.'
 complete -c gpushare -n '__gpushare_at mig apply' -s c -l config -x -d 'The config of the file to use.'
+complete -c gpushare -n '__gpushare_at mig apply' -l name -x -d 'The names of the instances in the order of WISH; or one.'
+complete -c gpushare -n '__gpushare_at mig apply' -l grant -x -d 'Let only these users use the instance of this name.'
 complete -c gpushare -n '__gpushare_at mig apply' -l evict -x -a '(__gpushare_asked @instances)' -d 'This busy instance may be destroyed: its programs are ended.'
 complete -c gpushare -n '__gpushare_at mig apply' -l refresh-cdi -d 'Rewrite the CDI specification of containers.'
 complete -c gpushare -n '__gpushare_at mig apply' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'

@@ -227,6 +227,19 @@ def _mig_rows() -> list[Row]:
     several = ("mig", "create", "-g", "0", "1g.10gb*3", "--name", "many", "-y")
     destroy = ("mig", "destroy", "idle", "-y")
     apply = ("mig", "apply", "-g", "0", "1g.10gb:6", "1g.10gb*2", "1c.2g.20gb*2", "-y")
+    named = (
+        "mig",
+        "apply",
+        "-g",
+        "0",
+        "1g.10gb:6",
+        "2g.20gb*2",
+        "--name",
+        "one,two,three",
+        "--grant",
+        "two=daemon",
+        "-y",
+    )
     on = ("mig", "enable", "-g", "0", "-y")
     off = ("mig", "disable", "-g", "0", "--destroy", "-y")
     grant, revoke = ("mig", "grant", "idle", "daemon", "-y"), ("mig", "revoke", "idle", "-y")
@@ -239,6 +252,7 @@ def _mig_rows() -> list[Row]:
         row(name="mig destroy, with a grant", prepare=_after(grant, first=_mig), command=destroy, then=[destroy, recover]),
         row(name="mig destroy, with a daemon", prepare=mps, command=destroy, then=[destroy, recover]),
         row(name="mig apply", command=apply, then=[apply, recover]),
+        row(name="mig apply, with names and users", command=named, then=[named]),
         row(name="mig enable", prepare=_foreign_mig, command=on, then=[on, recover]),
         row(name="mig disable", prepare=_mig_on_one, command=off, then=[off, recover]),
         row(name="mig name", prepare=_after(forget, first=_mig), command=name, then=[name]),

@@ -27,7 +27,16 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
-from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, NotSupported, OperationFailed
+from gpushare.errors import (
+    BadCombination,
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    InUse,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+)
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.mig.change import GpuChange, MigChange
+    from gpushare.mig.grant import Naming
     from gpushare.mig.journal import Journal, JournalEntry
     from gpushare.mig.parted import Config, Demand
     from gpushare.mig.plan import MigPlan, NoPlan
@@ -227,12 +237,11 @@ def _after(host: Host, change: MigChange) -> list[str]:
     return notes
 
 
-def _undo(change: MigChange) -> str:
+def _undo(change: MigChange) -> str | None:
     undo = [_undo_of(one) for one in change.gpus if one.changes]
     # It takes back what this change has named, so it does not ask.
-    return "; ".join(
-        f"{words[0]} -y" if change.names and n == 0 else word for words in undo for n, word in enumerate(words)
-    )
+    words = [f"{word} -y" if change.names and n == 0 else word for some in undo for n, word in enumerate(some)]
+    return "; ".join([*words, *([change.plan.undo] if change.plan.undo else [])]) or None
 
 
 def _undo_of(change: GpuChange) -> list[str]:
@@ -413,6 +422,14 @@ def apply(
     gpu: GpuOption = None,
     file: PartedFile = None,
     config: PartedConfig = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME,...", help="The names of the instances in the order of WISH; or one."),
+    ] = None,
+    grant: Annotated[
+        list[str] | None,
+        typer.Option("--grant", metavar="NAME=USER+...", help="Let only these users use the instance of this name."),
+    ] = None,
     evict: Evict = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
@@ -420,6 +437,8 @@ def apply(
 
     Other instances are destroyed if they are idle, busy ones only with --evict. MIG is switched on where it is off.
     With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first.
+
+    With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2.
     """
     from gpushare.mig.planner import plan_exact
 
@@ -436,6 +455,12 @@ def apply(
             f"give its file: -f FILE -c {config[:60]}",
             code="no_file",
         )
+    if (name and file is not None) or (grant and not name):
+        raise BadCombination(
+            "--name belongs to a layout, and --grant to --name",
+            "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
+        )
+    words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
     from gpushare.cli.mig_files import absent_gpus, read_config
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
@@ -449,10 +474,31 @@ def apply(
         plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
         modes = {n: one.mig_enabled for n, one in demands.items()}
         title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
-        change = change_of(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes)
+        naming = None
+        if words:
+            from gpushare.mig.grant import plan_names
+            from gpushare.mig.wish import in_order
+
+            wanted = [
+                (one, instance)
+                for one, layout in zip(plan.gpus, layouts, strict=True)
+                for instance in in_order(demands[one.gpu].wish, layout.profiles, one.after)
+            ]
+            naming = plan_names(host, words, grants, wanted)
+        change = change_of(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
         return replace(change, notes=(*notes, *change.notes))
 
     return carried("mig apply", make, refresh_cdi=refresh_cdi)
+
+
+def _grants_typed(words: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, _, users = word.partition("=")
+        if not name or not all(users.split("+")):
+            raise BadUsage(f"--grant {quoted(word)} is not NAME=USER", "give --grant a=alice+carl", code="bad_grant")
+        found.setdefault(name, []).extend(users.split("+"))
+    return found
 
 
 def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
@@ -514,10 +560,11 @@ def change_of(
     modes: dict[int, bool] | None = None,
     name: str | None = None,
     after: Sequence[Step] = (),
+    naming: Naming | None = None,
 ) -> MigChange:
     """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
     from gpushare.mig.change import gpu_change, plan_change
-    from gpushare.mig.grant import bind_step, name_steps, named
+    from gpushare.mig.grant import Naming, bind_step, name_steps, named
 
     changes = [
         gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
@@ -526,10 +573,14 @@ def change_of(
     names = [] if name is None else named(host, name, plan.gpus)
     index = {one.uuid or "": one.gpu for one in plan.gpus}
     first = [bind_step(host, one, index[one.gpu_uuid]) for one in names]
-    after = [*name_steps(host, plan.gpus), *after]
+    naming = naming or Naming()
+    names += naming.bound
+    after = [*name_steps(host, plan.gpus, naming.changed), *naming.after, *after]
     may_go = {(target[0], target[1]) for target in evict}
-    change = plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
-    return replace(change, names=tuple(one.name for one in names))
+    change = plan_change(host, changes, journal, title=title, evict=may_go, first=[*first, *naming.first], after=after)
+    consent = (*change.plan.consent, *naming.losses)
+    done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None)
+    return replace(change, plan=done, names=tuple(one.name for one in names))
 
 
 def _demanded(

@@ -21,10 +21,12 @@ from gpushare.mig.names import NamedInstance, check_name, names_changed, names_o
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred, setting_step
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.plan import GpuPlan
+    from gpushare.mig.profile import GpuInstance
 
 
 _CLOSED: Final = 0o400
@@ -309,6 +311,123 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
     ]
 
 
+@dataclass(frozen=True)
+class Naming:
+    """The names and grants of a layout: steps before and after its instances, what goes, and the undo of the rest."""
+
+    bound: tuple[NamedInstance, ...] = ()
+    first: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    undo: tuple[str, ...] = ()
+    # All names that it binds or forgets.
+    changed: frozenset[str] = frozenset()
+
+
+def plan_names(
+    host: Host,
+    words: Sequence[str],
+    grants: Mapping[str, Sequence[str]],
+    wanted: Sequence[tuple[GpuPlan, GpuInstance]],
+) -> Naming:
+    """Return how the instances of a layout get these names in order, and only these users; one name is numbered.
+
+    Raises:
+        BadUsage: the names are not as many as the instances, or a grant is for none of them.
+        NotFound: there is no such user.
+    """
+    many = len(words) == 1 and len(wanted) > 1
+    names = [f"{words[0]}-{number}" for number in range(1, len(wanted) + 1)] if many else [*words]
+    if len(names) != len(wanted) or len(set(names)) < len(names):
+        raise BadUsage(
+            f"{len(set(names))} names for {len(wanted)} instances: {', '.join(map(str, names))[:200]}",
+            "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
+            code="bad_count",
+        )
+    users = {name: [user for key in (name, *words[:many]) for user in grants.get(key, ())] for name in names}
+    for key in grants:
+        if key not in {*names, *words}:
+            hint = f"names: {', '.join(names[:16])}"
+            raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
+    for user in {user for some in users.values() for user in some}:
+        user_id(user)
+    known = names_of(host)
+    places = {
+        check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=one.profile.name, start=one.start)
+        for name, (plan, one) in zip(names, wanted, strict=True)
+    }
+    bound = [one for name, one in places.items() if name not in known or not _same_place(known[name], one)]
+    # The names that move here, and those of the instances that get another.
+    lost = [known[one.name] for one in bound if one.name in known]
+    old = [
+        one for one in known.values() if one.name not in places and any(_same_place(one, p) for p in places.values())
+    ]
+    gone = {(plan.uuid, *one.instance.place) for plan, _ in wanted for one in plan.destroyed if one.whole}
+    # The loss of an instance that is destroyed names it already.
+    stay = [one for one in (*lost, *old) if (one.gpu_uuid, *one.place) not in gone]
+    index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
+    steps = [
+        deferred(
+            f"revoke the grants of '{one.name}' ({one})",
+            f"gpushare mig revoke {one.name}",
+            [lambda name=one.name: plan_revoke(host, name).steps],  # type: ignore[misc]
+        )
+        for one in stay
+        if one.users
+    ]
+    kept = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
+    # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
+    # undo of a layout leaves them alone.
+    fresh = [one for one in bound if one.name not in known and (one.gpu_uuid, *one.place) not in kept]
+    moved = [one for one in bound if one not in fresh]
+    if moved or old:
+        steps.append(_binding(host, moved, old, index))
+    same = [name for name, one in places.items() if one not in bound and (one.gpu_uuid, *one.place) in kept]
+    # Their grants are in force already.
+    have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
+    return Naming(
+        bound=tuple(bound),
+        first=(_binding(host, fresh, (), index),) if fresh else (),
+        after=(
+            *steps,
+            *(_granting(host, name, some) for name, some in users.items() if some and name not in have),
+        ),
+        changed=frozenset(one.name for one in (*bound, *old)),
+        losses=tuple(
+            Loss(
+                action="forgets" if one in old else "moves",
+                what=f"the name '{one.name}' of {one}",
+                why=(f"granted to {', '.join(one.users)}",) if one.users else (),
+            )
+            for one in stay
+        ),
+        undo=tuple(f"gpushare mig name --forget {one.name} -y" for one in bound if (one.gpu_uuid, *one.place) in kept),
+    )
+
+
+def _binding(
+    host: Host, bind: Sequence[NamedInstance], forget: Sequence[NamedInstance], index: Mapping[str, int]
+) -> Step:
+    said = [f"name {one} on GPU {index[one.gpu_uuid]} '{one.name}'" for one in bind]
+    said += [f"forget the name '{one.name}'" for one in forget]
+    commands = [f"gpushare mig name {one.name} {one} -g {index[one.gpu_uuid]}" for one in bind]
+    commands += [f"gpushare mig name --forget {one.name}" for one in forget]
+    return names_step(host, what=", ".join(said), command="\n".join(commands), bind=bind, forget=forget)
+
+
+def _same_place(one: NamedInstance, other: NamedInstance) -> bool:
+    return (one.gpu_uuid, *one.place) == (other.gpu_uuid, *other.place)
+
+
+def _granting(host: Host, name: str, users: Sequence[str]) -> Step:
+    return deferred(
+        f"grant '{name}' to {', '.join(users)}",
+        "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
+        # The nodes exist only when the instance does.
+        [lambda user=user: plan_grant(host, name, user).steps for user in users],  # type: ignore[misc]
+    )
+
+
 def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
     """Return the error for a name in use; ``indices`` are those of the known GPUs, by UUID."""
     index = indices.get(one.gpu_uuid)
@@ -379,8 +498,8 @@ def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
     )
 
 
-def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
-    """Return the steps for the existing names after a change.
+def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) -> list[Step]:
+    """Return the steps for the existing names after a change, ``but`` those that get another instance.
 
     A name whose instance is destroyed for good is forgotten; one whose instance is created again, perhaps after a
     reboot, gets its grants again.
@@ -390,7 +509,7 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
         gone = {one.instance.place for one in plan.destroyed if one.whole}
         made = {one.instance.place for one in plan.created}
         for one in names_of(host).values():
-            if one.gpu_uuid != plan.uuid or one.place not in gone | made:
+            if one.name in but or one.gpu_uuid != plan.uuid or one.place not in gone | made:
                 continue
             if one.place not in made:
                 steps.append(forget_step(host, one, plan.gpu))

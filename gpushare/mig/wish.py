@@ -193,6 +193,27 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
     return found
 
 
+def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+    """Return the GPU instances that fulfil a wish in its order; those of one word by place."""
+    left = sorted(instances, key=lambda one: one.start)
+    fixed = {request.start for request in wish if request.start is not None}
+    found: list[GpuInstance] = []
+    for request in wish:
+        profile = resolve(request, profiles).name
+        alike = [one for one in left if one.profile.name == profile and _fits(one, request)]
+        places = [
+            one for one in alike if one.start == request.start or (request.start is None and one.start not in fixed)
+        ]
+        found += places[: request.count]
+        left = [one for one in left if one not in found]
+    return (*found, *left)
+
+
+def _fits(one: GpuInstance, request: Request) -> bool:
+    slices = sorted((part.profile.slices for part in one.compute), reverse=True)
+    return tuple(slices) == (request.compute or (one.profile.slices,))
+
+
 def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
     """Return the profile with this name, size or id.
 
