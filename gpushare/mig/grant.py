@@ -401,8 +401,17 @@ def plan_names(
             )
             for one in stay
         ),
-        undo=tuple(f"gpushare mig name --forget {one.name} -y" for one in bound if (one.gpu_uuid, *one.place) in kept),
+        undo=(
+            *(f"gpushare mig name --forget {one.name} -y" for one in bound if (one.gpu_uuid, *one.place) in kept),
+            *(word for one in stay if one.gpu_uuid in index for word in _naming(one, index[one.gpu_uuid])),
+        ),
     )
+
+
+def _naming(one: NamedInstance, gpu: int) -> list[str]:
+    """Return the commands that give a name and its grants back."""
+    grants = [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users]
+    return [f"gpushare mig name {one.name} {one} -g {gpu}", *grants]
 
 
 def _binding(

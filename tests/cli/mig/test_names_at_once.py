@@ -71,8 +71,12 @@ def test_an_existing_name_goes_only_with_consent(host: World) -> None:
     assert answer.error["code"] == "needs_consent"
     (lost,) = answer.data["consent"]
     assert (lost["action"], lost["why"]) == ("forgets", ["granted to daemon"])
-    host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok()
+    undo = host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok().data["undo"]
     assert users(host) == {"x": (), "b": (), "c": ()}
+    for command in undo.split("; "):
+        host.asked(*command.split()[1:]).ok()
+    assert users(host) == {"a": ("daemon",), "b": (), "c": ()}
+    host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok()
     # A name that moves takes no grant along.
     host.asked("mig", "grant", "x", "daemon").ok()
     assert host.asked("mig", "apply", "2g*3", "--name", "b,x,c").error["code"] == "needs_consent"
