@@ -35,7 +35,7 @@ def plan_result(
     have none of their own, as that of another one includes theirs.
     """
     if dry_run and consent:
-        notes = [*notes, f"it would be asked first (-y: not), as this {taken(consent)}"]
+        notes = [*notes, f"without -y it asks first, because it {taken(consent)}"]
     if undo is not None and steps:
         notes = [*notes, f"undo: {undo}"]
     rows = tuple(
