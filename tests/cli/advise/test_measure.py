@@ -52,14 +52,11 @@ def test_the_rules_are_confirmed_for_a_small_job(cli: Cli, world: World) -> None
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-def test_the_mark_is_at_the_way_that_was_measured(cli: Cli) -> None:
-    """At two copies a cap of 200/n is none; what runs as the way mps is not another one's."""
-    answer = cli("advise", "--measure", *SURE, "--repeat", "1", *WINDOW, *job(40)).ok()
-    marked = [
-        line.split()[0] for line in answer.out.splitlines() if line.startswith(("mps", "timeslice")) and " * " in line
-    ]
-    assert len(marked) == 1
-    assert marked != ["mps:200/n"]
+def test_the_ways_that_are_not_told_apart_are_marked_and_the_slower_ones_are_not(cli: Cli) -> None:
+    answer = cli("advise", "--measure", *SURE, "--repeat", "2", *WINDOW, *job(40)).ok()
+    marked = {line.split()[0] for line in answer.out.splitlines() if " ~ " in line or " * " in line}
+    assert {"mps", "mps:100/n"} <= marked
+    assert not marked & {"queue", "timeslice"}
 
 
 def slower_under_mps() -> list[str]:
