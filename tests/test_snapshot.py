@@ -12,7 +12,6 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import DriverNotLoaded
-from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
@@ -22,6 +21,7 @@ from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.selection import select_one
 from gpushare.sim import admin
+from gpushare.sim.processes import user_name
 from gpushare.snapshot import BLIND, Observer
 from tests.sim import mps
 

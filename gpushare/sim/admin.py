@@ -10,13 +10,12 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
 from gpushare.gpu_models import find_model
-from gpushare.host.capabilities import user_name
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place
-from gpushare.sim.processes import holder_files, holding, signal_process
+from gpushare.sim.processes import holder_files, holding, signal_process, user_name
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.capabilities import user_name
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
@@ -396,3 +395,13 @@ def _instance_nodes(gpu: int, gpu_instance: int | None, compute_instance: int | 
         return []
     nodes = [node_of(gpu, (gpu_instance, None))]
     return nodes if compute_instance is None else [*nodes, node_of(gpu, (gpu_instance, compute_instance))]
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user of this machine, or the number."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
