@@ -126,5 +126,5 @@ def test_copies_that_fail_alike_are_told_once(cli: Cli) -> None:
     assert len(answer.lines("hint")) == 1
     assert answer.err.count("exit code 3: boom") == 2
     assert "boom" not in answer.out[answer.out.index("# copies") :]
-    document = cli("run", "--copies", "2", "--", "sh", "-c", "exit 3", output="json").json
+    document = cli("-o", "json", "run", "--copies", "2", "--", "sh", "-c", "exit 3").json
     assert [copy["failure"] for copy in document["data"]["copies"]] == ["exit code 3"] * 2

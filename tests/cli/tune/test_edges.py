@@ -58,7 +58,7 @@ def test_what_was_measured_until_then_is_shown_and_not_kept(
     assert answer.json["errors"][0]["code"] == code
     assert [row["setting"] for row in answer.data["trials"]] == ["cap 60 %, low priority", "cap 80 %, low priority"]
     assert (answer.data["file"], answer.data["stable"], answer.data["name"]) == (None, False, None)
-    assert "nothing is kept" in answer.err
+    assert "nothing was saved" in answer.err
     assert find_tuned(world.host, "production") is None
     assert world.state.daemons == []
 
