@@ -89,9 +89,9 @@ def test_a_pipe_directory_is_one_word_in_every_hint(cli: Cli, world: World, sim_
         ("doctor",),
         ("mps", "kill", str(client), "--dry-run"),
     ):
-        answer = cli("-o", "json", *words)
+        answer = cli("-o", "json", *words, asks=True)
         met += check(answer.json, pipe)
-        told = cli(*words)
+        told = cli(*words, asks=True)
         assert "\x1b" not in told.out + told.err, words
     assert met >= 6
 
