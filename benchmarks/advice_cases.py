@@ -1,6 +1,6 @@
-"""How good the advice is on cases that its rules were not written from: ``python -m benchmarks.advice_cases [--json]``.
+"""How good the advice is on cases that its rules were not written from: ``python -m benchmarks.advice_cases [--json] [--file FILE]``.
 
-Each case of tests/advice/held_out.yaml runs on its simulated host through the real command line. An answer is
+Each case of tests/advice/held_out.yaml, or of FILE, runs on its simulated host through the real command line. An answer is
 acceptable if the way is one of the case's and the answer has the case's words; it is harmful if the way, or a printed
 command, would hurt this user. The head of that file says what each key means.
 """
@@ -242,8 +242,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--file", type=Path, default=CASES, help="the cases, like tests/advice/held_out_2.yaml")
     options = parser.parse_args()
-    judged = [judge(case) for case in load() if not options.names or case["name"] in options.names]
+    judged = [judge(case) for case in load(options.file) if not options.names or case["name"] in options.names]
     if not judged:
         parser.error("no case has such a name")
     if options.json:
