@@ -1,8 +1,8 @@
-"""How good the advice is on cases that its rules were not written from: ``python -m benchmarks.advice_cases [--json] [--file FILE]``.
+"""How good the advice is on cases that its rules were not written from: ``python -m benchmarks.advice_cases [--json]``.
 
-Each case of tests/advice/held_out.yaml, or of FILE, runs on its simulated host through the real command line. An answer is
-acceptable if the way is one of the case's and the answer has the case's words; it is harmful if the way, or a printed
-command, would hurt this user. The head of that file says what each key means.
+Each case of tests/advice/held_out.yaml, or of --file, runs on its simulated host through the real command line. An
+answer is acceptable if the way is one of the case's and the answer has the case's words; it is harmful if the way, or a
+printed command, would hurt this user. The head of that file says what each key means.
 """
 
 from __future__ import annotations
