@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.advice_cases import GOALS, Judged, figures, judge, load, met, table
 
+HERE = Path(__file__).parent
 WAYS = {
     "error", "fix-app", "measure", "mig", "mig+mps", "mig+timeslice", "mps", "mps+streams", "mps-priority",
     "mps-static", "none", "streams", "timeslice", "vgpu", "whole-gpu",
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def judged() -> list[Judged]:
-    return [judge(case) for case in load()]
+FILES = {"held_out.yaml": 60, "held_out_2.yaml": 30}
 
 
-def test_cases_are_whole() -> None:
-    cases = load()
-    assert len(cases) == len({case["name"] for case in cases}) == 60
+@pytest.fixture(scope="module", params=FILES)
+def judged(request: pytest.FixtureRequest) -> list[Judged]:
+    return [judge(case) for case in load(HERE / request.param)]
+
+
+@pytest.mark.parametrize(("name", "number"), FILES.items())
+def test_cases_are_whole(name: str, number: int) -> None:
+    cases = load(HERE / name)
+    assert len(cases) == len({case["name"] for case in cases}) == number
     for case in cases:
         assert {"name", "told", "host", "acceptable", "preferred", "source"} <= set(case), case["name"]
         assert set(case["preferred"]) <= set(case["acceptable"]) <= WAYS, case["name"]
