@@ -61,7 +61,7 @@ def printed(documents: Sequence[Document]) -> str:
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
-_NODE: Final = re.compile(r"\bnode NODE\b")
+_NODE: Final = re.compile(r"\bnode([ /])NODE\b")
 
 
 def apply_script(engine: str, export: Export) -> Document:
@@ -70,7 +70,7 @@ def apply_script(engine: str, export: Export) -> Document:
     lines += [f"# Needs: {' '.join(one.split())}" for one in export.needs]
     lines += [f"# Lost: {' '.join(one.split())}" for one in export.lost]
     lines += ["set -eu", 'cd "$(dirname "$0")"']
-    commands = [_NODE.sub('node "$node"', command) for command in export.commands]
+    commands = [_NODE.sub(r'node\1"$node"', command) for command in export.commands]
     if commands != list(export.commands):
         lines.append("node=${1:?give the name of the node: sh apply.sh NODE}")
     lines += ["set -x", *commands]

@@ -181,6 +181,14 @@ def test_json_is_one_document(cli: Cli, engine: str) -> None:
     assert data["written"] == []
 
 
+def test_the_script_names_its_node_in_every_command(cli: Cli, tmp_path: Path) -> None:
+    cut("3g.40gb", "3g.40gb")
+    cli("export", "k8s", "--to", str(tmp_path / "x"), host=H100S).ok()
+    commands = (tmp_path / "x" / "apply.sh").read_text().partition("set -x")[2]
+    assert 'success node/"$node" --timeout' in commands
+    assert "NODE" not in commands
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: str) -> None:
     there = tmp_path / "my files"
