@@ -50,13 +50,14 @@ def status(gpu: GpuOption = None) -> Any:
     result = status_result(replace(chosen, daemons=chosen.daemons + hidden))
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     # On a host with several GPUs a change must name its GPU.
-    name = " -g 0" if len(snapshot.gpus) > 1 else ""
+    name = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
+    where = "this host" if gpu is None else " or ".join(f"GPU {one.index}" for one in chosen.gpus)
     return replace(
         result,
         command="mps status",
         data=jsonable({"mps_daemons": chosen.daemons + hidden}),
         tables=tables,
-        text=None if tables else f"no MPS daemon runs on this host; start one: gpushare mps start{name}",
+        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{name}",
         csv=None,
     )
 
