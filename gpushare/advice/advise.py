@@ -375,7 +375,7 @@ def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
 
 def _notes(situation: Situation) -> tuple[str, ...]:
     notes = []
-    idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None]
+    idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None and not gpu.mig_enabled]
     processes = situation.case.processes
     if processes is not None and 1 < processes <= len(idle) and not situation.gpu.instance:
         notes.append(f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have its own")

@@ -137,6 +137,14 @@ def test_advice_takes_the_gpu_that_is_idle_and_uncut(cli: Any) -> None:
     assert cli("mig", "status", host=spec, output="json").ok().data == before
 
 
+def test_a_cut_gpu_is_not_offered_as_an_idle_one(cli: Any) -> None:
+    spec = "sim:2xa30"
+    said = "each of the 2 processes can have its own"
+    assert said in cli("advise", "--processes", "2", host=spec).ok().err
+    cut(cli, spec)
+    assert said not in cli("advise", "--processes", "2", host=spec).ok().err
+
+
 @pytest.mark.parametrize("words", [(), ("--no-root",), ("--destroy", "--no-root"), ("--root",)])
 def test_a_cut_gpu_is_left_as_it_is(cli: Any, words: tuple[str, ...]) -> None:
     """Neither an answer nor a measurement needs the named instance, and without root nothing is turned off."""
