@@ -249,6 +249,21 @@ def test_the_fast_completion_is_installed(shell: str, place: str, tmp_path: Path
     assert (tmp_path / place).read_text() == (PROJECT / "completions" / sources[Path(shell).name]).read_text()
 
 
+def test_a_link_in_the_place_of_the_completion_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "SHELL": "bash", "XDG_DATA_HOME": ""}
+    place = tmp_path / ".local/share/bash-completion/completions/gpushare"
+    place.parent.mkdir(parents=True)
+    for target in (tmp_path / "gone" / "gpushare", tmp_path / "other"):
+        place.unlink(missing_ok=True)
+        place.symlink_to(target)
+        if target.parent == tmp_path:
+            target.write_text("mine")
+        assert run([sys.executable, "-m", "gpushare", "--install-completion"], **home).returncode == 0
+        assert not place.is_symlink()
+        assert place.read_text() == (PROJECT / "completions" / "gpushare.bash").read_text()
+    assert (tmp_path / "other").read_text() == "mine"
+
+
 def test_another_shell_has_no_completion(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "gpushare", "--install-completion"], HOME=str(tmp_path), SHELL="/bin/tcsh")
     assert done.returncode == 2

@@ -64,6 +64,8 @@ def install() -> str:
     target = _directory(name) / shell.user
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_symlink():  # written through, it would change the file of an installation, or fail if that is gone
+            target.unlink()
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OperationFailed(
