@@ -216,8 +216,8 @@ def _usage(error: Any) -> int:
     from gpushare.cli.suggest import meant
 
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
-    suggested = meant(error)
-    question = f". Did you mean '{suggested}'?" if suggested else ""
+    words = (meant(error) or "").replace(" or ", "' or '")
+    question = f". Did you mean '{words}'?" if words else ""
     return _failed(BadUsage(message[:1].lower() + message[1:] + question, f"see: {path} --help"))
 
 

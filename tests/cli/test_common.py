@@ -219,7 +219,7 @@ def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ..
         (("mps", "start", "--mem", "4G"), "--memory"),
         (("mps", "start", "--sm", "50"), "--threads"),
         (("mps", "start", "--percent=50"), "--threads"),
-        (("mps", "start", "--limit", "4G"), "--threads or --memory"),
+        (("mps", "start", "--limit", "4G"), "--threads' or '--memory"),
         (("advise", "--sm", "50"), "--sms"),
     ],
 )
