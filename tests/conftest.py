@@ -58,6 +58,7 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 GOLDENS = Path(__file__).parent / "goldens"
 # Tests that start real processes, wait for them, or try everything: not in the daily loop (pytest -m "not slow").
 SLOW = (
+    "advice/test_held_out.py",
     "advice/test_measured.py",
     "advice/test_properties.py",
     "cli/advise/",
@@ -74,6 +75,7 @@ SLOW = (
     "cli/test_ignored_signals.py",
     "cli/tune/",
     "crash/",
+    "export/test_dra.py",
     "export/test_slurm",
     "gpu/",
     "measure/test_controller.py",
