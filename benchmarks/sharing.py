@@ -4,7 +4,7 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 
 - ``jobs``: what each job does alone, and what it draws of the GPU.
 - ``pairs``: for each pair of a production and an opportunistic job, what ``gpushare tune`` finds, and then that setting
-  measured anew: 24 times and more together and alone in turn beside one production process.
+  measured again: 24 times and more together and alone in turn beside one production process.
 - ``ways``: the pairs that published systems are compared by, under time-slicing, MPS, and MPS with low priority.
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
@@ -84,7 +84,7 @@ def options_of(bench: Bench, pair: Pair) -> TuneOptions:
 
 
 def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
-    """Tune every pair, and measure what was found anew."""
+    """Tune every pair, and measure what was found again."""
     for pair in bench.pairs:
         sys.stderr.write(f"{pair.name}: tune\n")
         words = ["--production", " ".join(bench.job(pair.production))]
@@ -103,7 +103,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
             production_threads=chosen["production_threads_percent"],
             duty_percent=chosen["duty_percent"],
         )
-        sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
+        sys.stderr.write(f"{pair.name}: {setting.title}, measured again\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
         share = open_mps_share(bench.host, bench.device, sys.executable, Limits())
         reports = compare(bench.host, share, options_of(bench, pair), [*uncapped, *[setting] * pair.starts], Lines())

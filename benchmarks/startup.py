@@ -114,7 +114,7 @@ def runs(case: Case) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without what makes Python compile, trace or warn anew at every start."""
+    """Return the environment without what makes Python compile, trace or warn again at every start."""
     spoiling = {
         "PYTHONDONTWRITEBYTECODE",
         "PYTHONDEVMODE",

@@ -88,7 +88,7 @@ def warm() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Which points of a row are tried: of these faults, so many by chance, and of those every so-manieth."""
+    """Which points of a row are tried: of these faults, a random sample, thinned to every Nth."""
 
     faults: tuple[str, ...] | None = None
     sample: int | None = None
@@ -266,7 +266,7 @@ class Hits:
         self._after[number] = (outcomes[0], outcomes[1])
 
     def _to(self, name: str) -> None:
-        """Put the host back to a kept state; a real daemon cannot be copied, so that is made anew."""
+        """Put the host back to a kept state; a real daemon cannot be copied and is started again."""
         if self.world.real_program is None:
             self.world.put_back(name)
             return

@@ -432,7 +432,7 @@ def _gpu(index: int, gpu: SimulatedGpu) -> dict[str, str]:
     }
     for key, node in gpu.nodes.items():
         gi, _, ci = key.partition("/")
-        # As an instance is made anew it has another id in the same place.
+        # An instance that is created again has another id in the same place.
         where = places.get(int(gi), f"a gone instance {gi}") if gi.isdigit() else gi
         if (node.owner, node.mode, node.users, node.modify) != (0, 0o444, [], True):
             found[f"GPU {index} node {where}{'/' if ci else ''}{ci}"] = (

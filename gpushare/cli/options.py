@@ -523,30 +523,33 @@ class Group(Helped, TyperGroup):
                 raise
 
 
+def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
+    """Return an option of the program itself that acts at once and ends it."""
+    return TyperOption(
+        param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_").removeprefix("install_")],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        is_eager=True,
+        callback=callback,
+        help=text,
+    )
+
+
 class RootGroup(Group):
     """The program itself. ``listed`` has the groups of verbs with their help lines, so that none is loaded for them."""
 
     def __init__(self, *arguments: Any, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
         self._listed = listed
-        version = TyperOption(
-            param_decls=["--version", "shared_version"],
-            is_flag=True,
-            default=False,
-            expose_value=False,
-            is_eager=True,
-            callback=_version,
-            help="Show the version and exit.",
-        )
-        completion = TyperOption(
-            param_decls=["--install-completion", "shared_completion"],
-            is_flag=True,
-            default=False,
-            expose_value=False,
-            is_eager=True,
-            callback=_install_completion,
-            help="Install the completion of your shell (bash, zsh or fish) for this user.",
-        )
-        named["params"] = [*(named.get("params") or []), version, completion]
+        named["params"] = [
+            *(named.get("params") or []),
+            _switch("--version", _version, "Show the version and exit."),
+            _switch(
+                "--install-completion",
+                _install_completion,
+                "Install the completion of your shell (bash, zsh or fish) for this user.",
+            ),
+        ]
         super().__init__(*arguments, **named)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

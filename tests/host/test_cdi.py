@@ -1,4 +1,4 @@
-"""The CDI specifications of a host: found, compared with the MIG devices that exist, and written anew."""
+"""The CDI specifications of a host: found, compared with the MIG devices that exist, and written again."""
 
 from __future__ import annotations
 
