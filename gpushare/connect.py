@@ -29,6 +29,7 @@ def connect(spec: str) -> Host:
         processes=simulated.processes,
         capabilities=simulated.capabilities,
         machine=simulated.machine,
+        open_channels=simulated.open_channels,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,
         uid=simulated.uid,

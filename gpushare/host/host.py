@@ -19,8 +19,9 @@ from gpushare.host.smi import ComputePolicy
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from gpushare.host.channels import ChannelControl
     from gpushare.host.machine import Machine
 
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
@@ -32,6 +33,12 @@ def _local_machine() -> Machine:
     from gpushare.host.machine import LocalMachine
 
     return LocalMachine()
+
+
+def _local_channels() -> ChannelControl:
+    from gpushare.host.channels import ChannelControl
+
+    return ChannelControl()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,8 @@ class Host:
     state_directory: Path
     uid: int
     machine: Machine = field(default_factory=_local_machine)
+    # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
+    open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
     shared_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.host.channels import ChannelControl
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
@@ -28,6 +29,12 @@ class SimulatedHost(NamedTuple):
     # What outlives a reboot of the simulated host.
     state_directory: Path
     uid: int
+
+    def open_channels(self) -> ChannelControl:
+        """Open the channel groups of its processes."""
+        from gpushare.sim.channels import SimulatedChannels
+
+        return SimulatedChannels(self.state_file)
 
 
 def open_simulated(spec: str) -> SimulatedHost:

@@ -86,6 +86,7 @@ def clear(state: SimulatedHostState) -> None:
     state.uid = 0
     state.hanging_programs, state.missing_programs = [], []
     state.collisions = state.fail_step = state.crash_step = 0
+    state.channel_fault, state.channel_statuses = None, {}
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
         gpu.refused, gpu.xids = [], []

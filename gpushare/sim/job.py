@@ -5,7 +5,8 @@ a fixed interval (``--metric 'rate=([0-9.]+)'``). The model is simple on purpose
 out by hand:
 
 - It needs ``--need`` percent of the GPU to run at its full ``--rate``; each further stream needs as much again.
-- Time-slicing: contexts get the whole GPU in turn. With k contexts each runs at 1/k of its rate alone. All clients of one MPS server are one such context.
+- Time-slicing: contexts get the whole GPU in turn. With k contexts each runs at 1/k of its rate alone, or at its
+  time-slice's part of all slices. All clients of one MPS server are one such context.
 - MPS: clients run at the same time. A client gets its need, or its thread cap if that is less; when together they want
   more than 100 percent, each is slowed by the same factor (and by ``--contention`` percent on top).
 - ``--bandwidth``: what its full rate draws of the memory's bandwidth. Where clients together want more than all of it, each
@@ -29,7 +30,7 @@ from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.processes import SIM_HOST
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
+from gpushare.sim.state import DEFAULT_SLICE_US, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 from gpushare.units import parse_memory_limit
 
 if TYPE_CHECKING:
@@ -106,11 +107,12 @@ def speed_of(
     state: SimulatedHostState, process: SimulatedProcess, need: float, streams: int = 1, contention: float = 0.0
 ) -> float:
     """Return the share of its full rate that a job reaches on its GPU now; 1.0 is what it reaches alone there."""
-    if not on_gpu(process) or process.stopped_at is not None:
+    if not on_gpu(process) or process.stopped_at is not None or process.channels_off:
         return 0.0
     at, here = now(), _place(process)
     busy = [one for one in state.processes if on_gpu(one) and _place(one) == here and activity.is_busy(one, at)]
-    turns = sum(one.mps_server is None for one in busy) + len({one.mps_server for one in busy} - {None})
+    # Time-slicing: each has its slice of a turn; all clients of an MPS server have the server's together.
+    slices = {one.mps_server or one.pid: _slice(state, one) for one in busy}
     want = need * streams
     mine = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
     squeeze = 1.0
@@ -121,7 +123,14 @@ def speed_of(
         if process.bandwidth_percent is not None:
             draws = [one for one in activity.drawing(state, process.gpu_uuid) if one.mps_server == process.mps_server]
             squeeze = min(squeeze, 100 / max(100, sum(one.bandwidth_percent or 0 for one in draws)))
-    return mine / want * squeeze / max(1, turns)
+    turn = sum(slices.values())
+    return mine / want * squeeze * (_slice(state, process) / turn if len(slices) > 1 else 1.0)
+
+
+def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
+    """Return the time-slice that a process runs in, in microseconds: under MPS its server's."""
+    servers = {server.pid: server for daemon in state.daemons for server in daemon.servers}
+    return servers.get(process.mps_server or 0, process).slices.get("compute", DEFAULT_SLICE_US)
 
 
 def _target(state: SimulatedHostState, process: SimulatedProcess) -> Target:

@@ -27,6 +27,8 @@ from gpushare.values import dataclass
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305
+# Microseconds, of a group that computes; one that copies has half of it (H200 and H100, driver 580).
+DEFAULT_SLICE_US = 2048
 _OWN_DIRECTORY = "set GPUSHARE_SIM_DIR to a short directory that you may write"
 
 
@@ -132,6 +134,10 @@ class SimulatedProcess:
     attach_at: float | None = None
     # Device nodes that it keeps open besides those of its CUDA context: nv-hostengine, nvidia-persistenced.
     open_files: list[str] = field(default_factory=list)
+    # What differs from the default: time-slices (microseconds) by channel group, "compute" or the handle of another, and
+    # channels that are off; see `channels`.
+    slices: dict[str, int] = field(default_factory=dict)
+    channels_off: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -145,6 +151,9 @@ class SimulatedServer:
     # By device ordinal or UUID, as it was set: mebibytes.
     memory: dict[str, int] = field(default_factory=dict)
     priority: int = 0
+    # As those of a process.
+    slices: dict[str, int] = field(default_factory=dict)
+    channels_off: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -206,6 +215,9 @@ class SimulatedHostState:
     # Make the Nth modifying NVML call from now on fail, or kill its process once it took effect; 0: none.
     fail_step: int = 0
     crash_step: int = 0
+    # Why nobody may call on channels ("seccomp", "hang", ...), and statuses of single calls by number ("0xa06c0103").
+    channel_fault: str | None = None
+    channel_statuses: dict[str, int] = field(default_factory=dict)
 
     def new_pid(self) -> int:
         """Return a PID that no process of this host ever had."""

@@ -1,0 +1,1282 @@
+"""Time-slices and pauses of other processes: the resource manager's calls on their channel groups.
+
+This is the only file that knows these calls. CUDA allocates channel groups (TSGs) under a client of NVIDIA's resource
+manager (RM). RM accepts calls on a client only from the open file that created it. A process that may ptrace another (root,
+or the same user) can duplicate that file with ``pidfd_getfd`` (Linux 5.6) and make the calls. The target is not stopped.
+
+The numbers come from NVIDIA/open-gpu-kernel-modules and are the same from 515.43 to 595.45: ``ctrl/ctrla06c.h`` (groups),
+``ctrl/ctrl0000/ctrl0000client.h`` (handles), ``ctrl/ctrl2080/ctrl2080fifo.h`` and ``ctrl2080gpu.h`` (GPU), ``nvos.h``.
+NVIDIA does not document them for users, so every scan ends with a probe: it reads each slice, writes another one, reads it
+back, and restores the first. They were first measured on an H200 and an H100 with driver 580.159.04 (2026-11-22).
+
+What a caller must know:
+
+- An open duplicate keeps the memory of an ended process on the GPU. Each request duplicates, checks, calls, and closes.
+- A slice lasts until its process ends. Channels that are off **stay off** until they are enabled, even if gpushare dies:
+  a caller that disables channels needs a guard. A paused process ends on SIGKILL; a SIGTERM handler that waits for the
+  GPU does not finish before the channels are on again.
+- Under MPS all clients share the server's group: the slice of a client has no effect, and disabling the channels of one
+  client stops all of them. `Channels.under_mps` tells; the caller refuses. The slice of the server's own group counts for
+  all its clients together.
+- The calls run in a child process, which is killed when it hangs (a hostile file system, a driver that does not answer).
+- That child is not an ancestor of the target. With Yama's ptrace_scope 1, a program started by a plain user must allow
+  gpushare with ``PR_SET_PTRACER``, which includes gpushare's children; otherwise root is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.identity import Identity, real_uid
+
+if TYPE_CHECKING:
+    import socket
+    import subprocess
+
+CONTROL_NODE: Final = "/dev/nvidiactl"
+# Major and minor number of it (Documentation/admin-guide/devices.txt).
+CONTROL_DEVICE: Final = (195, 255)
+
+# _IOWR('F', NV_ESC_RM_CONTROL or NV_ESC_RM_ALLOC, 32 bytes): NVOS54_PARAMETERS, NVOS21_PARAMETERS.
+RM_CONTROL: Final = 0xC020462A
+RM_ALLOC: Final = 0xC020462B
+# hClient, hObject, cmd, flags, params, paramsSize, status; and hRoot, hObjectParent, hObjectNew, hClass, ...
+ARGUMENT: Final = struct.Struct("<IIIIQII")
+_STATUS_AT: Final = 28
+_POINTER: Final = struct.Struct("<Q").pack_into
+_NUMBER: Final = struct.Struct("<I").unpack_from
+
+# RS_CLIENT_HANDLE_BASE and _MAX: handles are given out one after the other, and start again after a million.
+CLIENT_BASE: Final = 0xC1D00000
+CLIENT_COUNT: Final = 0x100000
+# Where libcuda's own handles begin (seen); the handle of the device tells where they do in others.
+OBJECT_BASE: Final = 0x5C000000
+
+HANDLE_INFO: Final = 0xD02
+PARENT, CLASS = 1, 2
+CHILD_HANDLE: Final = 0xD05
+SET_TIMESLICE: Final = 0xA06C0103
+GET_TIMESLICE: Final = 0xA06C0104
+DISABLE_CHANNELS: Final = 0x2080110B
+GPU_GET_PIDS: Final = 0x2080018D
+GPU_GET_GID_INFO: Final = 0x2080014A
+
+CLASS_ROOT_CLIENT: Final = 0x41
+CLASS_DEVICE: Final = 0x80
+CLASS_SUBDEVICE: Final = 0x2080
+CLASS_MPS: Final = 0x900E
+CLASS_GROUP: Final = 0xA06C
+# Of each generation another high byte: GPFIFO channels, and what is made on them.
+_CHANNEL, _COMPUTE, _COPY = 0x6F, 0xC0, 0xB5
+# What CHILD_HANDLE calls a Device (its NVOC class id).
+INTERNAL_DEVICE: Final = 0xE0AC20
+
+# struct NV0000_CTRL_CLIENT_GET_HANDLE_INFO_PARAMS, ..._GET_CHILD_HANDLE_PARAMS, NVA06C_CTRL_TIMESLICE_PARAMS.
+INFO: Final = struct.Struct("<IIQ")
+CHILD: Final = struct.Struct("<III")
+SLICE: Final = struct.Struct("<Q")
+# NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS: bDisable, numChannels, bOnlyDisableScheduling, bRewindGpPut, event; then the lists.
+DISABLE: Final = struct.Struct("<B3xIBB6xQ64I64I")
+CHANNELS_PER_CALL: Final = 64
+# NV2080_CTRL_GPU_GET_PIDS_PARAMS and ..._GET_GID_INFO_PARAMS.
+PIDS: Final = struct.Struct("<III950I")
+GID: Final = struct.Struct("<III256s")
+# More than NV0000_ALLOC_PARAMETERS, of which RM takes the first field: the new handle.
+_MOST_OF_ALLOCATION: Final = 256
+
+OK: Final = 0x00
+GPU_IS_LOST: Final = 0x0F
+INSUFFICIENT_PERMISSIONS: Final = 0x1B
+INVALID_CLIENT: Final = 0x23
+INVALID_COMMAND: Final = 0x24
+NOT_SUPPORTED: Final = 0x56
+OBJECT_NOT_FOUND: Final = 0x57
+# nvstatuscodes.h
+_NAMES: Final[Mapping[int, str]] = {
+    GPU_IS_LOST: "GPU_IS_LOST",
+    0x1A: "INSUFFICIENT_RESOURCES",
+    INSUFFICIENT_PERMISSIONS: "INSUFFICIENT_PERMISSIONS",
+    0x1F: "INVALID_ARGUMENT",
+    0x21: "INVALID_CHANNEL",
+    INVALID_CLIENT: "INVALID_CLIENT",
+    INVALID_COMMAND: "INVALID_COMMAND",
+    0x31: "INVALID_OBJECT",
+    0x33: "INVALID_OBJECT_HANDLE",
+    0x36: "INVALID_OBJECT_PARENT",
+    0x3A: "INVALID_PARAM_STRUCT",
+    0x40: "INVALID_STATE",
+    NOT_SUPPORTED: "NOT_SUPPORTED",
+    OBJECT_NOT_FOUND: "OBJECT_NOT_FOUND",
+    0x62: "RESET_REQUIRED",
+    0x65: "TIMEOUT",
+    0x66: "TIMEOUT_RETRY",
+}
+_GONE: Final = frozenset({INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND})
+_REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED})
+
+_SYS_PIDFD_GETFD: Final = 438
+_SYS_KCMP: Final[Mapping[str, int]] = {"x86_64": 312, "aarch64": 272}
+_KCMP_FILE: Final = 0
+# PROC_PID_INIT_INO of the Linux kernel.
+_HOST_PID_NAMESPACE: Final = 4026531836
+
+_MOST_DESCRIPTORS: Final = 16 << 10
+_MOST_FILES: Final = 64
+_MOST_ANCESTORS: Final = 32
+_MOST_CHANNELS: Final = 4096
+# Handles are looked at in blocks. libcuda gives them out from 1 on (seen: up to 0x174), so a first block without objects
+# ends the search, and later on a gap of four blocks.
+_BLOCK: Final = 0x400
+_MOST_EMPTY: Final = 4
+_MOST_BLOCKS: Final = 256
+# How many more clients are tried after a compute group was found: a process may have several.
+_WINDOW: Final = 0x1000
+SCAN_SECONDS: Final = 4.0
+FIND_SECONDS: Final = 10.0
+CALL_SECONDS: Final = 5.0
+_MOST_BYTES: Final = 1 << 20
+
+
+# Descriptor, client, group, subdevice, channels.
+_Wire = tuple[int, int, int, int, Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A channel group of a process.
+
+    ``descriptor`` is the process's own number of its control file. ``client``, ``handle``, ``subdevice`` and ``channels``
+    are RM handles, ``classes`` the classes of the objects on its channels. ``slice_us`` is the time-slice at the scan, in
+    microseconds (None: not readable). ``engine`` is ``compute``, ``copy`` or ``other``; a CUDA context has one compute
+    group and several copy groups. ``gpu`` is the UUID of the GPU.
+    """
+
+    descriptor: int
+    client: int
+    handle: int
+    subdevice: int
+    gpu: str | None
+    engine: str
+    classes: tuple[int, ...]
+    channels: tuple[int, ...]
+    slice_us: int | None
+    under_mps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """The channel groups of a process, as a scan found them. Later calls need nothing else; no descriptor stays open.
+
+    ``started`` is its start time in clock ticks since boot, which tells it from a later process with the same PID.
+    ``seconds`` is how long the scan took, without the start of the child process.
+    """
+
+    pid: int
+    started: int
+    groups: tuple[Group, ...]
+    seconds: float = 0.0
+
+    @functools.cached_property
+    def wire(self) -> list[_Wire]:
+        """Return the compute groups as a request names them."""
+        return [(one.descriptor, one.client, one.handle, one.subdevice, one.channels) for one in self.compute]
+
+    @property
+    def compute(self) -> tuple[Group, ...]:
+        """Return the compute groups: one per CUDA context."""
+        return tuple(group for group in self.groups if group.engine == "compute")
+
+    @property
+    def under_mps(self) -> bool:
+        """Return whether the process is a client of MPS. The server itself is not."""
+        return any(group.under_mps for group in self.groups)
+
+    def record(self) -> dict[str, Any]:
+        """Return this as JSON values, for `from_record`."""
+        return asdict(self)
+
+
+def from_record(record: Mapping[str, Any]) -> Channels | None:
+    """Return what `Channels.record` wrote, or None for anything else."""
+    try:
+        groups = tuple(
+            Group(**{**group, "classes": _numbers(group["classes"]), "channels": _numbers(group["channels"])})
+            for group in record["groups"]
+        )
+        numbers = [n for group in groups for n in (group.descriptor, group.client, group.handle, group.subdevice)]
+        _numbers([record["pid"], record["started"], *numbers])
+        return Channels(pid=record["pid"], started=record["started"], groups=groups)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 63 for value in found):
+        raise ValueError(found)
+    return found
+
+
+# -- in the child process ----------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The reason why a request has no answer: a key of `_REFUSALS`, with details. Sent from the child to gpushare."""
+
+    def __init__(self, code: str, text: str = "", status: int | None = None) -> None:
+        super().__init__(code, text)
+        self.code, self.text, self.status = code, text, status
+
+
+class OpenProcess(Protocol):
+    """A process held by a pidfd, or its simulation."""
+
+    identity: Identity
+
+    def numbers(self) -> list[int]:
+        """Return the descriptors whose path is the control node. Their device is not checked yet."""
+
+    def inherited(self, number: int) -> bool:
+        """Return whether an ancestor has the same open file, and so created its clients. False if unknown."""
+
+    def duplicate(self, number: int) -> int:
+        """Return our duplicate of a descriptor, checked to be the control device. Raises Refused."""
+
+
+class ControlFiles(Protocol):
+    """The control files of processes, and ioctls on them: the kernel's, or those of a simulated host."""
+
+    def process(self, pid: int, started: int | None) -> contextlib.AbstractContextManager[OpenProcess]:
+        """Open a process. Raises Refused when it has ended, or its PID belongs to another process now."""
+
+    def own(self) -> int | None:
+        """Open the control node ourselves; None if that is not allowed."""
+
+    def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
+        """Make one ioctl; it writes its results to both buffers."""
+
+    def close(self, file: int) -> None:
+        """Close a descriptor of `duplicate` or `own`."""
+
+    def sees_host_pids(self) -> bool:
+        """Return whether this PID namespace is the host's. Up to driver 535 RM names PIDs of the host only."""
+
+
+class KernelFiles:
+    """The control files of this machine. ``node`` and ``device`` are replaced in tests."""
+
+    def __init__(self, node: str = CONTROL_NODE, device: tuple[int, int] = CONTROL_DEVICE) -> None:
+        import ctypes
+        import fcntl
+
+        self._node, self._device = node, device
+        self._ioctl, self._address, self._byte = fcntl.ioctl, ctypes.addressof, ctypes.c_char.from_buffer
+
+    @contextlib.contextmanager
+    def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:
+        """Open a process with a pidfd, which is closed at the end."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (ProcessLookupError, OverflowError):
+            raise Refused("gone") from None
+        except OSError as error:
+            if error.errno == errno.ENOSYS:
+                raise Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd") from None
+            # EINVAL, ENOENT: the number is a thread's. EPERM: a sandbox.
+            raise Refused("seccomp" if error.errno == errno.EPERM else "gone") from None
+        try:
+            identity = _identity(pid)
+            # The start time was read while the pidfd was open and its process alive: both are the same process.
+            if identity is None or started not in {None, identity.started} or _ended(pidfd):
+                raise Refused("gone")
+            yield _KernelProcess(identity, pidfd, self._node, self._device)
+        finally:
+            os.close(pidfd)
+
+    def own(self) -> int | None:
+        """Open the control node here."""
+        try:
+            file = os.open(CONTROL_NODE, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if not _is(file, CONTROL_DEVICE):
+            os.close(file)
+            return None
+        return file
+
+    def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
+        """Make one ioctl. Every call to the driver goes through here."""
+        _POINTER(argument, 16, self._address(self._byte(parameters)))
+        self._ioctl(file, request, argument)
+
+    def close(self, file: int) -> None:
+        """Close a descriptor."""
+        os.close(file)
+
+    def sees_host_pids(self) -> bool:
+        """Return whether this PID namespace is the host's."""
+        try:
+            return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
+        except OSError:
+            return False
+
+
+class _KernelProcess:
+    def __init__(self, identity: Identity, pidfd: int, node: str, device: tuple[int, int]) -> None:
+        self.identity = identity
+        self._pidfd, self._node, self._device = pidfd, node, device
+
+    def numbers(self) -> list[int]:
+        try:
+            found = _control_numbers(self.identity.pid, self._node)
+        except PermissionError:
+            raise _forbidden(self.identity.pid) from None
+        except OSError:
+            raise Refused("gone") from None
+        if not found and _in_wsl():
+            raise Refused("wsl")
+        return found
+
+    def inherited(self, number: int) -> bool:
+        kcmp = _SYS_KCMP.get(os.uname().machine)
+        ancestor = self.identity.pid
+        for _ in range(_MOST_ANCESTORS if kcmp is not None else 0):
+            ancestor = _parent(ancestor)
+            if ancestor <= 1:
+                break
+            with contextlib.suppress(OSError):
+                for other in _control_numbers(ancestor, self._node):
+                    # 0: the same open file. Without a right to both, -1.
+                    if _syscall(kcmp or 0, self.identity.pid, ancestor, _KCMP_FILE, number, other)[0] == 0:
+                        return True
+        return False
+
+    def duplicate(self, number: int) -> int:
+        file, error = _syscall(_SYS_PIDFD_GETFD, self._pidfd, number, 0)
+        if file < 0:
+            if error == errno.ENOSYS:
+                raise Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd")
+            if error == errno.EPERM:
+                raise _forbidden(self.identity.pid)
+            raise Refused("gone" if error == errno.ESRCH else "stale", os.strerror(error))
+        try:
+            genuine = _is(file, self._device)
+        except OSError:
+            genuine = False
+        if not genuine:
+            # Users can mount anything at that path: no ioctl on any other device.
+            os.close(file)
+            raise Refused("forged", str(number))
+        return file
+
+
+def _is(file: int, device: tuple[int, int]) -> bool:
+    found = os.fstat(file)
+    return stat.S_ISCHR(found.st_mode) and (os.major(found.st_rdev), os.minor(found.st_rdev)) == device
+
+
+def _control_numbers(pid: int, node: str) -> list[int]:
+    """Return the descriptors of a process whose path is the control node, in its own mount namespace."""
+    found: list[int] = []
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for looked, entry in enumerate(entries):
+            if looked >= _MOST_DESCRIPTORS or len(found) >= _MOST_FILES:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(entry.path) == node:
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def _ended(pidfd: int) -> bool:
+    """Return whether the process of a pidfd has ended (poll(2): readable)."""
+    import select
+
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _identity(pid: int) -> Identity | None:
+    """Return who has a PID, like `identity_of`, from its main thread: the sum of all threads takes the kernel longer."""
+    fields = _stat(f"/proc/{pid}/task/{pid}/stat")
+    return Identity(pid, int(fields[19])) if len(fields) > 19 and fields[0] not in {b"Z", b"X", b"x"} else None
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(f"/proc/{pid}/stat")
+    return int(fields[1]) if fields else 0
+
+
+def _stat(path: str) -> list[bytes]:
+    """Return the fields of a stat file from the state on; empty if it cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(file, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(file)
+    except OSError:
+        return []
+
+
+@functools.cache
+def _libc() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _syscall(number: int, *arguments: int) -> tuple[int, int]:
+    import ctypes
+
+    result = _libc().syscall(number, *(ctypes.c_long(argument) for argument in arguments))
+    return int(result), ctypes.get_errno()
+
+
+def _forbidden(pid: int) -> Refused:
+    """Return the reason for EPERM from pidfd_getfd."""
+    own = os.pidfd_open(os.getpid())
+    try:
+        file, error = _syscall(_SYS_PIDFD_GETFD, own, own, 0)
+    finally:
+        os.close(own)
+    if file < 0:
+        # Not even of ourselves.
+        return Refused("no_pidfd_getfd" if error == errno.ENOSYS else "seccomp")
+    os.close(file)
+    uid = real_uid(pid)
+    if uid is not None and os.geteuid() not in {0, uid}:
+        return Refused("other_user")
+    scope = _text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return Refused("ptrace_scope", scope) if scope in {"1", "2", "3"} else Refused("no_ptrace")
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError:
+        return ""
+
+
+def _in_wsl() -> bool:
+    return "microsoft" in _text("/proc/sys/kernel/osrelease").lower()
+
+
+def _in_gvisor() -> bool:
+    # What its /proc/version always says.
+    return re.match(r"Linux version 4\.4\.0 .*(gVisor|Jan 10 15:06:54 PST 2016)", _text("/proc/version")) is not None
+
+
+class _File:
+    """A duplicate, and the calls on it."""
+
+    def __init__(self, files: ControlFiles, file: int) -> None:
+        self._files, self._file = files, file
+        # Reused by `info`, which a scan calls ten thousand times.
+        self._argument = bytearray(ARGUMENT.size)
+        self._info = bytearray(INFO.size)
+
+    def control(self, client: int, thing: int, command: int, parameters: bytearray) -> int:
+        """Make one call and return its status; ``parameters`` takes what it answers."""
+        argument = bytearray(ARGUMENT.pack(client, thing, command, 0, 0, len(parameters), 0xFFFFFFFF))
+        self._ioctl(RM_CONTROL, argument, parameters)
+        return int.from_bytes(argument[_STATUS_AT:], "little")
+
+    def demand(self, name: str, client: int, thing: int, command: int, parameters: bytearray) -> None:
+        """Make one call. Raises Refused unless its status is 0."""
+        status = self.control(client, thing, command, parameters)
+        if status != OK:
+            raise _failed(name, status)
+
+    def info(self, client: int, thing: int, index: int = CLASS) -> tuple[int, int]:
+        """Return the status, and the class or parent of a handle. RM takes no GPU lock for this call."""
+        argument, parameters = self._argument, self._info
+        ARGUMENT.pack_into(argument, 0, client, client, HANDLE_INFO, 0, 0, 16, 0xFFFFFFFF)
+        INFO.pack_into(parameters, 0, thing, index, 0)
+        self._ioctl(RM_CONTROL, argument, parameters)
+        # The result is a union of a 32-bit handle and 64 bits.
+        return _NUMBER(argument, _STATUS_AT)[0], _NUMBER(parameters, 8)[0]
+
+    def class_of(self, client: int, thing: int) -> int | None:
+        status, found = self.info(client, thing)
+        return found if status == OK else None
+
+    def parent_of(self, client: int, thing: int) -> int | None:
+        status, found = self.info(client, thing, PARENT)
+        return found if status == OK else None
+
+    def slice_of(self, client: int, group: int) -> int:
+        parameters = bytearray(SLICE.size)
+        self.demand("GET_TIMESLICE", client, group, GET_TIMESLICE, parameters)
+        return int(SLICE.unpack(parameters)[0])
+
+    def set_slice(self, client: int, group: int, microseconds: int) -> int:
+        """Write a slice and return what the driver then reads."""
+        self.demand("SET_TIMESLICE", client, group, SET_TIMESLICE, bytearray(SLICE.pack(microseconds)))
+        return self.slice_of(client, group)
+
+    def switch(self, client: int, subdevice: int, channels: Sequence[int], *, off: bool) -> None:
+        pad = [0] * (CHANNELS_PER_CALL - len(channels))
+        lists = (*[client] * len(channels), *pad, *channels, *pad)
+        parameters = bytearray(DISABLE.pack(off, len(channels), 0, 0, 0, *lists))
+        self.demand("FIFO_DISABLE_CHANNELS", client, subdevice, DISABLE_CHANNELS, parameters)
+
+    def _ioctl(self, request: int, argument: bytearray, parameters: bytearray) -> None:
+        try:
+            self._files.ioctl(self._file, request, argument, parameters)
+        except OSError as error:
+            raise Refused("ioctl", error.strerror or str(error)) from None
+
+
+def _failed(name: str, status: int) -> Refused:
+    code = "stale" if status in _GONE else "refuses" if status in _REFUSES else "failed"
+    code = "lost" if status == GPU_IS_LOST else code
+    return Refused(code, name, status)
+
+
+@contextlib.contextmanager
+def _duplicated(files: ControlFiles, process: OpenProcess, number: int) -> Iterator[_File]:
+    file = process.duplicate(number)
+    try:
+        yield _File(files, file)
+    finally:
+        files.close(file)
+
+
+def _find(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Scan a process and probe its compute groups; or, given groups, look at their clients only."""
+    began = time.monotonic()
+    newest = None if request.get("groups") else _newest(files)
+    with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
+        numbers = process.numbers()
+        if not numbers:
+            raise Refused("no_context")
+        own = [number for number in numbers if not process.inherited(number)]
+        if not own:
+            raise Refused("inherited")
+        opened: dict[int, _File] = {}
+        refused: list[Refused] = []
+        for number in own:
+            try:
+                opened[number] = stack.enter_context(_duplicated(files, process, number))
+            except Refused as error:
+                # A forged descriptor, or one closed meanwhile, must not hide the others.
+                if error.code not in {"forged", "stale"}:
+                    raise
+                refused.append(error)
+        if not opened:
+            raise refused[0]
+        pid = process.identity.pid if files.sees_host_pids() else None
+        known: Sequence[_Wire] = request.get("groups", ())
+        if known:
+            pairs = {(number, client) for number, client, *_ in known if number in opened}
+            found = [group for number, client in sorted(pairs) for group in _groups(opened[number], number, client)]
+            groups = _judged(found, opened, pid, complete=True, strange=None)
+        else:
+            groups = _scan(opened, pid, newest, began + SCAN_SECONDS)
+        for group in groups:
+            if group.engine == "compute" and not known:
+                _probe(opened[group.descriptor], group)
+        started = process.identity.started
+    return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
+
+
+def _newest(files: ControlFiles) -> int | None:
+    """Return the newest client number, by allocating a client. It is freed when its file is closed."""
+    file = files.own()
+    if file is None:
+        return None
+    try:
+        # hRoot, hObjectParent, hObjectNew, hClass; RM writes the new handle to the parameters.
+        argument = bytearray(ARGUMENT.pack(0, 0, 0, CLASS_ROOT_CLIENT, 0, 0, 0xFFFFFFFF))
+        parameters = bytearray(_MOST_OF_ALLOCATION)
+        try:
+            files.ioctl(file, RM_ALLOC, argument, parameters)
+        except OSError:
+            return None
+        handle = int.from_bytes(argument[8:12], "little") or int.from_bytes(parameters[:4], "little")
+        status = int.from_bytes(argument[_STATUS_AT:], "little")
+    finally:
+        files.close(file)
+    inside = CLIENT_BASE <= handle < CLIENT_BASE + CLIENT_COUNT
+    return handle - CLIENT_BASE if status == OK and inside else None
+
+
+def _order(newest: int | None) -> Iterator[int]:
+    """Yield all client handles, newest first; from the lowest up if the newest is unknown."""
+    for step in range(CLIENT_COUNT):
+        yield CLIENT_BASE + (step if newest is None else (newest - step) % CLIENT_COUNT)
+
+
+def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, deadline: float) -> list[Group]:
+    """Return the groups of all clients that were created through these files; each client counts once.
+
+    RM does not list the clients of a file, so every handle is tried. A wrong one answers INVALID_CLIENT.
+    """
+    found: list[Group] = []
+    seen: set[int] = set()
+    left: int | None = None
+    strange: int | None = None
+    complete = True
+    for step, client in enumerate(_order(newest)):
+        for number, file in opened.items():
+            status, _ = file.info(client, client)
+            if status == INVALID_CLIENT:
+                continue
+            if status not in {OK, OBJECT_NOT_FOUND}:
+                strange = status
+                continue
+            if client not in seen:
+                seen.add(client)
+                found += _groups(file, number, client)
+                left = _WINDOW if any(group.engine == "compute" for group in found) else None
+        if left is not None:
+            left -= 1
+            if left < 0:
+                break
+        elif step % 1024 == 0 and time.monotonic() > deadline:
+            complete = False
+            break
+    if sum(len(group.channels) for group in found) > _MOST_CHANNELS:
+        raise Refused("too_many")
+    return _judged(found, opened, pid, complete=complete, strange=strange)
+
+
+def _judged(
+    found: list[Group], opened: Mapping[int, _File], pid: int | None, *, complete: bool, strange: int | None
+) -> list[Group]:
+    """Return the groups that belong to this process. Raises Refused if no compute group does."""
+    compute = [group for group in found if group.engine == "compute"]
+    if not compute:
+        if strange not in {None, OK}:
+            raise _failed("CLIENT_GET_HANDLE_INFO", strange or 0)
+        if found:
+            raise Refused("no_compute_group")
+        raise Refused("no_context" if complete else "scan_incomplete")
+    # The same call that NVML lists compute processes with. A forked worker inherits the file of its parent and is not
+    # listed, even after the parent has ended. No call names the PID of a single client to a plain user.
+    strangers = set()
+    for group in compute:
+        owners = _owners(opened[group.descriptor], group)
+        if owners and pid is not None and pid not in owners:
+            strangers.add((group.client, group.subdevice))
+    kept = [group for group in found if (group.client, group.subdevice) not in strangers]
+    if not any(group.engine == "compute" for group in kept):
+        raise Refused("inherited")
+    return kept
+
+
+def _owners(file: _File, group: Group) -> Sequence[int] | None:
+    """Return the PIDs that have compute objects on the GPU of a group; None: unknown."""
+    found: list[int] = []
+    for kind in group.classes:
+        if kind & 0xFF != _COMPUTE:
+            continue
+        parameters = bytearray(PIDS.pack(0, kind, 0, *[0] * 950))
+        if file.control(group.client, group.subdevice, GPU_GET_PIDS, parameters) != OK:
+            return None
+        _, _, count, *pids = PIDS.unpack(parameters)
+        found += pids[: min(count, len(pids))]
+    return found
+
+
+def _groups(file: _File, number: int, client: int) -> list[Group]:
+    """Return the channel groups of a client, from the classes and parents of its objects."""
+    objects = _objects(file, client)
+    of_interest = [handle for handle, kind in objects.items() if kind >= CLASS_SUBDEVICE]
+    parents = {handle: file.parent_of(client, handle) for handle in of_interest}
+    channels: dict[int, list[int]] = {}
+    subdevices: dict[int, int] = {}
+    classes: dict[int, set[int]] = {}
+    for handle, parent in parents.items():
+        if parent is None:
+            continue
+        if objects[handle] == CLASS_SUBDEVICE:
+            subdevices.setdefault(parent, handle)
+        elif _is_channel(objects[handle]) and objects.get(parent) == CLASS_GROUP:
+            channels.setdefault(parent, []).append(handle)
+        elif _is_channel(objects.get(parent, 0)):
+            classes.setdefault(parents.get(parent) or 0, set()).add(objects[handle])
+    mps = CLASS_MPS in objects.values()
+    found = []
+    for handle, kind in objects.items():
+        subdevice = subdevices.get(parents.get(handle) or 0)
+        if kind != CLASS_GROUP or subdevice is None:
+            continue
+        on_channels = tuple(sorted(classes.get(handle, ())))
+        found.append(
+            Group(
+                descriptor=number,
+                client=client,
+                handle=handle,
+                subdevice=subdevice,
+                gpu=_uuid(file, client, subdevice),
+                engine=_engine(on_channels),
+                classes=on_channels,
+                channels=tuple(sorted(channels.get(handle, ()))),
+                slice_us=_slice(file, client, handle),
+                under_mps=mps,
+            )
+        )
+    return found
+
+
+def _objects(file: _File, client: int) -> dict[int, int]:
+    """Return the class of each object of a client in the handle range of libcuda."""
+    parameters = bytearray(CHILD.pack(client, INTERNAL_DEVICE, 0))
+    status = file.control(client, client, CHILD_HANDLE, parameters)
+    device = CHILD.unpack(parameters)[2] if status == OK else 0
+    bases = {OBJECT_BASE, (device & 0xFFF00000) or OBJECT_BASE}
+    found: dict[int, int] = {}
+    for base in sorted(bases):
+        empty = 0
+        for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
+            before = len(found)
+            for handle in range(block, block + _BLOCK):
+                kind = file.class_of(client, handle)
+                if kind is not None:
+                    found[handle] = kind
+            empty = 0 if len(found) > before else empty + 1
+            if empty == _MOST_EMPTY or (empty and block == base):
+                break
+    return found
+
+
+def _is_channel(kind: int) -> bool:
+    return kind & 0xFF == _CHANNEL and kind > CLASS_GROUP
+
+
+def _engine(classes: Iterable[int]) -> str:
+    """Return the engine of a group from the objects on its channels; position and slice may change.
+
+    Seen on Hopper: the channels of a compute group have compute and copy objects, those of a copy group copy objects only.
+    """
+    kinds = {kind & 0xFF for kind in classes if kind > CLASS_SUBDEVICE}
+    return "compute" if _COMPUTE in kinds else "copy" if _COPY in kinds else "other"
+
+
+def _uuid(file: _File, client: int, subdevice: int) -> str | None:
+    parameters = bytearray(GID.pack(0, 0, 0, b""))
+    if file.control(client, subdevice, GPU_GET_GID_INFO, parameters) != OK:
+        return None
+    text = GID.unpack(parameters)[3].partition(b"\0")[0].decode("ascii", "replace")
+    return text if re.fullmatch(r"(GPU|MIG)-[0-9a-fA-F-]{36}", text) else None
+
+
+def _slice(file: _File, client: int, group: int) -> int | None:
+    try:
+        return file.slice_of(client, group)
+    except Refused:
+        return None
+
+
+def _probe(file: _File, group: Group) -> None:
+    """Write another slice, read it back, restore the old one, and read that back. Raises Refused."""
+    before = file.slice_of(group.client, group.handle)
+    wanted = before + 1 if before < 1000 else before - 1
+    try:
+        read = file.set_slice(group.client, group.handle, wanted)
+    finally:
+        restored = file.set_slice(group.client, group.handle, before)
+    if read != wanted or restored != before:
+        raise Refused("probe", f"{before} us, then {wanted} us read as {read} us and {before} us as {restored} us")
+
+
+@contextlib.contextmanager
+def _checked(
+    files: ControlFiles, request: Mapping[str, Any], *, skip_stale: bool = False
+) -> Iterator[list[tuple[_File, _Wire]]]:
+    """Duplicate the files of known groups for one request, and check that each is still a group. Raises Refused."""
+    found: list[tuple[_File, _Wire]] = []
+    stale: Refused | None = None
+    with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
+        opened: dict[int, _File] = {}
+        for group in request["groups"]:
+            number, client, handle, *_ = group
+            try:
+                if number not in opened:
+                    opened[number] = stack.enter_context(_duplicated(files, process, number))
+                status, kind = opened[number].info(client, handle)
+                if status != OK or kind != CLASS_GROUP:
+                    raise Refused("stale", "CLIENT_GET_HANDLE_INFO", status or OBJECT_NOT_FOUND)
+            except Refused as error:
+                if error.code not in {"stale", "forged"} or not skip_stale:
+                    raise
+                stale = error
+            else:
+                found.append((opened[number], group))
+        if not found and stale is not None:
+            raise stale
+        yield found
+
+
+def _read(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    with _checked(files, request) as groups:
+        return {"slices": [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]}
+
+
+def _set(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Set a slice for all groups or for none."""
+    wanted = request["microseconds"]
+    with _checked(files, request) as groups:
+        before = [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]
+        began, changed = time.monotonic(), 0
+        try:
+            for file, (_, client, handle, *_) in groups:
+                changed += 1
+                read = file.set_slice(client, handle, wanted)
+                if read != wanted:
+                    raise Refused("not_taken", f"{wanted} us, read {read} us")
+        except Refused:
+            for (file, (_, client, handle, *_)), microseconds in list(zip(groups, before, strict=True))[:changed]:
+                with contextlib.suppress(Refused):
+                    file.set_slice(client, handle, microseconds)
+            raise
+        return {"before": before, "seconds": time.monotonic() - began}
+
+
+def _off(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Take all channels off the GPU, or none."""
+    with _checked(files, request) as groups:
+        # What the driver does with a channel that has gone is not known: it is never asked.
+        if any(len(_left(file, group)) < len(group[4]) for file, group in groups):
+            raise Refused("stale", "CLIENT_GET_HANDLE_INFO", OBJECT_NOT_FOUND)
+        batches = _batches(groups)
+        began, done = time.monotonic(), 0
+        try:
+            for batch in batches:
+                done += 1
+                batch.file.switch(batch.client, batch.subdevice, batch.channels, off=True)
+        except Refused:
+            for batch in batches[:done]:
+                with contextlib.suppress(Refused):
+                    batch.file.switch(batch.client, batch.subdevice, batch.channels, off=False)
+            raise
+        return {"seconds": time.monotonic() - began}
+
+
+def _on(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Enable the channels that are left; one failure does not stop the others."""
+    with _checked(files, request, skip_stale=True) as groups:
+        batches = _batches([(file, (*group[:4], _left(file, group))) for file, group in groups])
+        began = time.monotonic()
+        failed: list[Refused] = []
+        for batch in batches:
+            try:
+                batch.file.switch(batch.client, batch.subdevice, batch.channels, off=False)
+            except Refused as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return {"seconds": time.monotonic() - began}
+
+
+class _Batch(NamedTuple):
+    """Channels of one GPU, for one call."""
+
+    file: _File
+    client: int
+    subdevice: int
+    channels: list[int]
+
+
+def _left(file: _File, group: _Wire) -> list[int]:
+    """Return the channels of a group that still exist."""
+    _, client, handle, _, channels = group
+    return [channel for channel in channels if file.parent_of(client, channel) == handle]
+
+
+def _batches(groups: Sequence[tuple[_File, _Wire]]) -> list[_Batch]:
+    """Return the calls needed: the channels of each subdevice, up to 64 per call."""
+    together: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
+    for file, (number, client, _, subdevice, channels) in groups:
+        together.setdefault((number, client, subdevice), (file, []))[1].extend(channels)
+    return [
+        _Batch(file, client, subdevice, channels[at : at + CHANNELS_PER_CALL])
+        for (_, client, subdevice), (file, channels) in together.items()
+        for at in range(0, len(channels), CHANNELS_PER_CALL)
+    ]
+
+
+_REQUESTS: Final[Mapping[str, Callable[[ControlFiles, Mapping[str, Any]], dict[str, Any]]]] = {
+    "find": _find,
+    "read": _read,
+    "set": _set,
+    "off": _off,
+    "on": _on,
+}
+
+
+def answer(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to one request, as JSON can carry it."""
+    try:
+        return _REQUESTS[request["do"]](files, request)
+    except Refused as error:
+        return {"refused": error.code, "text": error.text, "status": error.status}
+
+
+def serve() -> None:
+    """Answer requests, one line of JSON each, on the socket that is stdin. Ends when gpushare closes it."""
+    files = KernelFiles()
+    pending = b""
+    while True:
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            return
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            try:
+                reply = answer(files, json.loads(line))
+            except Exception as error:  # noqa: BLE001 - gpushare reports it
+                reply = {"refused": "internal", "text": f"{type(error).__name__}: {error}", "status": None}
+            _write(json.dumps(reply).encode() + b"\n")
+
+
+def _write(text: bytes) -> None:
+    while text:
+        text = text[os.write(0, text) :]
+
+
+# -- in gpushare -------------------------------------------------------------------------------------------------------
+
+Ask = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
+
+# Behind the standard library: other packages may lie beside gpushare.
+_START: Final = "import sys; sys.path.append(sys.argv[1]); from gpushare.host.channels import serve; serve()"
+# A killed process is gone at once, unless it hangs in the driver.
+_KILL_SECONDS: Final = 1.0
+# Those that could not be waited for.
+_LEFT: Final[list[Any]] = []
+
+
+def not_answered(pid: int, seconds: float) -> TimedOut:
+    """Return the error for a driver that does not answer in time."""
+    return TimedOut(
+        f"process {pid}: the driver does not answer within {seconds:g} s",
+        "see: sudo dmesg | tail; then: gpushare doctor",
+        code="driver_hangs",
+    )
+
+
+class Caller:
+    """The child process that makes the calls. Started by the first request, killed when it does not answer in time.
+
+    It inherits one end of a socket, PATH and LD_LIBRARY_PATH, and ends with gpushare. Between requests it has no file of
+    another process open. Not for use by several threads.
+    """
+
+    def __init__(self, argv: Sequence[str] | None = None) -> None:
+        self._argv = argv
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+        """Return the answer to a request. Raises TimedOut or OperationFailed, after ending the child."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        try:
+            return self._asked(request, time.monotonic() + seconds)
+        except TimeoutError:
+            self.close()
+            raise not_answered(request["pid"], seconds) from None
+        except (OSError, ValueError) as error:
+            self.close()
+            raise OperationFailed(
+                f"process {request['pid']}: the child process that calls the driver ended: {error}",
+                "run it again; see: sudo dmesg | tail",
+                code="helper_ended",
+            ) from None
+        except BaseException:
+            # Ctrl-C: let it finish this request, so that nothing stays half done. Without its socket it ends by itself.
+            self._forget()
+            raise
+
+    def close(self) -> None:
+        """End the process; the next request starts another one."""
+        import subprocess
+
+        process = self._forget()
+        if process is None:
+            return
+        _LEFT.remove(process)
+        process.kill()
+        try:
+            process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            _LEFT.append(process)
+
+    def _forget(self) -> subprocess.Popen[bytes] | None:
+        if self._socket is not None:
+            self._socket.close()
+        process, self._process, self._socket = self._process, None, None
+        if process is not None:
+            _LEFT.append(process)
+        return process
+
+    def _start(self) -> None:
+        import socket
+        import subprocess
+        import sys
+
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                self._process = subprocess.Popen(
+                    self._argv or [sys.executable, "-I", "-S", "-c", _START, root],
+                    stdin=its.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
+                    cwd="/",
+                    # Ctrl-C at the terminal must not end it between two calls.
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._socket = ours
+
+    def _asked(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+        channel = self._socket
+        if channel is None:
+            raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        channel.sendall(json.dumps(request).encode() + b"\n")
+        reply = bytearray()
+        while not reply.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            channel.settimeout(left)
+            chunk = channel.recv(1 << 16)
+            if not chunk:
+                raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+            reply += chunk
+            if len(reply) > _MOST_BYTES:
+                raise ValueError("its answer is too long")
+        answered = json.loads(reply)
+        if not isinstance(answered, dict):
+            raise ValueError("its answer is no object")  # noqa: TRY004 - as json raises
+        return answered
+
+
+class ChannelControl:
+    """Reads and sets the time-slices of processes, and takes them off the GPU. A context manager.
+
+    ``ask`` answers a request; None starts a `Caller`.
+    """
+
+    def __init__(self, ask: Ask | None = None) -> None:
+        self._caller = Caller() if ask is None else None
+        self._ask: Ask = self._caller.ask if self._caller is not None else ask  # type: ignore[assignment]
+
+    def __enter__(self) -> ChannelControl:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child process, if there is one."""
+        if self._caller is not None:
+            self._caller.close()
+
+    def find(self, pid: int, started: int | None = None) -> Channels:
+        """Scan a process (about 0.1 s) and probe its compute groups.
+
+        ``started`` is its expected start time in clock ticks since boot (`identity.Identity`). CUDA contexts and channels
+        that it creates later are found by another scan, or by `find_again`.
+
+        Raises:
+            NotFound: it has ended, has no CUDA context, or only shares another process's.
+            NoPermission: it belongs to another user.
+            NotSupported: the kernel, a sandbox or the driver does not allow it; the code says which.
+            TimedOut: the driver did not answer, or the scan took too long.
+            OperationFailed: the driver failed.
+        """
+        return self._found({"do": "find", "pid": pid, "started": started})
+
+    def find_again(self, channels: Channels) -> Channels:
+        """Find the contexts and channels that known clients have now; faster than `find`, and without a probe.
+
+        Raises as `find`.
+        """
+        return self._found(_request("find", channels))
+
+    def _found(self, request: Mapping[str, Any]) -> Channels:
+        pid = request["pid"]
+        reply = self._asked(request, pid, FIND_SECONDS)
+        found = from_record({"pid": pid, "started": reply["started"], "groups": reply["groups"]})
+        if found is None or not found.compute:
+            raise _error("internal", pid, "its answer names no groups", None)
+        return Channels(pid=pid, started=found.started, groups=found.groups, seconds=float(reply["seconds"]))
+
+    def read_slices(self, channels: Channels) -> tuple[int, ...]:
+        """Return the slices of the compute groups in microseconds. Raises like `set_slice`."""
+        return tuple(self._asked(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
+
+    def set_slice(self, channels: Channels, microseconds: int) -> float:
+        """Set the slice of all compute groups and read it back; return the seconds spent in the driver.
+
+        If one group fails, the others get their old slices back. The caller checks the range.
+
+        Raises:
+            NotFound: the process has ended, or its groups have changed (code ``stale_channels``: find again).
+            NoPermission, NotSupported: as `find`.
+            OperationFailed: the driver refused the value, or reads another one back.
+            TimedOut: the driver did not answer; the slice may be the old or the new one.
+        """
+        request = {**_request("set", channels), "microseconds": microseconds}
+        return float(self._asked(request, channels.pid, CALL_SECONDS)["seconds"])
+
+    def restore_slices(self, channels: Channels) -> float:
+        """Set each compute group to the slice that the scan found. Raises like `set_slice`."""
+        seconds = 0.0
+        for group in channels.compute:
+            if group.slice_us is not None:
+                one = Channels(pid=channels.pid, started=channels.started, groups=(group,))
+                seconds += self.set_slice(one, group.slice_us)
+        return seconds
+
+    def disable(self, channels: Channels) -> float:
+        """Take the compute channels off the GPU, even in the middle of a kernel; return the seconds spent in the driver.
+
+        They stay off until `enable`. If one call fails, those already off are enabled again.
+
+        Raises:
+            NotFound, NoPermission, NotSupported, OperationFailed: like `set_slice`; all channels are on.
+            TimedOut: the driver did not answer; the channels may be off.
+        """
+        return float(self._asked(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
+
+    def enable(self, channels: Channels) -> float:
+        """Put the channels back on the GPU, those that still exist. Raises like `set_slice`."""
+        return float(self._asked(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
+
+    def _asked(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
+        reply = self._ask(request, seconds)
+        if "refused" in reply:
+            raise _error(reply["refused"], pid, reply.get("text") or "", reply.get("status"))
+        return reply
+
+
+def _request(do: str, channels: Channels) -> dict[str, Any]:
+    return {"do": do, "pid": channels.pid, "started": channels.started, "groups": channels.wire}
+
+
+_ROOT: Final = "run as root"
+# By the code of a refusal: error type, stable code, message after "process N: ", and hint.
+_REFUSALS: Final[Mapping[str, tuple[type[GpushareError], str, str, str]]] = {
+    "gone": (NotFound, "process_gone", "it has ended", "see who is there: gpushare status"),
+    "no_context": (NotFound, "no_context", "it has no CUDA context", "see who has one: gpushare status"),
+    "inherited": (
+        NotFound,
+        "inherited_context",
+        "it shares the CUDA context of another process",
+        "give the PID of that process: gpushare status",
+    ),
+    "stale": (
+        NotFound,
+        "stale_channels",
+        "its GPU channels have changed since the last look ({text})",
+        "run it again",
+    ),
+    "other_user": (NoPermission, "other_user", "it belongs to another user", _ROOT),
+    "no_pidfd_getfd": (
+        NotSupported,
+        "no_pidfd_getfd",
+        "this kernel has no pidfd_getfd",
+        "Linux 5.6 or later is needed: uname -r",
+    ),
+    "gvisor": (NotSupported, "gvisor", "gVisor has no pidfd_getfd", "run it on the host"),
+    "wsl": (NotSupported, "wsl", "WSL has no /dev/nvidiactl: Windows schedules its GPU", "use a Linux host"),
+    "seccomp": (
+        NotSupported,
+        "seccomp",
+        "a sandbox forbids pidfd_getfd (Docker's seccomp profile does)",
+        "run it on the host, or in a container with --cap-add SYS_PTRACE",
+    ),
+    "ptrace_scope": (
+        NotSupported,
+        "ptrace_scope",
+        "Yama forbids access to it (kernel.yama.ptrace_scope is {text})",
+        "run as root, or start the program with gpushare run; with 3 even root may not",
+    ),
+    "no_ptrace": (
+        NotSupported,
+        "no_ptrace",
+        "the kernel does not allow to ptrace it",
+        "run as root on the host; in a container: --cap-add SYS_PTRACE",
+    ),
+    "forged": (
+        NotSupported,
+        "forged_descriptor",
+        "its descriptor {text} has the path /dev/nvidiactl and is another file",
+        "see: ls -lL /proc/{pid}/fd",
+    ),
+    "no_compute_group": (
+        NotSupported,
+        "no_compute_group",
+        "none of its channel groups is a compute group",
+        "see: gpushare doctor",
+    ),
+    "too_many": (NotSupported, "too_many_channels", "it has more than 4096 channels", "see: gpushare doctor"),
+    "scan_incomplete": (
+        TimedOut,
+        "scan_incomplete",
+        "its resource manager client was not found in time",
+        "restart that process: recent ones are found first",
+    ),
+    "ioctl": (NotSupported, "driver_refuses", "the driver rejects the call: {text}", "see: gpushare doctor"),
+    "refuses": (
+        NotSupported,
+        "driver_refuses",
+        "the driver answers {text} with {status}",
+        "this driver does not allow it (a vGPU guest does not, either); see: gpushare doctor",
+    ),
+    "probe": (
+        NotSupported,
+        "probe_failed",
+        "the driver does not keep the time-slice that was set: {text}",
+        "see: gpushare doctor",
+    ),
+    "not_taken": (
+        OperationFailed,
+        "not_taken",
+        "the driver did not take the time-slice: {text}",
+        "see: sudo dmesg | tail",
+    ),
+    "lost": (GpuLost, "gpu_lost", "its GPU is lost", "see: sudo dmesg | tail"),
+    "failed": (OperationFailed, "driver_failed", "the driver answers {text} with {status}", "see: sudo dmesg | tail"),
+    "internal": (OperationFailed, "helper_failed", "the call failed: {text}", "report it, with: gpushare --version"),
+}
+
+
+def status_name(status: int) -> str:
+    """Return an RM status with its name: ``0x56 NOT_SUPPORTED``."""
+    return f"{status:#04x} {_NAMES.get(status, '')}".strip()
+
+
+def _error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
+    kind, stable, message, hint = _REFUSALS.get(code, _REFUSALS["internal"])
+    shown = text or ("no such handle" if code == "stale" else "")
+    if code == "stale" and status is not None:
+        shown = status_name(status)
+    values = {"text": shown, "status": "" if status is None else status_name(status), "pid": pid}
+    return kind(f"process {pid}: {message.format(**values)}", hint.format(**values), code=stable)

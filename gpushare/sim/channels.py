@@ -1,0 +1,353 @@
+"""The channel groups of a simulated host's processes: what the resource manager answers, call by call.
+
+Stands in below `gpushare.host.channels`, at the ioctl: the scan, the probe and the checks above run unchanged. A process
+with a CUDA context has one client with a compute group of 8 channels and three copy groups of 4, like libcuda's on an H100
+(driver 580); a client of MPS has an MPS object besides, the server has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from gpushare.host.channels import (
+    ARGUMENT,
+    CHANNELS_PER_CALL,
+    CHILD,
+    CHILD_HANDLE,
+    CLASS,
+    CLASS_DEVICE,
+    CLASS_GROUP,
+    CLASS_MPS,
+    CLASS_ROOT_CLIENT,
+    CLASS_SUBDEVICE,
+    CLIENT_BASE,
+    DISABLE,
+    DISABLE_CHANNELS,
+    GET_TIMESLICE,
+    GID,
+    GPU_GET_GID_INFO,
+    GPU_GET_PIDS,
+    HANDLE_INFO,
+    INFO,
+    INTERNAL_DEVICE,
+    INVALID_CLIENT,
+    NOT_SUPPORTED,
+    OBJECT_BASE,
+    OBJECT_NOT_FOUND,
+    OK,
+    PARENT,
+    PIDS,
+    RM_ALLOC,
+    RM_CONTROL,
+    SET_TIMESLICE,
+    SLICE,
+    ChannelControl,
+    OpenProcess,
+    Refused,
+    answer,
+    not_answered,
+)
+from gpushare.host.identity import Identity, identity_of
+from gpushare.sim.current import changing, current
+from gpushare.sim.devices import daemon_devices
+from gpushare.sim.state import (
+    DEFAULT_SLICE_US,
+    FIRST_SIMULATED_PID,
+    SimulatedHostState,
+    SimulatedProcess,
+    SimulatedServer,
+    StateFile,
+    on_gpu,
+)
+
+INVALID_ARGUMENT: Final = 0x1F
+INVALID_PARAM_STRUCT: Final = 0x3A
+# A fault of the state (`channel_fault`) that makes every call hang; the others are codes of `Refused`.
+HANGS: Final = "hang"
+
+# Hopper: GPFIFO channel, compute, copy engine.
+_CHANNEL, _COMPUTE, _COPY = 0xC86F, 0xCBC0, 0xC8B5
+_DESCRIPTOR: Final = 5
+_NEWEST: Final = CLIENT_BASE + 0x200
+_DEVICE, _SUBDEVICE = OBJECT_BASE + 1, OBJECT_BASE + 2
+COMPUTE_GROUP: Final = OBJECT_BASE + 0x10
+_COPY_GROUPS: Final = tuple(OBJECT_BASE + at for at in (0x40, 0x50, 0x60))
+CHANNELS: Final = tuple(COMPUTE_GROUP + at for at in range(1, 9))
+_COPY_CHANNELS: Final = {group + at: group for group in _COPY_GROUPS for at in range(1, 5)}
+# (class, parent) of each object of a client.
+_OBJECTS: Final[Mapping[int, tuple[int, int]]] = {
+    _DEVICE: (CLASS_DEVICE, 0),
+    _SUBDEVICE: (CLASS_SUBDEVICE, _DEVICE),
+    **dict.fromkeys((COMPUTE_GROUP, *_COPY_GROUPS), (CLASS_GROUP, _DEVICE)),
+    **dict.fromkeys(CHANNELS, (_CHANNEL, COMPUTE_GROUP)),
+    **{channel + 0x10: (_COMPUTE, channel) for channel in CHANNELS},
+    **{channel + 0x20: (_COPY, channel) for channel in CHANNELS},
+    **{channel: (_CHANNEL, group) for channel, group in _COPY_CHANNELS.items()},
+    **{channel + 8: (_COPY, channel) for channel in _COPY_CHANNELS},
+}
+_MPS_OBJECT: Final = OBJECT_BASE + 0x70
+
+Owner = SimulatedProcess | SimulatedServer
+
+
+class SimulatedChannels(ChannelControl):
+    """Stands in for `ChannelControl` on a simulated host: the calls are answered in this process."""
+
+    def __init__(self, state_file: StateFile) -> None:
+        files = SimulatedFiles(state_file)
+
+        def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+            if current(state_file).channel_fault == HANGS:
+                raise not_answered(request["pid"], seconds)
+            return answer(files, request)
+
+        super().__init__(ask)
+
+
+class SimulatedFiles:
+    """The control files of simulated processes: a descriptor is a number that stands for a PID."""
+
+    def __init__(self, state_file: StateFile) -> None:
+        self._state_file = state_file
+        self._opened: dict[int, int] = {}
+        self._next = 1000
+        self._state: SimulatedHostState | None = None
+
+    @contextlib.contextmanager
+    def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:
+        """Open a process."""
+        state = current(self._state_file)
+        if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
+            raise Refused(state.channel_fault)
+        identity = _identity(state, pid)
+        if identity is None or started not in {None, identity.started}:
+            raise Refused("gone")
+        self._state = state
+        yield _Process(self, state, identity)
+
+    def own(self) -> int:
+        """Open a control file of our own."""
+        return self.opened(0)
+
+    def opened(self, pid: int) -> int:
+        """Return a new descriptor for the control file of a process."""
+        self._next += 1
+        self._opened[self._next] = pid
+        return self._next
+
+    def close(self, file: int) -> None:
+        """Close a descriptor."""
+        del self._opened[file]
+
+    def sees_host_pids(self) -> bool:
+        """Return whether this PID namespace is the host's."""
+        return current(self._state_file).pid_namespace_is_host
+
+    @property
+    def left_open(self) -> int:
+        """Return how many descriptors are open."""
+        return len(self._opened)
+
+    def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
+        """Answer one ioctl as the driver does: a status in the argument, results in the parameters."""
+        client, thing, command, _, _, size, _ = ARGUMENT.unpack(argument)
+        if request == RM_ALLOC:
+            status = OK
+            argument[8:12] = _NEWEST.to_bytes(4, "little")
+        elif request != RM_CONTROL or size != len(parameters):
+            status = INVALID_PARAM_STRUCT
+        else:
+            status = self._control(self._opened[file], client, thing, command, parameters)
+        argument[28:32] = status.to_bytes(4, "little")
+
+    def _control(self, pid: int, client: int, thing: int, command: int, parameters: bytearray) -> int:
+        # A scan asks thousands of times: the state is read once for it, and again after each change.
+        state = self._state if self._state is not None else current(self._state_file)
+        if client != client_of(state, pid):
+            return INVALID_CLIENT
+        forced = state.channel_statuses.get(hex(command))
+        if forced is not None:
+            return forced
+        call = _CALLS.get(command)
+        if call is None:
+            return NOT_SUPPORTED
+        if command not in {SET_TIMESLICE, DISABLE_CHANNELS}:
+            return call(state, pid, thing, parameters)
+        with changing(self._state_file) as (changed, _):
+            status = call(changed, pid, thing, parameters)
+        self._state = current(self._state_file)
+        return status
+
+
+class _Process:
+    def __init__(self, files: SimulatedFiles, state: SimulatedHostState, identity: Identity) -> None:
+        self._files, self._state, self.identity = files, state, identity
+
+    def numbers(self) -> list[int]:
+        owner = owner_of(self._state, self.identity.pid)
+        if self._state.channel_fault == "wsl":
+            raise Refused("wsl")
+        if owner is None or (isinstance(owner, SimulatedProcess) and not (owner.gpu_uuid and on_gpu(owner))):
+            return []
+        self._permit(owner)
+        return [_DESCRIPTOR]
+
+    def inherited(self, number: int) -> bool:  # noqa: ARG002 - as the kernel's
+        return False
+
+    def duplicate(self, number: int) -> int:
+        owner = owner_of(self._state, self.identity.pid)
+        if owner is None or number != _DESCRIPTOR:
+            raise Refused("stale", os.strerror(9))
+        self._permit(owner)
+        if self._state.channel_fault == "forged":
+            raise Refused("forged", str(number))
+        return self._files.opened(self.identity.pid)
+
+    def _permit(self, owner: Owner) -> None:
+        if self._state.uid not in {0, owner.uid}:
+            raise Refused("other_user")
+        if self._state.channel_fault in {"seccomp", "ptrace_scope", "no_ptrace"}:
+            raise Refused(self._state.channel_fault, "1" if self._state.channel_fault == "ptrace_scope" else "")
+
+
+def owner_of(state: SimulatedHostState, pid: int) -> Owner | None:
+    """Return the process, or the MPS server, with this PID."""
+    servers = (server for daemon in state.daemons for server in daemon.servers)
+    everybody: Iterator[Owner] = iter([*state.processes, *servers])
+    return next((one for one in everybody if one.pid == pid), None)
+
+
+def client_of(state: SimulatedHostState, pid: int) -> int | None:
+    """Return the handle of a process's client; None: there is no such process."""
+    if owner_of(state, pid) is None:
+        return None
+    return CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
+
+
+def _identity(state: SimulatedHostState, pid: int) -> Identity | None:
+    if pid < FIRST_SIMULATED_PID:
+        return identity_of(pid)
+    for daemon in state.daemons:
+        if any(server.pid == pid for server in daemon.servers):
+            return Identity(pid, round(daemon.started_at * 100))
+    owner = owner_of(state, pid)
+    return Identity(pid, round(owner.started_at * 100)) if isinstance(owner, SimulatedProcess) else None
+
+
+def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
+    client = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
+    return {**_OBJECTS, _MPS_OBJECT: (CLASS_MPS, 0)} if client else _OBJECTS
+
+
+def _info(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    asked, index, _ = INFO.unpack(parameters)
+    client = client_of(state, pid) or 0
+    kind, parent = _objects(owner_of(state, pid)).get(asked, (None, 0))
+    if asked == client:
+        kind, parent = CLASS_ROOT_CLIENT, 0
+    if thing != client or kind is None:
+        return OBJECT_NOT_FOUND
+    if index not in {PARENT, CLASS}:
+        return INVALID_ARGUMENT
+    INFO.pack_into(parameters, 0, asked, index, kind if index == CLASS else parent or client)
+    return OK
+
+
+def _child(_state: SimulatedHostState, _pid: int, _thing: int, parameters: bytearray) -> int:
+    parent, kind, _ = CHILD.unpack(parameters)
+    if kind != INTERNAL_DEVICE:
+        return OBJECT_NOT_FOUND
+    CHILD.pack_into(parameters, 0, parent, kind, _DEVICE)
+    return OK
+
+
+def _read(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    owner = owner_of(state, pid)
+    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
+        return OBJECT_NOT_FOUND
+    default = DEFAULT_SLICE_US if thing == COMPUTE_GROUP else DEFAULT_SLICE_US // 2
+    SLICE.pack_into(parameters, 0, owner.slices.get(_name(thing), default))
+    return OK
+
+
+def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    owner = owner_of(state, pid)
+    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
+        return OBJECT_NOT_FOUND
+    wanted = int(SLICE.unpack(parameters)[0])
+    if wanted == 0:
+        return INVALID_ARGUMENT
+    owner.slices[_name(thing)] = wanted
+    return OK
+
+
+def _switch(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    owner = owner_of(state, pid)
+    off, count, _, _, _, *lists = DISABLE.unpack(parameters)
+    if owner is None or thing != _SUBDEVICE:
+        return OBJECT_NOT_FOUND
+    clients, channels = lists[:count], lists[CHANNELS_PER_CALL : CHANNELS_PER_CALL + count]
+    if count > CHANNELS_PER_CALL or set(clients) - {client_of(state, pid)} or set(channels) - set(CHANNELS):
+        return INVALID_ARGUMENT
+    for one in _sharing(state, owner):
+        one.channels_off = sorted(
+            set(channels) | set(one.channels_off) if off else set(one.channels_off) - set(channels)
+        )
+    return OK
+
+
+def _sharing(state: SimulatedHostState, owner: Owner) -> list[Owner]:
+    """Return who shares a group: under MPS the server and all its clients (measured: the channels of one stop all)."""
+    server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
+    if server is None:
+        return [owner]
+    together: list[Owner] = [one for one in state.processes if one.mps_server == server]
+    return together + [one for daemon in state.daemons for one in daemon.servers if one.pid == server]
+
+
+def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    if thing != _SUBDEVICE:
+        return OBJECT_NOT_FOUND
+    gpu = _gpu(state, pid)
+    found = [one.pid for one in state.processes if one.gpu_uuid == gpu and on_gpu(one)]
+    found += [server.pid for daemon in state.daemons for server in daemon.servers]
+    found = found[:950]
+    kind, asked, _, *_ = PIDS.unpack(parameters)
+    PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))
+    return OK
+
+
+def _gid(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+    if thing != _SUBDEVICE:
+        return OBJECT_NOT_FOUND
+    uuid = _gpu(state, pid).encode()
+    GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
+    return OK
+
+
+def _gpu(state: SimulatedHostState, pid: int) -> str:
+    owner = owner_of(state, pid)
+    if isinstance(owner, SimulatedProcess):
+        return owner.gpu_uuid
+    daemon = next(daemon for daemon in state.daemons if any(server.pid == pid for server in daemon.servers))
+    return next((device.gpu.uuid for device in daemon_devices(state, daemon)), "")
+
+
+_Call = Callable[[SimulatedHostState, int, int, bytearray], int]
+_CALLS: Final[Mapping[int, _Call]] = {
+    HANDLE_INFO: _info,
+    CHILD_HANDLE: _child,
+    GET_TIMESLICE: _read,
+    SET_TIMESLICE: _set,
+    DISABLE_CHANNELS: _switch,
+    GPU_GET_PIDS: _pids,
+    GPU_GET_GID_INFO: _gid,
+}
+
+
+def _name(group: int) -> str:
+    return "compute" if group == COMPUTE_GROUP else hex(group)
