@@ -24,7 +24,7 @@ from gpushare.host.identity import identity_of
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
 from gpushare.sim.job import speed_of
-from gpushare.sim.nvml_abi import Handle, Kind, Target
+from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
 from tests.sim import mps
 
@@ -227,7 +227,7 @@ def test_channels_that_are_off_do_nothing_until_they_are_on(
     assert process_of(state_file, pid).channels_off == list(CHANNELS)
     state = state_file.read()
     assert state is not None
-    target = Target(Handle(Kind.GPU, 0), state.gpus[0], model_of(state.gpus[0].model))
+    target = Target(Handle(HandleKind.GPU, 0), state.gpus[0], model_of(state.gpus[0].model))
     assert activity.utilization(state, target) == 0
     assert speed_of(state, process_of(state_file, pid), 50) == 0
     control.enable(found)
