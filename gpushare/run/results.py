@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 DUTY_SECONDS: Final = 0.5
 DUTY_COSTS: Final = "a duty cycle raises production's p99 in each slice, and slows a job of small kernels by more than its share of the time"
 SCHEMA: Final = 1
+# The ways in which a production job and another one share a GPU: time-slices of their own outside MPS, or thread caps under MPS.
+SLICES: Final = "slices"
+CAPS: Final = "caps"
+# Microseconds. The driver takes any value above 0; far longer ones freeze the neighbours.
+_MOST_SLICE_US: Final = 1_000_000
 _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 
@@ -32,6 +37,8 @@ class Tuned:
     """The setting found for an opportunistic job next to one production job, and the conditions of the measurement.
 
     ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
+    ``way`` is `SLICES` or `CAPS`, which is what results of older versions mean. With slices ``threads_percent`` is 100, and a
+    slice of None is the driver's default.
     """
 
     name: str
@@ -52,6 +59,9 @@ class Tuned:
     production_memory_bytes: int | None = None
     production: str | None = None
     opportunistic: str | None = None
+    way: str = CAPS
+    production_slice_us: int | None = None
+    other_slice_us: int | None = None
     schema: int = SCHEMA
 
 
@@ -102,7 +112,9 @@ def _tuned(raw: Any) -> Tuned | None:
     if found is None or (found.production_memory_bytes or 0) < 0:
         return None
     percents = (found.threads_percent, found.duty_percent)
-    return found if all(one is None or 0 < one <= 100 for one in percents) else None
+    slices = (found.production_slice_us, found.other_slice_us)
+    sound = found.way in {SLICES, CAPS} and all(one is None or 0 < one <= _MOST_SLICE_US for one in slices)
+    return found if sound and all(one is None or 0 < one <= 100 for one in percents) else None
 
 
 @dataclass(frozen=True, kw_only=True)
