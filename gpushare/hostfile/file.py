@@ -14,6 +14,9 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
       - {wish: "3g.40gb:4", name: train, users: [alice], mps: {threads: 50}}
     - match: all
       exclusive: true
+    slices:                            # for single processes: `gpushare timeslice keep`
+    - match: {user: alice, command: "*serve.py*"}
+      slice: 16ms                      # or weight: 3, or role: production or opportunistic
 
 Of several entries for one GPU the most specific wins: uuid, index, model, all. `schema.json` accepts the same files as
 `parse.py`; a test keeps them in step.
@@ -32,6 +35,7 @@ from gpushare.inputs import Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
 from gpushare.model import Gpu, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
+from gpushare.timeslice.rules import ProcessMatch, Rule, format_slice
 from gpushare.units import size_option
 
 VERSION: Final = 1
@@ -115,9 +119,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFile:
-    """A whole file. ``shown`` is what it is called in messages."""
+    """A whole file. ``rules`` are for the time-slices of processes. ``shown`` is what it is called in messages."""
 
     entries: tuple[Entry, ...] = ()
+    rules: tuple[Rule, ...] = ()
     shown: str = field(default="gpushare.yaml", compare=False)
 
 
@@ -131,6 +136,10 @@ def text_of(file: HostFile) -> str:
         # Keep the match on one line: people search for it.
         lines.append(f"  - match: {_flow(_match(one.match))}")
         lines += [f"    {line}" for line in yaml_text({one.sharing.value: _sharing(one)}).splitlines()]
+    lines += ["slices:"] if file.rules else []
+    for rule in file.rules:
+        lines.append(f"  - match: {_flow(_process_match(rule.match))}")
+        lines += [f"    {line}" for line in yaml_text(_outcome(rule)).splitlines()]
     return "\n".join(lines) + "\n"
 
 
@@ -146,6 +155,23 @@ def _match(match: Match) -> object:
         return "all"
     values = [int(value) if match.by is Exactness.INDEX else value for value in match.values]
     return {match.by.title: values[0] if len(values) == 1 else values}
+
+
+def _process_match(match: ProcessMatch) -> object:
+    found: dict[str, object] = {}
+    for key, values in match.given().items():
+        written = [int(one) if key == "gpu" and one.isdecimal() else one for one in values]
+        found[key] = written[0] if len(written) == 1 else written
+    return found or "all"
+
+
+def _outcome(rule: Rule) -> dict[str, object]:
+    if rule.role is not None:
+        return {"role": rule.role.value}
+    if rule.slice_us is not None:
+        return {"slice": format_slice(rule.slice_us)}
+    weight = rule.weight or 1
+    return {"weight": int(weight) if weight == int(weight) else weight}
 
 
 def _sharing(entry: Entry) -> object:

@@ -14,6 +14,7 @@ from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, Instance
 from gpushare.inputs import Located, LocatedList, Mark, documents
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
+from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
 from gpushare.units import parse_memory_limit
 
 T = TypeVar("T")
@@ -29,6 +30,14 @@ USER: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}[$]?$(?!\n)"
 UUID: Final = r"^GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$(?!\n)"
 MODEL: Final = r"^[A-Za-z0-9][A-Za-z0-9 ._()+/-]{0,79}$(?!\n)"
 MEMORY: Final = r"^[1-9][0-9]{0,5}(?:M|MiB|G|GiB)$(?!\n)"
+# From 20us to 30ms.
+SLICE: Final = (
+    r"^(?:(?:[2-9][0-9]|[1-9][0-9]{2,3}|[12][0-9]{4}|30000)us"
+    r"|(?:0\.(?:0[2-9][0-9]?|[1-9][0-9]{0,2})|(?:[1-9]|[12][0-9])(?:\.[0-9]{1,3})?|30)ms)$(?!\n)"
+)
+# What is printed, without control characters.
+GLOB: Final = r"^[^\x00-\x1f\x7f-\x9f]{1,200}$(?!\n)"
+CGROUP: Final = r"^/[^\x00-\x1f\x7f-\x9f]{0,500}$(?!\n)"
 LEVELS: Final = {level.title: level for level in TimeSlice}
 PRIORITIES: Final = {level.title: level for level in Priority}
 _SCHEMA: Final = Path(__file__).with_name("schema.json")
@@ -36,6 +45,8 @@ _WAYS: Final = tuple(way.value for way in Sharing)
 _LEAST_THREADS: Final = 0.05
 _MAX_INDEX: Final = 1023
 _MAX_REPLICAS: Final = 1024
+_MAX_RULES: Final = 256
+_OUTCOMES: Final = ("slice", "weight", "role")
 
 
 def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
@@ -52,13 +63,14 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
-    top = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown).fields(
-        "version", "gpus", need=("version", "gpus")
-    )
+    slices = isinstance(raw, dict) and "slices" in raw
+    need = ("version",) if slices else ("version", "gpus")
+    top = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown).fields("version", "gpus", "slices", need=need)
     version = top["version"]
     if isinstance(version.raw, bool) or version.raw != VERSION:
         raise version.wrong(f"is not {VERSION}, the only version")
-    return HostFile(entries=tuple(_entry(one) for one in top["gpus"].items()), shown=shown)
+    entries = tuple(_entry(one) for one in top["gpus"].items()) if "gpus" in top else ()
+    return HostFile(entries=entries, rules=_rules(top["slices"]) if slices else (), shown=shown)
 
 
 def schema_text() -> str:
@@ -275,3 +287,68 @@ def _instance(value: _Value) -> InstanceWish:
 
 def _wish(value: _Value) -> str:
     return value.text(WISH, "a MIG profile: 3g.40gb, 1g.10gb:6, 1g.10gb*2, 1c.3g.40gb")
+
+
+def _rules(value: _Value) -> tuple[Rule, ...]:
+    items = value.items()
+    if len(items) > _MAX_RULES:
+        raise value.wrong(f"has {len(items)} rules, more than {_MAX_RULES}", "merge them: a key takes a list of values")
+    return tuple(map(_rule, items))
+
+
+def _rule(value: _Value) -> Rule:
+    fields = value.fields("match", *_OUTCOMES, need=("match",))
+    outcomes = [key for key in fields if key != "match"]
+    if len(outcomes) != 1:
+        said = " and ".join(outcomes) or "none"
+        raise value.wrong(
+            f"has {said}: it needs exactly one of {', '.join(_OUTCOMES)}", "write for example: slice: 500us"
+        )
+    ((key, how),) = ((key, fields[key]) for key in outcomes)
+    return Rule(
+        match=_process_match(fields["match"]),
+        slice_us=_slice(how) if key == "slice" else None,
+        weight=_weight(how) if key == "weight" else None,
+        role=how.one_of({role.value: role for role in Role}) if key == "role" else None,
+        mark=value.mark,
+    )
+
+
+def _process_match(value: _Value) -> ProcessMatch:
+    if isinstance(value.raw, str):
+        value.one_of({"all": None})
+        return ProcessMatch()
+    fields = value.fields("user", "group", "container", "command", "cgroup", "gpu")
+    if not fields:
+        raise value.wrong("is empty", "name a user, group, container, command, cgroup or gpu; or write: match: all")
+
+    def texts(key: str, pattern: str, meaning: str) -> tuple[str, ...]:
+        return fields[key].one_or_several(lambda one: one.text(pattern, meaning)) if key in fields else ()
+
+    glob = "text without control characters, at most 200; * stands for any, ? for one"
+    return ProcessMatch(
+        users=texts("user", USER, "the name or id (in quotes) of a user"),
+        groups=texts("group", USER, "the name or id (in quotes) of a group"),
+        containers=texts("container", GLOB, glob),
+        commands=texts("command", GLOB, glob),
+        cgroups=texts("cgroup", CGROUP, "the path of a cgroup, which begins with /; * stands for any characters"),
+        gpus=fields["gpu"].one_or_several(_gpu) if "gpu" in fields else (),
+    )
+
+
+def _gpu(value: _Value) -> str:
+    if isinstance(value.raw, str):
+        return value.text(UUID, "the index or the UUID of a GPU")
+    return str(value.whole(0, _MAX_INDEX))
+
+
+def _slice(value: _Value) -> int:
+    text = value.text(SLICE, "a time-slice from 20us to 30ms")
+    return int(text[:-2]) if text.endswith("us") else round(float(text[:-2]) * 1000)
+
+
+def _weight(value: _Value) -> float:
+    number = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
+    if not number or not LEAST_WEIGHT <= value.raw <= MOST_WEIGHT:
+        raise value.wrong(f"is {_short(value.raw)}, not a weight from {LEAST_WEIGHT} to {MOST_WEIGHT}")
+    return float(value.raw)

@@ -19,6 +19,7 @@ from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Mat
 from gpushare.hostfile.parse import parse, read
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
+from gpushare.timeslice.rules import ProcessMatch, Role, Rule
 from gpushare.units import GIB, MIB
 
 UUID = "GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e"
@@ -36,6 +37,13 @@ gpus:
   - {wish: 1c.2g.20gb, timeslice: {replicas: 3}}
 - match: all
   exclusive: true
+slices:
+- match: {user: [alice, "1000"], command: "*serve.py*", gpu: [0, GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e]}
+  slice: 16ms
+- match: {container: "vllm-*", cgroup: /kubepods.slice/*}
+  weight: 2.5
+- match: all
+  role: opportunistic
 """
 
 # -- written and read back ---------------------------------------------------------------------------
@@ -104,7 +112,25 @@ entries = st.one_of(
     st.builds(Entry, match=matches, sharing=st.just(Sharing.MPS), mps=daemons),
     st.builds(Entry, match=matches, sharing=st.just(Sharing.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
 )
-files = st.builds(HostFile, entries=st.lists(entries, max_size=4).map(tuple))
+texts = st.from_regex(r"[ -~]{1,12}", fullmatch=True)
+several = st.lists(st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True), max_size=2, unique=True).map(tuple)
+process_matches = st.builds(
+    ProcessMatch,
+    users=several,
+    groups=several,
+    containers=st.lists(texts, max_size=2, unique=True).map(tuple),
+    commands=st.lists(texts, max_size=2, unique=True).map(tuple),
+    cgroups=st.lists(texts.map(lambda text: f"/{text}"), max_size=2, unique=True).map(tuple),
+    gpus=st.lists(st.integers(0, 1023).map(str) | st.just(UUID), max_size=2, unique=True).map(tuple),
+)
+rules = st.one_of(
+    st.builds(Rule, match=process_matches, slice_us=st.integers(20, 30_000)),
+    st.builds(Rule, match=process_matches, weight=st.integers(1, 28).map(lambda halves: halves / 2)),
+    st.builds(Rule, match=process_matches, role=st.sampled_from(Role)),
+)
+files = st.builds(
+    HostFile, entries=st.lists(entries, max_size=4).map(tuple), rules=st.lists(rules, max_size=3).map(tuple)
+)
 
 
 @given(files)
@@ -126,6 +152,51 @@ def test_a_whole_file() -> None:
     assert [one.wish for one in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
     assert str(third.mig[1].mark) == "10:5"
     assert str(third.mark) == "7:3"
+    assert [rule.microseconds for rule in file.rules] == [16_000, 5120, 500]
+    assert [rule.outcome for rule in file.rules] == ["16ms", "weight 2.5", "role opportunistic"]
+    assert str(file.rules[1].match) == "container vllm-*, cgroup /kubepods.slice/*"
+    assert file.rules[0].match.gpus == ("0", UUID)
+
+
+def test_a_file_with_rules_alone() -> None:
+    file = parse("version: 1\nslices: [{match: all, slice: 0.5ms}]\n")
+    assert (file.entries, [rule.slice_us for rule in file.rules]) == ((), [500])
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("{match: all}", "2:10: item 1 of 'slices' has none: it needs exactly one of slice, weight, role"),
+        ("{match: all, slice: 1ms, role: production}", "has slice and role: it needs exactly one"),
+        ("{slice: 1ms}", "2:10: item 1 of 'slices' lacks the key 'match'"),
+        ("{match: {}, slice: 1ms}", "2:18: 'match' is empty"),
+        ("{match: alice, slice: 1ms}", "'match' is 'alice', not one of: all"),
+        ("{match: {usr: alice}, slice: 1ms}", "2:19: 'match' has an unknown key 'usr'"),
+        ("{match: {user: 1000}, slice: 1ms}", "'user' is 1000, not the name or id (in quotes) of a user"),
+        ("{match: {command: []}, slice: 1ms}", "'command' is empty"),
+        ('{match: {command: "a\\nb"}, slice: 1ms}', "is 'a\\nb', not text without control characters"),
+        ("{match: {cgroup: kubepods}, slice: 1ms}", "'cgroup' is 'kubepods', not the path of a cgroup"),
+        ("{match: {gpu: -1}, slice: 1ms}", "'gpu' is -1, not a whole number from 0 to 1023"),
+        ("{match: all, slice: 19us}", "2:30: 'slice' is '19us', not a time-slice from 20us to 30ms"),
+        ("{match: all, slice: 31ms}", "is '31ms', not a time-slice from 20us to 30ms"),
+        ("{match: all, slice: 500}", "is 500, not a time-slice from 20us to 30ms"),
+        ("{match: all, weight: 0.4}", "is 0.4, not a weight from 0.5 to 14"),
+        ("{match: all, weight: .nan}", "is nan, not a weight from 0.5 to 14"),
+        ("{match: all, role: best}", "is 'best', not one of: production, opportunistic"),
+    ],
+)
+def test_a_wrong_rule_is_said_with_its_place(rule: str, said: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse(f"version: 1\nslices: [{rule}]\n")
+    assert said in caught.value.message
+    assert caught.value.message.startswith("gpushare.yaml:2:")
+    assert caught.value.hint
+
+
+def test_an_unknown_key_of_a_rule_is_corrected() -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse("version: 1\nslices: [{match: {comand: x}, slice: 1ms}]\n")
+    assert caught.value.hint == "did you mean 'command'?"
 
 
 # -- errors, each with its place ---------------------------------------------------------------------
@@ -270,6 +341,13 @@ WORDS = [
     "h100",
     "bob",
     "-x",
+    "19us",
+    "500us",
+    "0.02ms",
+    "30.5ms",
+    "16ms",
+    "/a*",
+    "production",
 ]
 LINES = ("", "4G\n", "train\n", UUID, f"{UUID}\n")
 GROUPS = (
@@ -283,6 +361,8 @@ GROUPS = (
     {"level": "long"},
     {"replicas": 2},
     {"threads": 0.04},
+    {"user": "bob"},
+    {"command": "*", "gpu": [0]},
 )
 JUNK = st.sampled_from([None, True, False, *NUMBERS, *WORDS, *LINES, *GROUPS])
 KEYS = st.sampled_from(
@@ -306,6 +386,16 @@ KEYS = st.sampled_from(
         "wish",
         "name",
         "unknown",
+        "slices",
+        "user",
+        "group",
+        "container",
+        "command",
+        "cgroup",
+        "gpu",
+        "slice",
+        "weight",
+        "role",
     ]
 )
 

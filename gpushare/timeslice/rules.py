@@ -1,0 +1,223 @@
+"""The rules for time-slices of a host: which process gets which slice. Pure.
+
+A rule of ``gpushare.yaml`` names processes and gives them a slice, a weight or a role. The first rule that matches a process
+wins. A command line, or a cgroup that its user owns, is what a user says about itself: a rule that relies on it alone never
+raises a share. Such a rule gives at most the slice that the process had, and at most what the rules below would give.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from gpushare.inputs import Mark
+
+if TYPE_CHECKING:
+    from gpushare.model import Gpu
+
+# One weight: the slice of a compute group on an H100 and an H200 (driver 580).
+SLICE_PER_WEIGHT_US: Final = 2048
+LEAST_US: Final = 20
+MOST_US: Final = 30_000
+# Weights below it lose their slice to the switch (measured: from 500 us down); above it a slice is longer than 30 ms.
+LEAST_WEIGHT: Final = 0.5
+MOST_WEIGHT: Final = 14
+# A glob looks at this much of a command line.
+MOST_CHARACTERS: Final = 4096
+
+
+class Role(str, Enum):
+    """What a process is next to others on its GPU; each role has its slice."""
+
+    PRODUCTION = "production"
+    OPPORTUNISTIC = "opportunistic"
+
+    @property
+    def microseconds(self) -> int:
+        return 16_000 if self is Role.PRODUCTION else 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMatch:
+    """Which processes a rule is for: those that fit one value of each kind that is given. None given: all.
+
+    Users and groups are names or ids; ``containers``, ``commands`` and ``cgroups`` are globs (``*`` and ``?``); ``gpus`` are
+    indexes or UUIDs.
+    """
+
+    users: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    cgroups: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    def given(self) -> dict[str, tuple[str, ...]]:
+        """Return the values by key of the file."""
+        found = {
+            "user": self.users,
+            "group": self.groups,
+            "container": self.containers,
+            "command": self.commands,
+            "cgroup": self.cgroups,
+            "gpu": self.gpus,
+        }
+        return {key: values for key, values in found.items() if values}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {' or '.join(values)}" for key, values in self.given().items()) or "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule: its processes, and exactly one of slice (microseconds), weight and role."""
+
+    match: ProcessMatch = field(default_factory=ProcessMatch)
+    slice_us: int | None = None
+    weight: float | None = None
+    role: Role | None = None
+    mark: Mark = field(default=Mark(), compare=False)
+
+    @property
+    def microseconds(self) -> int:
+        if self.role is not None:
+            return self.role.microseconds
+        return self.slice_us if self.slice_us is not None else round((self.weight or 1) * SLICE_PER_WEIGHT_US)
+
+    @property
+    def outcome(self) -> str:
+        """Return what it gives, as the file has it."""
+        if self.role is not None:
+            return f"role {self.role.value}"
+        return format_slice(self.microseconds) if self.slice_us is not None else f"weight {self.weight:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What tells a process apart for the rules; unknown is None.
+
+    ``uid`` and ``gids`` are what the kernel knows. ``of_root``: the cgroup, and each one above it, belongs to root, so that
+    only root has put the process there; that counts for ``container`` as well, which is read from the cgroup.
+    """
+
+    uid: int | None
+    gids: frozenset[int] = frozenset()
+    container: str | None = None
+    command: str | None = None
+    cgroup: str | None = None
+    of_root: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """The ids of the users and groups that rules name."""
+
+    users: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What the rules say about one process on one GPU.
+
+    ``microseconds`` is the slice to set; ``limited`` is what keeps it below the slice of the rule, or None.
+    """
+
+    rule: Rule
+    microseconds: int
+    limited: str | None = None
+
+
+def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, default_us: int) -> Decision | None:
+    """Return what the first rule that matches gives a process on a GPU; None: no rule matches.
+
+    ``default_us`` is the slice that the process had before anybody changed it.
+    """
+    for number, rule in enumerate(rules):
+        kinds = _matching(rule.match, names, origin, gpu)
+        if kinds is None:
+            continue
+        wanted = rule.microseconds
+        if _is_trusted(kinds, origin):
+            return Decision(rule=rule, microseconds=wanted)
+        below = decide(rules[number + 1 :], names, origin, gpu, default_us)
+        most = default_us if below is None else min(default_us, below.microseconds)
+        if wanted <= most:
+            return Decision(rule=rule, microseconds=wanted)
+        why = (
+            "the slice that it had"
+            if below is None or default_us <= below.microseconds
+            else f"the rule {below.rule.mark}"
+        )
+        return Decision(rule=rule, microseconds=most, limited=why)
+    return None
+
+
+def _is_trusted(kinds: Iterable[str], origin: Origin) -> bool:
+    """Return whether what a rule relies on is known from the kernel or from root, not from the user."""
+    kinds = set(kinds)
+    # A rule for all processes, or all of a GPU, relies on nothing that a process says.
+    said = kinds & {"command", "cgroup", "container"}
+    placed = origin.of_root and bool(said & {"cgroup", "container"})
+    return not said or placed or bool(kinds & {"user", "group"})
+
+
+def _matching(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
+    """Return the kinds of values that a match names, if the process fits all of them."""
+    given = match.given()
+    for kind, values in given.items():
+        if kind == "user":
+            fits = origin.uid is not None and any(names.users.get(one) == origin.uid for one in values)
+        elif kind == "group":
+            fits = any(names.groups.get(one) in origin.gids for one in values)
+        elif kind == "gpu":
+            here = {str(gpu.index), (gpu.uuid or "").lower()}
+            fits = any(one.lower() in here for one in values)
+        else:
+            text = getattr(origin, kind)
+            fits = text is not None and any(fits_glob(one, text) for one in values)
+        if not fits:
+            return None
+    return list(given)
+
+
+def fits_glob(glob: str, text: str) -> bool:
+    """Return whether a glob (``*`` any characters, ``?`` one) fits a whole text, of which the first 4096 count.
+
+    Takes at most (length of the glob) x (length of the text) steps, whatever both are: the parts between the stars are
+    searched from left to right, and never again.
+    """
+    text = text[:MOST_CHARACTERS]
+    first, *more = glob.split("*")
+    if not more:
+        return len(first) == len(text) and _part(first).match(text) is not None
+    *middle, last = more
+    if len(first) + len(last) > len(text) or _part(first).match(text) is None:
+        return False
+    end = len(text) - len(last)
+    at = len(first)
+    for part in middle:
+        found = _part(part).search(text, at, end)
+        if found is None:
+            return False
+        at = found.end()
+    return _part(last).match(text, end) is not None
+
+
+@lru_cache(maxsize=1024)
+def _part(part: str) -> re.Pattern[str]:
+    return re.compile(".".join(re.escape(one) for one in part.split("?")), re.DOTALL)
+
+
+def needs(rules: Iterable[Rule], kind: str) -> bool:
+    """Return whether a rule looks at this kind of value: only then is it read."""
+    return any(kind in rule.match.given() for rule in rules)
+
+
+def format_slice(microseconds: int) -> str:
+    """Return a slice as a file has it: ``500us``, ``16ms``."""
+    return f"{microseconds // 1000}ms" if microseconds % 1000 == 0 else f"{microseconds}us"
