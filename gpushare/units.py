@@ -126,6 +126,31 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+_SLICE: Final = r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*(us|µs|ms|s)\s*"
+_MICROSECONDS: Final = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+_MAX_SLICE_US: Final = 1_000_000
+
+
+def parse_slice(text: str) -> int:
+    """Return a time-slice in whole microseconds: ``500us``, ``2.5ms``. The caller checks its own range.
+
+    Raises:
+        BadUsage: not a time with its unit, 0, or longer than a second.
+    """
+    match = re.fullmatch(_SLICE, text, re.IGNORECASE | re.ASCII)
+    value = round(float(match[1]) * _MICROSECONDS[match[2].lower()]) if match is not None else 0
+    if not 0 < value <= _MAX_SLICE_US:
+        raise BadUsage(
+            f"{quoted(text)} is not a time-slice", "give a time with its unit: 500us, 16ms", code="bad_slice"
+        )
+    return value
+
+
+def format_slice(microseconds: int) -> str:
+    """Return a time-slice as `parse_slice` takes it: ``500us``, ``16ms``."""
+    return f"{microseconds}us" if microseconds % 1000 else f"{microseconds // 1000}ms"
+
+
 def mps_memory(size_bytes: int) -> str:
     """Return the size as the MPS control daemon takes it: whole M."""
     return f"{size_bytes // MIB}M"

@@ -117,6 +117,24 @@ def test_a_duration_has_its_unit(text: str, seconds: float) -> None:
     assert units.parse_seconds(text) == seconds
 
 
+@pytest.mark.parametrize(
+    ("text", "microseconds", "again"),
+    [("500us", 500, "500us"), ("2.5ms", 2500, "2500us"), (" 16 MS ", 16000, "16ms"), ("2048µs", 2048, "2048us")],
+)
+def test_a_time_slice_has_its_unit(text: str, microseconds: int, again: str) -> None:
+    assert units.parse_slice(text) == microseconds
+    assert units.format_slice(microseconds) == again
+
+
+@pytest.mark.parametrize(
+    "text", ["500", "0us", "0.4us", "2s", "-1ms", "nan us", "1e3us", "us", "1,5ms", "٣us", "9" * 5000]
+)
+def test_what_is_no_time_slice(text: str) -> None:
+    with pytest.raises(BadUsage) as raised:
+        units.parse_slice(text)
+    assert raised.value.code == "bad_slice"
+
+
 @given(NASTY)
 def test_any_text_is_a_finite_duration_or_bad_usage(text: str) -> None:
     try:
