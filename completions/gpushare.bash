@@ -293,8 +293,8 @@ _gpushare_node() {
       positional='sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
       ;;
     'sim add')
-      options='-g --gpu --memory --sm --name --user --queue --graphics --mps --mig --holder --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --memory --sm --name --user --queue --mig --host -o --output'
+      options='-g --gpu --memory --sm --name --user --queue --graphics --mps --mig --command --container --holder --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --memory --sm --name --user --queue --mig --command --container --host -o --output'
       ;;
     'sim end')
       options='--signal --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -234,6 +234,8 @@ function __gpushare_valued
             return 0
         case --queue
             return 0
+        case --container
+            return 0
         case --signal
             return 0
     end
@@ -960,6 +962,8 @@ complete -c gpushare -n '__gpushare_at sim add' -l queue -x -d 'Duration of its 
 complete -c gpushare -n '__gpushare_at sim add' -l graphics -d 'A graphics process.'
 complete -c gpushare -n '__gpushare_at sim add' -l mps -d 'A client of gpushare\'s MPS daemon on that GPU.'
 complete -c gpushare -n '__gpushare_at sim add' -l mig -x -a '(__gpushare_asked @instances)' -d 'MIG UUID or GPU instance id.'
+complete -c gpushare -n '__gpushare_at sim add' -l command -x -d 'Its command line. [default: its program]'
+complete -c gpushare -n '__gpushare_at sim add' -l container -x -d 'Its container.'
 complete -c gpushare -n '__gpushare_at sim add' -l holder -d 'It has no CUDA context, only open device nodes.'
 complete -c gpushare -n '__gpushare_at sim add' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim add' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'

@@ -269,6 +269,10 @@ def add(
     instance: Annotated[
         str | None, typer.Option("--mig", metavar="INSTANCE", help="MIG UUID or GPU instance id.")
     ] = None,
+    command: Annotated[
+        str | None, typer.Option("--command", metavar="LINE", help="Its command line. [default: its program]")
+    ] = None,
+    container: Annotated[str | None, typer.Option("--container", metavar="ID", help="Its container.")] = None,
     holder: Annotated[bool, typer.Option("--holder", help="It has no CUDA context, only open device nodes.")] = False,
 ) -> Any:
     """Put a simulated process on a simulated GPU and print its PID.
@@ -310,6 +314,8 @@ def add(
         mig=instance,
         environment=environment,
         holder=holder,
+        command_line=() if command is None else command.split(),
+        container=container,
     )
     return Result(command="sim add", data={"pid": pid}, text=str(pid))
 

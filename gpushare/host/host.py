@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.channels import ChannelControl
     from gpushare.host.machine import Machine
+    from gpushare.host.origin import Origin
 
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
 SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
@@ -39,6 +40,12 @@ def _local_channels() -> ChannelControl:
     from gpushare.host.channels import ChannelControl
 
     return ChannelControl()
+
+
+def _local_origin(pid: int, *, command: bool = True) -> Origin | None:
+    from gpushare.host.origin import origin_of
+
+    return origin_of(pid, command=command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,8 @@ class Host:
     machine: Machine = field(default_factory=_local_machine)
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
     open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
+    # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
+    origin: Callable[..., Origin | None] = field(default=_local_origin)
     shared_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
 

@@ -119,6 +119,11 @@ def add_process(
     environment: Mapping[str, str] | None = None,
     catches: Sequence[int] = (signals.SIGINT,),
     holder: bool = False,
+    command_line: Sequence[str] = (),
+    container: str | None = None,
+    gids: Sequence[int] = (),
+    cgroup: str | None = None,
+    cgroup_of_root: bool = False,
 ) -> int:
     """Put a simulated process on a GPU and return its PID.
 
@@ -145,7 +150,7 @@ def add_process(
             user=user or user_name(uid),
             uid=uid,
             started_at=now(),
-            command_line=[name],
+            command_line=[*command_line] or [name],
             environment=given,
             memory_bytes=memory_bytes,
             sm_percent=sm_percent,
@@ -153,6 +158,10 @@ def add_process(
             graphics=graphics,
             catches=list(catches),
             open_files=opened,
+            container=container,
+            gids=list(gids),
+            cgroup=cgroup,
+            cgroup_of_root=cgroup_of_root,
         )
         state.processes.append(process)
         if not graphics and not holder:

@@ -29,6 +29,7 @@ from gpushare.units import MIB
 
 if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
+    from gpushare.host.origin import Origin
     from gpushare.sim.mps_servers import LogLine
 
 
@@ -173,6 +174,23 @@ class SimulatedProcesses:
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
         return True
+
+    def origin(self, pid: int, *, command: bool = True) -> Origin | None:
+        """Return where a process comes from; a real one that runs here has the simulated user."""
+        from gpushare.host.origin import MOST_OF_COMMAND, Origin, origin_of
+
+        process = _find(current(self._state_file), pid)[2]
+        if process is None:
+            return origin_of(pid, command=command) if pid < FIRST_SIMULATED_PID else None
+        return Origin(
+            uid=process.uid,
+            gids=frozenset(process.gids),
+            container=process.container,
+            command=" ".join(process.command_line)[:MOST_OF_COMMAND] if command else None,
+            cgroup=process.cgroup,
+            of_root=process.cgroup_of_root,
+            started=round(process.started_at * 100),
+        )
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal; a simulated one ignores none."""

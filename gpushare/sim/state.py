@@ -115,6 +115,10 @@ class SimulatedProcess:
     queue_seconds: float = 0.0
     graphics: bool = False
     container: str | None = None
+    gids: list[int] = field(default_factory=list)
+    cgroup: str | None = None
+    # Only root has put it there.
+    cgroup_of_root: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     # Not None: a client of the MPS daemon with this PID.

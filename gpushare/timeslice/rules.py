@@ -14,6 +14,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ MOST_US: Final = 30_000
 # Weights below it lose their slice to the switch (measured: from 500 us down); above it a slice is longer than 30 ms.
 LEAST_WEIGHT: Final = 0.5
 MOST_WEIGHT: Final = 14
-# A glob looks at this much of a command line.
+# Characters of a text that a glob looks at: `origin` reads as much of a command line.
 MOST_CHARACTERS: Final = 4096
 
 
@@ -94,22 +95,6 @@ class Rule:
         if self.role is not None:
             return f"role {self.role.value}"
         return format_slice(self.microseconds) if self.slice_us is not None else f"weight {self.weight:g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What tells a process apart for the rules; unknown is None.
-
-    ``uid`` and ``gids`` are what the kernel knows. ``of_root``: the cgroup, and each one above it, belongs to root, so that
-    only root has put the process there; that counts for ``container`` as well, which is read from the cgroup.
-    """
-
-    uid: int | None
-    gids: frozenset[int] = frozenset()
-    container: str | None = None
-    command: str | None = None
-    cgroup: str | None = None
-    of_root: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""Where a process comes from, and whether only root can have put it into its cgroup."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.identity import identity_of
+from gpushare.host.origin import MOST_OF_COMMAND, _cgroup, is_of_root, origin_of
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+USER = 65534
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "two\nlines", "x" * (100 << 10), "x" * (100 << 10)]
+    with subprocess.Popen(words) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_a_process_of_ours(sleeper: int) -> None:
+    origin, identity = origin_of(sleeper), identity_of(sleeper)
+    assert origin is not None
+    assert identity is not None
+    assert (origin.uid, origin.started) == (os.getuid(), identity.started)
+    assert origin.gids >= {os.getgid(), *os.getgroups()}
+    assert origin.command is not None
+    assert len(origin.command) <= MOST_OF_COMMAND
+    assert "time.sleep(60) two\nlines xxx" in origin.command
+
+
+def test_the_command_line_is_read_only_when_it_is_asked_for(sleeper: int) -> None:
+    origin = origin_of(sleeper, command=False)
+    assert origin is not None
+    assert origin.command is None
+
+
+def test_no_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        assert origin_of(process.pid) is None
+
+
+def cgroups(tmp_path: Path, path: str) -> Path:
+    root = tmp_path / "cgroup"
+    at = root
+    for name in ["", *path.split("/")]:
+        at = at / name
+        at.mkdir(mode=0o755, exist_ok=True)
+        (at / "cgroup.procs").touch(mode=0o644)
+        (at / "cgroup.threads").touch(mode=0o644)
+    (root / "cgroup.controllers").touch()
+    return root
+
+
+@as_root
+def test_a_cgroup_of_root(tmp_path: Path) -> None:
+    root = str(cgroups(tmp_path, "system.slice/vllm.service"))
+    assert is_of_root(root, "/system.slice/vllm.service")
+    assert is_of_root(root, "/")
+    assert not is_of_root(root, "/system.slice/gone.service")
+    assert not is_of_root(root, "/../other")
+    assert not is_of_root(root, "/system.slice/../system.slice")
+
+
+@as_root
+@pytest.mark.parametrize("owned", ["a", "a/b", "a/b/cgroup.procs", "a/b/cgroup.threads"])
+def test_a_delegated_cgroup_is_not_of_root(owned: str, tmp_path: Path) -> None:
+    root = cgroups(tmp_path, "a/b")
+    assert is_of_root(str(root), "/a/b")
+    os.chown(root / owned, USER, -1)
+    assert not is_of_root(str(root), "/a/b")
+
+
+@as_root
+@pytest.mark.parametrize("opened", ["a", "a/b", "a/b/cgroup.procs"])
+def test_a_cgroup_that_others_may_write_is_not_of_root(opened: str, tmp_path: Path) -> None:
+    root = cgroups(tmp_path, "a/b")
+    os.chmod(root / opened, 0o777)  # noqa: S103 - that is the point
+    assert not is_of_root(str(root), "/a/b")
+
+
+@as_root
+def test_a_link_is_no_cgroup(tmp_path: Path) -> None:
+    root = cgroups(tmp_path, "a/b")
+    (root / "c").symlink_to(root / "a")
+    assert not is_of_root(str(root), "/c/b")
+
+
+def test_the_cgroup_of_each_version(tmp_path: Path) -> None:
+    text = "4:memory:/evil\n1:name=systemd:/system.slice/a.service\n0::/b\n"
+    assert _cgroup(text, str(tmp_path)) == (f"{tmp_path}/systemd", "/system.slice/a.service")
+    (tmp_path / "cgroup.controllers").touch()
+    assert _cgroup(text, str(tmp_path)) == (str(tmp_path), "/b")
+    assert _cgroup("", str(tmp_path)) == (str(tmp_path), None)
