@@ -52,7 +52,7 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
         Resident(
             pid=process.pid,
             memory_bytes=process.memory_bytes,
-            sm_percent=process.sm_percent if is_busy(process, at) else 0,
+            sm_percent=process.sm_percent * process.busy_percent / 100 if is_busy(process, at) else 0,
             graphics=process.graphics,
             mps_client=process.mps_daemon is not None,
             gpu_instance_id=process.gpu_instance_id,

@@ -111,6 +111,9 @@ class SimulatedProcess:
     sm_percent: int = 0
     # Percent of the memory's bandwidth that it draws; None: what its work on the SMs draws, see `activity.bandwidth`.
     bandwidth_percent: int | None = None
+    # Percent of the time in which it has work, and how long a request of it takes; see `job`.
+    busy_percent: float = 100.0
+    request_ms: float | None = None
     # Work launched ahead: how long the GPU is still busy after the process stops launching (seconds).
     queue_seconds: float = 0.0
     graphics: bool = False

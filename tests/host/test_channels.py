@@ -304,9 +304,9 @@ def test_under_mps_one_clients_channels_stop_all_clients_and_the_scan_says_mps(s
     assert first.mps_server is not None
     server = control.find(first.mps_server)
     assert not server.under_mps
-    control.set_slice(server, 500)
+    control.set_slice(server, 1000)
     outside = admin.add_process(SPEC)
-    assert speed_of(host.state, host.process(outside), 100) == pytest.approx(2048 / 2548)
+    assert speed_of(host.state, host.process(outside), 100) == pytest.approx(2048 / 3048)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.sim import activity, admin
-from gpushare.sim.job import _target, speed_of
+from gpushare.sim.job import _target, pace_of, speed_of
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
 SPEC = "sim:h200"
@@ -155,3 +155,60 @@ def test_what_does_not_fit_is_refused(capfd: pytest.CaptureFixture[str]) -> None
     assert "CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
     assert main(["--host", SPEC, "run", "--memory", "1G", "--", *words, "--footprint", "2G"]) == 1
     assert "CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
+
+
+def slices(production: SimulatedProcess, other: SimulatedProcess, mine: int, its: int) -> None:
+    """Set the slices of both, in microseconds."""
+    production.slices, other.slices = {"compute": mine}, {"compute": its}
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "p99"),
+    # Measured on an H200: 2.2x, 1.7x, 1.45x, 1.31x, 1.28x.
+    [(2048, 1000, 2.25), (2048, 500, 1.75), (2048, 200, 1.45), (2048, 100, 1.35), (2048, 50, 1.3), (16000, 50, 1.3)],
+)
+def test_a_request_waits_for_one_slice_of_the_other_and_a_switch(
+    state: SimulatedHostState, mine: int, its: int, p99: float
+) -> None:
+    production, other = job(state, 95), job(state, 95)
+    production.busy_percent, production.request_ms = 4.0, 1.0
+    slices(production, other, mine, its)
+    assert pace_of(state, production, 95) == (1.0, pytest.approx(p99))
+    # The other works while production has nothing to do.
+    assert speed_of(state, other, 95) == pytest.approx(1 - 0.04 * 1.25)
+
+
+def test_a_request_longer_than_its_slice_waits_again_and_again(state: SimulatedHostState) -> None:
+    production, other = job(state, 95), job(state, 95)
+    production.busy_percent, production.request_ms = 50.0, 5.6
+    slices(production, other, 2048, 500)
+    often = pace_of(state, production, 95)
+    slices(production, other, 16000, 500)
+    once = pace_of(state, production, 95)
+    assert (often.latency, once.latency) == (pytest.approx(1 + 3 * 0.75 / 5.6), pytest.approx(1 + 0.75 / 5.6))
+    assert once.rate == 1.0
+    # What it cannot do in time it does not do: 5.6 ms of each 11.2 ms would take 13.9.
+    slices(production, other, 2048, 2500)
+    assert pace_of(state, production, 95).rate == pytest.approx(11.2 / (5.6 + 3 * 2.75))
+
+
+@pytest.mark.parametrize(("mine", "its"), [(2048, 500), (2048, 50), (16000, 500)])
+def test_of_two_that_always_work_each_gets_its_slice_less_the_switches(
+    state: SimulatedHostState, mine: int, its: int
+) -> None:
+    one, other = job(state, 95), job(state, 95)
+    slices(one, other, mine, its)
+    turn = mine + its + 2 * 250
+    assert [speed_of(state, each, 95) for each in (one, other)] == [
+        pytest.approx(mine / turn),
+        pytest.approx(its / turn),
+    ]
+
+
+def test_under_mps_a_job_with_gaps_suffers_in_its_requests_and_costs_others_little(state: SimulatedHostState) -> None:
+    production, other = job(state, 95, server=9), job(state, 60, server=9)
+    production.busy_percent, production.request_ms = 4.0, 1.0
+    assert pace_of(state, production, 95) == (1.0, pytest.approx(1.55))
+    part = 0.04 * 1.55
+    assert speed_of(state, other, 60) == pytest.approx(1 - part + part / 1.55)
+    assert activity.utilization(state, _target(state, production)) == pytest.approx(95 * 0.04 + 60)
