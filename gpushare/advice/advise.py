@@ -315,9 +315,11 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
     first = [field for field in open_fields if field in _FIRST]
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
+    missing = _not_given(situation) if best.way in CONCURRENT else []
+    numbers = f"not given: {', '.join(missing)}"
     if open_fields:
         level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
-        return level, open_text(open_fields)
+        return level, open_text(open_fields) + (f"; {numbers}" if missing else "")
     if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
         return Confidence.MEDIUM, "its cap was measured on an H200; this GPU may need a different one"
     if any(one.contradiction for one in best.reasons):
@@ -326,9 +328,8 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
         return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
     if any(one.open for one in best.of(Kind.CONDITION)):
         return Confidence.MEDIUM, "its conditions are unconfirmed"
-    missing = _not_given(situation) if best.way in CONCURRENT else []
     if missing:
-        return Confidence.MEDIUM, f"not given: {', '.join(missing)}"
+        return Confidence.MEDIUM, numbers
     return Confidence.HIGH, "all deciding questions are answered"
 
 

@@ -193,16 +193,12 @@ def checked(case: Case) -> Case:
     """Return a case whose users do not contradict each other.
 
     Raises:
-        BadUsage: the same user under several names, or one process of several users.
+        BadUsage: the same user under several names.
     """
     names = sorted({one.user for one in case.workloads if one.user is not None})
     if len(names) > 1 and all(one.same_user for one in case.workloads):
         raise BadCombination(
             f"users: same contradicts the user names {', '.join(names)}", "drop users: the names imply it"
-        )
-    if case.processes == 1 and any(one.same_user is False for one in case.workloads):
-        raise BadCombination(
-            "users: different needs more than one process", "give the number of processes, or drop users"
         )
     return case
 

@@ -220,6 +220,9 @@ def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...
 
 def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
     ones = situation.case.workloads
+    if len(ones) == 1 and len(set(names)) > 1:
+        # Unequal shares: an instance of its own size for each process.
+        return [(name, ones[0], names.count(name)) for name in dict.fromkeys(names)]
     if len(ones) == 1:
         return [(names[0] if names else None, ones[0], ones[0].processes)]
     found: list[tuple[str | None, Workload, int | None]] = []
@@ -787,7 +790,10 @@ def _vgpu(situation: Situation) -> Recipe:
 
 def _measure(situation: Situation) -> Recipe:
     one, processes = situation.case.workloads[0], situation.case.processes
-    ways = "" if situation.case.same_user is not False else " --ways queue,timeslice,mig"
+    shut = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT} and situation.may_be_root is False
+    ways = (
+        " --ways queue,mps" if shut else "" if situation.case.same_user is not False else " --ways queue,timeslice,mig"
+    )
     turns = [one for one in map(situation.in_turns, (Way.TIMESLICE, Way.MPS)) if one is not None]
     processes = min(turns, default=processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"

@@ -249,6 +249,17 @@ def _no_graphics(s: Situation) -> bool | None:
     return False if offers else wanted
 
 
+def _nearest_sizes(s: Situation, way: Way) -> str:
+    """Return the shares that the chosen profiles come to, if they were chosen by the shares."""
+    found, shares = s.slices(way), s.shares(way)
+    if found is None or not found.profiles or not all(share.percent for share in shares):
+        return "choose the profiles nearest to the shares (gpushare mig profiles)"
+    total = sum(one.slices for one in found.profiles)
+    real = ":".join(f"{100 * one.slices / total:.0f}" for one in found.profiles)
+    asked = ":".join(f"{share.percent:g}" for share in shares)
+    return f"{', '.join(one.name for one in found.profiles)} are {real}, asked for are {asked}"
+
+
 def _in_the_way(s: Situation) -> bool | None:
     """Return whether running programs prevent partitioning."""
     if s.gpu.mig_enabled:
@@ -300,7 +311,7 @@ VETOES: Final = (
     _veto("peers-inside", (Way.WHOLE, *CONCURRENT),
         "NCCL and peer-to-peer do not work in a MIG instance", f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
         lambda s: s.gpu.instance is not None and said("nccl", "p2p")(s)),
-    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE, Way.MEASURE),
+    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE),
         "compute mode {mode} admits one process at a time, and only root can change it",
         "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)", _exclusive,
         words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
@@ -359,7 +370,7 @@ VETOES: Final = (
         unknown="only with NVIDIA's vGPU host driver; this driver does not report that it is one"),
     # -- memory and the GPU itself -----------------------------------------------------------------
     _veto("memory-sum", CONCURRENT,
-        "all processes need {needed} of {total}: {short} too much; {most} fit at the same time",
+        "together the processes need {needed} of memory, and the GPU has {total}: {short} too much; {most} fit at the same time",
         "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
         when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False and s.in_turns(way) is None,
         words=_memory_words),
@@ -487,8 +498,9 @@ CONDITIONS: Final = (
         "processes that share GPU memory through CUDA IPC must be in the same instance",
         f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)", said("ipc")),
     _condition("mig-fixed-sizes", ALL_MIG,
-        "instances come in fixed sizes: choose the profiles nearest to the shares (gpushare mig profiles)",
-        f"{_MIG_GUIDE}, profiles", lambda s: s.several and s.case.any("weights")),
+        "instances come in fixed sizes: {how}",
+        f"{_MIG_GUIDE}, profiles", lambda s: s.several and s.case.any("weights"),
+        words=lambda s, way: {"how": _nearest_sizes(s, way)}),
     _condition("mig-sms-short", ALL_MIG,
         "{short}: try whether that is enough", f"{_MIG_GUIDE}, profiles",
         when_way=lambda s, way: bool(s.short_of_sms(way)), words=lambda s, way: {"short": s.short_of_sms(way)}),
@@ -531,7 +543,7 @@ CONDITIONS: Final = (
 
 def _one_process(s: Situation) -> bool:
     processes = s.case.processes
-    return processes == 1 or (processes is None and bool(s.case.any("one_application")))
+    return (processes == 1 and not s.with_others) or (processes is None and bool(s.case.any("one_application")))
 
 
 def _own_code(s: Situation) -> bool:
@@ -611,9 +623,12 @@ PREFERENCES: Final = (
     _for("small-batch", {Way.MPS: 15},
         "small batch jobs: throughput matters", "GKE",
         lambda s: _small(s) and s.case.pattern is Pattern.STEADY and s.case.same_user is not False),
-    _for("latency-own-part", {Way.MIG: 45, Way.WHOLE: 5},
+    _for("latency-own-part", {Way.MIG: 45},
         "latency or QoS of several services: each gets its own SMs and memory",
         "NVIDIA table 2022; GKE; Rafay; CERN", lambda s: s.several and s.case.any("latency") and not s.pair),
+    _for("latency-alone", {Way.WHOLE: 5},
+        "a latency target: a program that has the GPU to itself does not wait for others",
+        "NVIDIA table 2022; measured on an H200", lambda s: s.several and s.case.any("latency") and not s.pair),
     _against("latency-jitter", {Way.TIMESLICE: 20, Way.MIG_TIMESLICE: 20},
         "time-slicing adds jitter: p99 is 2 to 3 times, at worst 5 times, that of a job alone",
         "NVIDIA table 2022; Tally-bench; measured on an H200", said("latency")),
@@ -628,7 +643,9 @@ PREFERENCES: Final = (
         "GKE; NVIDIA; CIP203; CERN; EKS (Red Hat does not recommend it in general)",
         lambda s: s.several and s.idle_often),
     _for("older-or-many", {Way.TIMESLICE: 25},
-        "MIG is not available here for this many users", "NVIDIA GPU Operator", _older),
+        "{why}: time-slicing takes any number of users on any GPU", "NVIDIA GPU Operator", _older,
+        words=lambda s, _: {"why": "this GPU has no MIG" if s.gpu.mig_capable is False
+            else f"there are more users than the {s.instances} MIG instances of this GPU"}),
     _for("groups-together", {Way.MIG_MPS: 125},
         "separate groups with small work in each: one instance per group, MPS inside",
         "NVIDIA blog 2022; GKE; CIP203", lambda s: _groups(s) and not s.idle_often and s.saturating is not True),
@@ -654,7 +671,15 @@ PREFERENCES: Final = (
         "an instance for production keeps its throughput and its p99", "NVIDIA table 2022", lambda s: s.pair),
     _for("production-first", {Way.WHOLE: 20},
         "the other job can wait, or be paused, while production works",
-        "measured on an H200 (only a full pause protects the tail outside MPS)", lambda s: s.pair),
+        "measured on an H200 (only a full pause protects the tail outside MPS)",
+        lambda s: s.pair and s.case.same_user is not False),
+    _for("production-other-users", {Way.TIMESLICE: 25},
+        "the other job belongs to another user and is not to wait until production ends: it is time-sliced with it",
+        "NVIDIA table 2022; measured on an H200",
+        lambda s: s.pair and s.case.same_user is False and s.trusted and s.saturating is not True),
+    _for("joins-others", {Way.TIMESLICE: 45},
+        "programs of other users are on the GPU: a new one is time-sliced with them, and they stay as they are",
+        "NVIDIA MPS guide; NVIDIA table 2022", lambda s: s.with_others and s.trusted and bool(s.gpu.processes)),
     _for("production-fills", {Way.WHOLE: 80},
         "production alone fills the GPU: any share for another job is taken from it; let the other wait",
         "CERN; CIP203; measured on an H200 (two jobs that fill the memory bandwidth always sum to 1.0)",
@@ -695,6 +720,9 @@ PREFERENCES: Final = (
     _for("multi-model", {Way.WHOLE: 40},
         "one server process runs its models next to each other by itself: it needs no other way of sharing",
         "NVIDIA Triton (concurrent model execution)", lambda s: _one_process(s) and s.case.any("multi_model")),
+    _for("multi-model-streams", {Way.STREAMS: 45},
+        "one process with several models whose code can be changed: a stream for each model overlaps their work",
+        "NVIDIA table 2022; NVIDIA blog 2022", lambda s: _own_code(s) and s.case.any("multi_model")),
     _for("resizing", {Way.MPS: 25, Way.TIMESLICE: 10},
         "shares change often: a new limit needs only a restart of the program, time-slicing nothing at all",
         "NVIDIA MPS guide", lambda s: s.several and s.case.any("resizing")),

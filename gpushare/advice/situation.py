@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -156,6 +157,8 @@ class Share:
     memory_bytes: int = 0
     sms: int = 0
     graphics: bool = False
+    # Its part of the GPU where unequal parts are wanted; 0 means equal ones.
+    percent: float = 0.0
 
     def __str__(self) -> str:
         parts = [format_bytes(self.memory_bytes)] if self.memory_bytes else []
@@ -214,6 +217,10 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
         most = _most(room, needed)
         why = f"{len(shares)} instances with {worst} do not fit: {most or 'none'} of {needed.name} would"
         return Slices(why_not=why, most=most)
+    if all(share.percent for share in shares):
+        weighted = _weighted(room, [kinds[share.graphics] for share in shares], shares)
+        if weighted is not None:
+            return Slices(profiles=weighted)
     if len(set(shares)) == 1:
         return Slices(profiles=tuple(_largest_equal(room, kinds[shares[0].graphics], chosen[0], len(shares))))
     return Slices(profiles=tuple(_enlarged(room, [kinds[share.graphics] for share in shares], chosen)))
@@ -266,6 +273,27 @@ def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, co
     ]
     better.sort(key=lambda one: (-(one.multiprocessors or one.slices), one.memory_bytes or 0))
     return [next((one for one in better if _together(room, [one] * count)), least)] * count
+
+
+# So many profiles, each chosen for one share, are tried in every combination.
+_MOST_WEIGHTED: Final = 4
+
+
+def _weighted(room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence[Share]) -> tuple[Profile, ...] | None:
+    """Return the profiles whose compute slices are nearest to the wanted shares, and of those the largest."""
+    if len(shares) > _MOST_WEIGHTED:
+        return None
+    whole = sum(share.percent for share in shares)
+
+    def order(profiles: Sequence[Profile]) -> tuple[float, int, int]:
+        total = sum(one.slices for one in profiles)
+        pairs = zip(profiles, shares, strict=True)
+        error = max(abs(one.slices / total - share.percent / whole) for one, share in pairs)
+        return round(error, 6), -total, sum(one.memory_bytes or 0 for one in profiles)
+
+    fitting = [[one for one in own if _holds(one, share)] for own, share in zip(kinds, shares, strict=True)]
+    choices = sorted(itertools.product(*fitting), key=order)
+    return next((one for one in choices if _together(room, one)), None)
 
 
 def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
@@ -346,8 +374,13 @@ class Situation:
 
     @cached_property
     def several(self) -> bool:
-        """Return whether there are several processes; assumed where the number is unknown."""
-        return (self.case.processes or 2) > 1
+        """Return whether several programs share; assumed where the number is unknown. Other users have programs too."""
+        return (self.case.processes or 2) > 1 or self.with_others
+
+    @cached_property
+    def with_others(self) -> bool:
+        """Return whether one process is to share the GPU with programs of other users, which are not part of the case."""
+        return self.case.processes == 1 and self.case.same_user is False
 
     @cached_property
     def pair(self) -> bool:
@@ -507,7 +540,9 @@ class Situation:
         if way is Way.MIG:
             count = self.case.processes or 2
             if len(ones) == 1:
-                return (_share(ones[0], 1, CONTEXT_BYTES),) * count
+                share = _share(ones[0], 1, CONTEXT_BYTES)
+                parts = ones[0].shares or (0.0,) * count
+                return tuple(replace(share, percent=part) for part in parts)
             return tuple(_share(one, 1, CONTEXT_BYTES) for one in ones for _ in range(one.processes or 1))
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
         if len(ones) > 1:

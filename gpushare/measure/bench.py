@@ -25,6 +25,7 @@ from gpushare.measure.ways import (
     Grounds,
     LeftOut,
     Reasons,
+    one_at_a_time,
     reasons,
     sort_out,
 )
@@ -256,7 +257,7 @@ class Bench:
         way, copies = cell
         settings, before = self._settings, self._clock()
         launches = self._launches(way, copies)
-        clients = (lambda: self._grounds.clients(way)) if way.kind == MPS else None
+        clients = (lambda: self._grounds.clients(way)) if self._grounds.under_mps(way) else None
         instances = self._grounds.gpu_instances(way)
         usage = UsageMeter(
             self._host, self._device, clients=clients, gpu_instances=instances, seen=self._strangers, clock=self._clock
@@ -420,7 +421,18 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
     )
     uncapped = any(way.kind == MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit(host, device) if uncapped else ()
-    return Prepared(settings=settings, left_out=left, why=why, notes=notes)
+    return Prepared(settings=settings, left_out=left, why=why, notes=(*notes, *_clients_all(device, settings)))
+
+
+def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
+    """Return a note if runs without MPS are clients of the MPS server too, as no other program gets in."""
+    kinds = {settings.alone.kind, *(way.kind for way, _ in settings.cells)}
+    if MPS not in kinds or kinds == {MPS} or not one_at_a_time(device):
+        return ()
+    mode = "" if device.gpu.compute_mode is None else device.gpu.compute_mode.title
+    return (
+        f"{device.title} is in compute mode {mode}: its MPS server shuts out other programs, so single runs are its clients too",
+    )
 
 
 def default_limit(host: Host, device: Device) -> tuple[str, ...]:

@@ -171,6 +171,11 @@ def _default_mode(device: Device) -> str:
     return f"allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
 
 
+def one_at_a_time(device: Device) -> bool:
+    """Return whether the compute mode admits one process: while an MPS server runs, only its clients get in."""
+    return device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+
+
 def _outside(device: Device, *, served: bool) -> str | None:
     gpu = device.gpu
     if device.mig is None and gpu.mig_enabled:
@@ -185,11 +190,8 @@ def _outside(device: Device, *, served: bool) -> str | None:
 
 
 def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
-    exclusive = device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-    if exclusive and not served:
-        return (
-            f"in compute mode {_mode(device)}, an MPS server would block the runs without MPS; {_default_mode(device)}"
-        )
+    if device.gpu.compute_mode is ComputeMode.PROHIBITED and not served:
+        return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
     try:
         share = MpsShare(host, device, Limits())
         share.check(program)
@@ -331,8 +333,8 @@ class Grounds:
     def launches(self, way: BenchWay, copies: int, argv: Sequence[str], extra: Mapping[str, str]) -> list[Launch]:
         """Return how to start the copies under a way; ``extra`` are variables of the command itself."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")} | dict(extra)
-        if way.kind == MPS and self._share is not None:
-            limits = Limits(threads_percent=way.cap(copies))
+        if self._share is not None and self.under_mps(way):
+            limits = Limits(threads_percent=way.cap(copies) if way.kind == MPS else None)
             environment = client_environment(base, self._device, self._share.home, limits)
             return [Launch(argv=argv, environment=environment)] * copies
         if way.kind == MIG:
@@ -345,6 +347,10 @@ class Grounds:
         environment = plain_environment(base, self._host, self._device)
         return [Launch(argv=argv, environment=environment)] * copies
 
+    def under_mps(self, way: BenchWay) -> bool:
+        """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
+        return way.kind == MPS or (self._share is not None and way.kind != MIG and one_at_a_time(self._device))
+
     def _device_of(self, place: Place) -> Device:
         make_private_directory(pipe_directory(self._host, place.device))
         return place.device
@@ -355,7 +361,7 @@ class Grounds:
 
     def lost(self, way: BenchWay) -> str | None:
         """Return what a way needs and has lost, or None."""
-        if way.kind != MPS or self._share is None:
+        if self._share is None or not self.under_mps(way):
             return None
         try:
             MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS).servers()
@@ -365,13 +371,13 @@ class Grounds:
 
     def clients(self, way: BenchWay) -> set[int] | None:
         """Return the processes whose sudden end breaks others under a way; None: unknown."""
-        if way.kind != MPS or self._share is None:
+        if self._share is None or not self.under_mps(way):
             return set()
         return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
 
     def meter(self, way: BenchWay) -> Meter | None:
         """Return what measures a drained queue under a way; None where a sudden end breaks no others."""
-        return self._share.meter if way.kind == MPS and self._share is not None else None
+        return self._share.meter if self._share is not None and self.under_mps(way) else None
 
 
 def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:

@@ -51,8 +51,8 @@ def four(**more: Any) -> Example:
     return Example(({**FOUR, **more},))
 
 
-def one(**more: Any) -> Example:
-    return Example(({"processes": 1, **more},))
+def one(facts: dict[str, Any] | None = None, **more: Any) -> Example:
+    return Example(({"processes": 1, **more},), facts=facts or {})
 
 
 OLD = {"compute_capability": (6, 0)}
@@ -120,6 +120,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mig-fixed-sizes": ("mig", four(weights="30:20:20:30"), four()),
     "mig-sms-short": ("mig", of({**FOUR, "processes": 2, "sms": 44}), of({**FOUR, "processes": 2, "sms": 42})),
     "one-engine": ("fix-app", four(replicas=True, cuda_graphs=True), four(replicas=True)),
+    "multi-model-streams": ("streams", one(needs="multi-model", code=True), one(needs="multi-model")),
     "multi-model": ("whole-gpu", of({"needs": "multi-model"}), one()),
     "resizing": ("mps", four(resizing=True), four()),
     "resizing-idle": ("mig", four(resizing=True), four()),
@@ -155,6 +156,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "cooperating": ("mps", four(cooperating=True), four()),
     "small-batch": ("mps", four(pattern="steady"), four(pattern="bursty")),
     "latency-own-part": ("mig", four(latency="20ms"), four(latency="no")),
+    "latency-alone": ("whole-gpu", four(latency="20ms"), four()),
     "latency-jitter": ("timeslice", four(latency="yes"), four()),
     "bandwidth": ("mig", four(bandwidth_qos=True), four()),
     "other-users-production": ("mig", four(users="different"), four()),
@@ -168,7 +170,9 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "production-pair": ("mps-priority", of(*PAIR), four()),
     "production-plain-mps": ("mps", of(*PAIR), four()),
     "production-apart": ("mig", of(*PAIR), four()),
-    "production-first": ("whole-gpu", of(*PAIR), four()),
+    "production-first": ("whole-gpu", of(*PAIR), of({**PAIR[0], "users": "different"}, PAIR[1])),
+    "production-other-users": ("timeslice", of({**PAIR[0], "users": "different"}, PAIR[1]), of(*PAIR)),
+    "joins-others": ("timeslice", one(users="different", facts={"processes": 1}), one(users="different")),
     "production-fills": ("whole-gpu", of({**PAIR[0], "saturating": True}, PAIR[1]), of(*PAIR)),
     "mps-there-already": ("mps", of(facts={"mps_daemons": 1}), of()),
     "production-time": ("timeslice", of(*PAIR), four()),

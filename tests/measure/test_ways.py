@@ -110,7 +110,7 @@ def test_compute_modes(mode: int) -> None:
     found = here()
     assert (found.outside is None) == (mode == 3), "prohibited lets nobody in, exclusive-process one"
     assert "one process at a time" in (found.timeslice or "")
-    assert found.mps is not None
+    assert (found.mps is None) == (mode == 3), "the MPS server is the one process of exclusive-process"
 
 
 def test_left_out_are_named_with_reason() -> None:

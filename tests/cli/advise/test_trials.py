@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare.cli import main
+from gpushare.connect import connect
 
 
 class Terminal(io.StringIO):
@@ -122,7 +123,6 @@ def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
     [
         (("--latency", "0"), "bad_value", "20ms"),
         (("--latency", "fast"), "bad_duration", "yes, none"),
-        (("--processes", "1", "--users", "different"), "bad_combination", "number of processes"),
         (("--memory", "6"), "bad_size", "6G"),
     ],
 )
@@ -218,3 +218,36 @@ def test_each_job_of_a_pair_is_asked_and_said_for_itself(cli: Any, fills: bool) 
         words = ("--production", "1", "--opportunistic", "1", "--users", "same", option)
         assert advice(cli, *words, host="sim:h200")["winner"] == best.way.value
         assert (best.way.value == "whole-gpu") is (fills and field == "production_saturating")
+
+
+def test_one_process_beside_programs_of_other_users(cli: Any) -> None:
+    cli("sim", "add", "--memory", "20G", "--user", "nobody", host="sim:h200").ok()
+    data = advice(cli, "--processes", "1", "--memory", "15G", "--users", "different", host="sim:h200")
+    assert data["winner"] == "timeslice"
+    assert "stay as they are" in data["why"][0]
+
+
+def test_unequal_shares_are_instances_of_unequal_size(cli: Any) -> None:
+    """4g and 2g are 67 and 33 of 100; an instance of each size has its own line."""
+    words = ("--processes", "2", "--memory", "12G", "--users", "different", "--isolation", "full", "--root")
+    data = advice(cli, *words, "--needs", "weights=33:67", host="sim:h100")
+    commands = [one["command"] for one in data["commands"] if one["command"]]
+    assert commands == [
+        "gpushare mig apply -g 0 4g.40gb 2g.20gb",
+        "gpushare run --mig 2g.20gb -- CMD",
+        "gpushare run --mig 4g.40gb -- CMD",
+    ]
+    assert any("2g.20gb, 4g.40gb are 33:67" in one for one in data["conditions"])
+
+
+def test_numbers_that_were_not_given_are_said(cli: Any) -> None:
+    data = advice(cli, "--users", "same", "--no-saturating", host="sim:h200")
+    assert "not given: the number of processes, the memory of a process" in data["confidence_why"]
+
+
+def test_where_only_mps_shares_the_measurement_is_of_mps(cli: Any) -> None:
+    assert connect("sim:h200").programs.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"]).exit_code == 0
+    words = ("--processes", "2", "--memory", "5G", "--users", "same", "--needs", "cuda-graphs", "--no-root")
+    data = advice(cli, *words, host="sim:h200")
+    assert data["winner"] == "measure"
+    assert "--ways queue,mps" in data["commands"][0]["command"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import OperationFailed
-from tests.cli.conftest import Cli
+from tests.cli.conftest import H200, Cli
 
 WAYS = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "2", "--metric", "rate=(.+)")
 
@@ -59,3 +60,17 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
     assert answer.code == 1
     assert answer.json["errors"][0]["message"] == "cannot write it: No space left on device"
     assert {cell["throughput"]["mean"] for cell in answer.json["data"]["cells"]} == {4.0}
+
+
+def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path: Path) -> None:
+    """The MPS server is the one process that the mode admits, so a run outside it would be refused."""
+    assert connect(H200).programs.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"]).exit_code == 0
+    pipes = tmp_path / "pipes"
+    job = f'test -S "$CUDA_MPS_PIPE_DIRECTORY/control" && echo "$CUDA_MPS_PIPE_DIRECTORY" >> {pipes}; echo rate=2'
+    words = ("--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "1", "--metric", "rate=(.+)")
+    data = cli("-o", "json", "bench", *words, "--", "sh", "-c", job).ok().json["data"]
+    assert [one["way"] for one in data["left_out"]] == ["timeslice"]
+    assert {(cell["way"], cell["copies"]) for cell in data["cells"] if cell["throughput"]} >= {("queue", 2), ("mps", 2)}
+    assert any("exclusive-process" in note for note in data["notes"])
+    runs = sum(len(run["copies_run"]) if "copies_run" in run else run["copies"] for run in data["runs"])
+    assert len(pipes.read_text().splitlines()) == runs + 1, "with the warm-up"
