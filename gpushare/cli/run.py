@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,13 +23,17 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
+from gpushare.selection import select_one
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
+    from gpushare.memory.limit import MemoryAction
+    from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
     from gpushare.run.farm import Copy, FarmOptions, FarmResult
     from gpushare.run.program import RunOptions
+    from gpushare.run.queued import MemoryOptions
     from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
 
@@ -163,6 +167,29 @@ def run(
             help="With --opportunistic: the share of the time to run while production runs; 100: all. [default: as tuned]",
         ),
     ] = None,
+    job_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--job-memory",
+            metavar="SIZE",
+            help="Device memory of all its processes together, contexts included; over it, the job is ended.",
+        ),
+    ] = None,
+    memory_action: Annotated[
+        str | None,
+        typer.Option("--memory-action", metavar="ACTION", help="Over --job-memory: end, warn or pause. [default: end]"),
+    ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait until a GPU has room, first come first served. With -g any: on any GPU."),
+    ] = False,
+    wait_timeout: Annotated[
+        str | None, typer.Option("--wait-timeout", metavar="TIME", help="With --wait: give up after this time.")
+    ] = None,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="With --wait: if it runs out of memory, wait again for a fifth more."),
+    ] = False,
     copies: Annotated[
         int | None,
         typer.Option("--copies", metavar="N", help="Run N copies; {} in CMD and GPUSHARE_COPY are the number of each."),
@@ -197,14 +224,14 @@ def run(
     """
     from gpushare.cli.options import percentage
     from gpushare.mps.limits import Limits
-    from gpushare.selection import select_one
     from gpushare.units import parse_seconds
 
     limits = Limits.typed(threads, memory, priority)
     from gpushare.run.program import RunOptions
 
-    seconds = {} if grace is None else {"grace_seconds": parse_seconds(grace)}
-    options = RunOptions(limits=limits, strict=strict, **seconds)
+    options = RunOptions(limits=limits, strict=strict)
+    if grace is not None:
+        options = replace(options, grace_seconds=parse_seconds(grace))
     if not command:
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
@@ -216,6 +243,15 @@ def run(
     roles = Roles(production=production, opportunistic=opportunistic, target=target, pause=pause, duty=duty)
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict)
+    room = _memory_options(
+        job_memory,
+        memory_action,
+        wait_timeout,
+        wait=wait,
+        requeue=requeue,
+        gpu=gpu,
+        alone=mig is None and copies is None,
+    )
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
@@ -224,14 +260,103 @@ def run(
         from gpushare.run.roles import place_of_production
 
         gpu = place_of_production(host, gpus, roles.target)
+    if room is not None:
+        return _queued(host, gpus, gpu, command, options, room, roles)
     device = select_one(gpu, gpus)
     if farming.copies is not None:
         return farm_result(host, device, command, options, farming)
+    return _started(host, device, command, options, roles)
+
+
+def _started(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
     if roles.any:
         return role_result(host, device, command, options, roles)
     from gpushare.run.share import MpsShare
 
-    return _carried_out(host, MpsShare(host, device, limits), command, options)
+    return _carried_out(host, MpsShare(host, device, options.limits), command, options)
+
+
+_ACTIONS = ("end", "warn", "pause")
+
+
+def _memory_options(
+    size: str | None,
+    action: str | None,
+    timeout: str | None,
+    *,
+    wait: bool,
+    requeue: bool,
+    gpu: str | None,
+    alone: bool,
+) -> MemoryOptions | None:
+    """Return the options of the ledger of memory; None: none was given."""
+    from gpushare.units import parse_memory_limit, parse_seconds, quoted
+
+    anywhere = gpu is not None and gpu.strip().lower() == "any"
+    if not wait and (timeout is not None or requeue or anywhere):
+        raise _wrong("--wait-timeout, --requeue and -g any belong to --wait", "gpushare run --wait -g any -- CMD")
+    if action is not None and size is None:
+        raise _wrong(
+            "--memory-action belongs to --job-memory", "gpushare run --job-memory 20G --memory-action warn -- CMD"
+        )
+    if action is not None and action not in _ACTIONS:
+        raise BadUsage(
+            f"{quoted(action)} is not an action", "give --memory-action end, warn or pause", code="bad_memory_action"
+        )
+    if size is None and not wait:
+        return None
+    if not alone:
+        raise _wrong(
+            "--wait and --job-memory are for one program on a GPU: they cannot be combined with --mig or --copies",
+            "gpushare run --wait --job-memory 20G -- CMD",
+        )
+    from gpushare.run.queued import MemoryOptions
+
+    return MemoryOptions(
+        job_bytes=None if size is None else parse_memory_limit(size),
+        action=cast("MemoryAction", action or "end"),
+        wait=wait,
+        wait_seconds=None if timeout is None else parse_seconds(timeout),
+        requeue=requeue,
+    )
+
+
+def _queued(
+    host: Host,
+    gpus: Sequence[Gpu],
+    gpu: str | None,
+    command: Sequence[str],
+    options: RunOptions,
+    memory: MemoryOptions,
+    roles: Roles,
+) -> Any:
+    """Run a program that is held to its memory, or waits for it first."""
+    from gpushare.mps.limits import check_memory
+    from gpushare.run.queued import Queued
+    from gpushare.run.share import check_program
+    from gpushare.selection import select_for_change
+
+    anywhere = gpu is not None and gpu.strip().lower() == "any"
+    devices = select_for_change("all" if anywhere else gpu, gpus)
+    if not memory.wait and len(devices) > 1:
+        devices = (select_one(gpu, gpus),)
+    check_program(command[0])
+    if len(devices) == 1:
+        check_memory(devices[0], memory.job_bytes)
+    if settings.dry_run:
+        return _started(host, devices[0], command, options, roles)
+    queued = Queued(
+        host=host,
+        devices=devices,
+        command=command,
+        options=options,
+        memory=memory,
+        client=True,
+        name=roles.production,
+        start=lambda device, with_meter: _started(host, device, command, with_meter, roles),
+        say=note,
+    )
+    return queued.run()
 
 
 def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOptions, *, mps: bool = True) -> Any:

@@ -33,15 +33,17 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - opened as a stranger's directory
-_PREFIX: Final = "gpushare-claim-"
-_NAME: Final = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}", re.ASCII)
+# Claims of one device by one job at a time.
+EXCLUSIVE: Final = "gpushare-claim-"
 _TEXT: Final = re.compile(
     rb"gpushare claim 1\nboot ([0-9a-f-]{1,36})\nspace (\d{1,20})\nkey ([\w.:/-]{1,160})\n"
-    rb"process (\d{1,10}) (\d{1,20})\n(?:ticket (\d{1,20})\n)?((?:process \d{1,10} \d{1,20}\n){0,8})",
+    rb"process (\d{1,10}) (\d{1,20})\n((?:(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,2000})\n){0,64})",
     re.ASCII,
 )
-_PROCESS: Final = re.compile(rb"process (\d+) (\d+)\n", re.ASCII)
-_MOST_BYTES: Final = 1024
+_LINE: Final = re.compile(rb"(ticket|process|fact) ([^\n]+)\n", re.ASCII)
+_MOST_BYTES: Final = 4096
+# Besides the creator.
+_MOST_PROCESSES: Final = 8
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Further claims of one user do not count. Dead ones are removed when found.
 _MOST_OF_ONE_USER: Final = 256
@@ -63,6 +65,9 @@ class Claim:
     # Its live processes, the creator first.
     processes: tuple[Identity, ...]
     ticket: int | None
+    # What else it says, in order, and when its owner last touched it (seconds since the epoch).
+    facts: tuple[str, ...] = ()
+    touched_at: float = 0.0
 
     @property
     def pid(self) -> int:
@@ -96,6 +101,25 @@ class HeldClaim:
             raise OperationFailed(f"process {pid} is gone", "see why: dmesg", code=_CODE)
         _append(self.path, _process_line(one))
 
+    def tell(self, fact: str) -> None:
+        """Add a fact, for readers of `Claim.facts`.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be written (code ``lease_unusable``).
+        """
+        _append(self.path, f"fact {fact}\n")
+
+    def draw_ticket(self) -> int:
+        """Draw its ticket, now that everybody can see that it is choosing. Raises as `tell`."""
+        ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        _append(self.path, f"ticket {ticket}\n")
+        return ticket
+
+    def touch(self) -> None:
+        """Say that it is still in use (`Claim.touched_at`)."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path, follow_symlinks=False)
+
 
 def claim_directory(host: Host) -> Path:
     """Return the directory of a host's claims: the same for all users.
@@ -116,15 +140,9 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     Raises:
         NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
     """
-    directory = claim_directory(host)
-    if directory.is_relative_to(host.run_directory):
-        make_private_directory(directory)
-    held = _made(directory, key)
+    held = make_claim(host, key)
     try:
-        # Draw the ticket once everybody can see that this claim is choosing.
-        ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        _append(held.path, f"ticket {ticket}\n")
-        first = _first(directory, key, held, ticket)
+        first = _first(held.path.parent, key, held, held.draw_ticket())
     except BaseException:
         held.release()
         raise
@@ -134,14 +152,33 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     return first
 
 
+def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
+    """Make a claim that is choosing: others wait for its ticket for a moment.
+
+    Raises:
+        NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
+    """
+    directory = claim_directory(host)
+    if directory.is_relative_to(host.run_directory):
+        make_private_directory(directory)
+    return _made(directory, key, prefix)
+
+
+def all_claims(host: Host, prefix: str = EXCLUSIVE) -> list[Claim] | None:
+    """Return the live claims with a prefix; None: unknown."""
+    try:
+        return list(_claims(claim_directory(host), prefix=prefix))
+    except FileNotFoundError:
+        return []
+    except (OSError, OperationFailed):
+        return None
+
+
 def live_claims(host: Host) -> dict[str, Claim] | None:
     """Return the claims in force by key; None: unknown."""
     found: dict[str, Claim] = {}
-    try:
-        claims = list(_claims(claim_directory(host)))
-    except FileNotFoundError:
-        return found
-    except (OSError, OperationFailed):
+    claims = all_claims(host)
+    if claims is None:
         return None
     for one in claims:
         if one.key not in found or one.rank < found[one.key].rank:
@@ -164,14 +201,15 @@ def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | N
         time.sleep(0.002)
 
 
-def _claims(directory: Path, key: str | None = None) -> Iterator[Claim]:
+def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) -> Iterator[Claim]:
     """Yield the live claims. Their owner and root also remove dead ones.
 
     Raises:
         OSError: the directory cannot be listed.
         OperationFailed: it is full of files with such names; the message says whose.
     """
-    names = [name for name in os.listdir(directory) if name.startswith(_PREFIX) and _NAME.fullmatch(name)]
+    pattern = re.compile(rf"{prefix}[0-9a-f]{{16}}", re.ASCII)
+    names = [name for name in os.listdir(directory) if name.startswith(prefix) and pattern.fullmatch(name)]
     met: Counter[int] = Counter()
     boot, space, own = boot_id() or "-", _pid_space(), os.geteuid()
     for number, name in enumerate(names):
@@ -182,7 +220,7 @@ def _claims(directory: Path, key: str | None = None) -> Iterator[Claim]:
             continue
         met[seen.st_uid] += 1
         if number >= _MOST_FILES:
-            raise _flooded(directory, met)
+            raise _flooded(directory, prefix, met)
         if seen.st_uid != own and met[seen.st_uid] > _MOST_OF_ONE_USER:
             continue
         claim = _read(path, boot, space, remove=own in {0, seen.st_uid})
@@ -206,21 +244,43 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
         return None
     finally:
         os.close(descriptor)
-    if match is None:
+    # Each process costs a look at /proc.
+    if match is None or match[6].count(b"process ") > _MOST_PROCESSES:
         if remove and time.time() - seen.st_ctime > _UNREADABLE_SECONDS:
             _remove(path)
         return None
     if match[1].decode() == boot and int(match[2]) != space:
         # Its PIDs belong to another namespace.
         return None
-    told = [Identity(int(match[4]), int(match[5])), *(Identity(int(a), int(b)) for a, b in _PROCESS.findall(match[7]))]
+    told, ticket, facts = _lines(match)
     alive = tuple(one for one in told if match[1].decode() == boot and lives(one, seen.st_uid))
     if not alive:
         if remove:
             _remove(path)
         return None
-    ticket = None if match[6] is None else int(match[6])
-    return Claim(path=path, key=match[3].decode(), uid=seen.st_uid, processes=alive, ticket=ticket)
+    return Claim(
+        path=path,
+        key=match[3].decode(),
+        uid=seen.st_uid,
+        processes=alive,
+        ticket=ticket,
+        facts=facts,
+        touched_at=seen.st_mtime,
+    )
+
+
+def _lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:
+    """Return the processes, the ticket and the facts of a claim."""
+    told, ticket, facts = [Identity(int(match[4]), int(match[5]))], None, []
+    for kind, text in _LINE.findall(match[6]):
+        if kind == b"process":
+            told.append(Identity(*map(int, text.split())))
+        elif kind == b"ticket":
+            # The first one counts: a claim cannot draw again.
+            ticket = int(text) if ticket is None else ticket
+        else:
+            facts.append(text.decode())
+    return told, ticket, tuple(facts)
 
 
 def _remove(path: Path) -> None:
@@ -228,8 +288,7 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _made(directory: Path, key: str) -> HeldClaim:
-    """Make a claim that is choosing."""
+def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
     me = identity_of(os.getpid())
     if me is None or real_uid(os.getpid()) != os.geteuid():
         raise OperationFailed(
@@ -241,18 +300,18 @@ def _made(directory: Path, key: str) -> HeldClaim:
     if not _TEXT.fullmatch(text.encode()):
         raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
     # Random: nobody can create it in advance.
-    path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+    path = directory / f"{prefix}{secrets.token_hex(8)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
     except OSError as error:
-        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
     try:
         # Others must be able to read it, whatever the umask.
         os.fchmod(descriptor, 0o644)
         _written(descriptor, text)
     except OSError as error:
         _remove(path)
-        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
     finally:
         os.close(descriptor)
     return HeldClaim(path)
@@ -270,7 +329,7 @@ def _append(path: Path, line: str) -> None:
             f"{path} was removed while in use", f"see who can do that: ls -ld {path.parent}", code=_CODE
         ) from None
     except OSError as error:
-        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
 
 
 def _written(descriptor: int, text: str) -> None:
@@ -291,11 +350,11 @@ def _pid_space() -> int:
         return 0
 
 
-def _flooded(directory: Path, met: Counter[int]) -> OperationFailed:
+def _flooded(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:
     (uid, number), *_ = met.most_common(1)
     return OperationFailed(
         f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",
-        f"remove them: sudo find {directory} -maxdepth 1 -name '{_PREFIX}*' -uid {uid} -delete",
+        f"remove them: sudo find {directory} -maxdepth 1 -name '{prefix}*' -uid {uid} -delete",
         code=_CODE,
     )
 

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
 from gpushare.errors import OperationFailed, system_error
+from gpushare.host.process import Streams
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
@@ -204,11 +205,37 @@ _DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
 
 
+class Meter(Protocol):
+    """What watches a program besides its share, and may end it: its memory (`memory.limit.JobMemory`)."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next look."""
+
+    def started(self, pid: int) -> None:
+        """Begin to watch a program."""
+
+    def look(self) -> bool:
+        """Look; return whether the program is to be ended now."""
+
+    def release(self) -> None:
+        """Let the program continue: it is about to end."""
+
+    def close(self) -> None:
+        """Give back what it holds: the program has ended, or was never started."""
+
+    def check(self) -> None:
+        """Raise if it has ended the program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run: limits of this program, and how it is ended (seconds)."""
+    """How to run: limits of this program, what else watches it, and how it is ended (seconds)."""
 
     limits: Limits = field(default_factory=Limits)
+    meter: Meter | None = None
+    # A descriptor that replaces its stderr.
+    stderr: int | None = None
     strict: bool = False
     grace_seconds: float = GRACE_SECONDS
     drain_seconds: float = DRAIN_BOUND_SECONDS
@@ -268,13 +295,20 @@ class Run:
         Raises:
             GpushareError: the share could not be set up (nothing was run), or the program not be started or ended.
         """
+        meter = self.options.meter
         try:
-            self.share.check(self.command[0])
-            self.share.open()
-        except BaseException:
-            self.share.close()
-            raise
-        self._program()
+            try:
+                self.share.check(self.command[0])
+                self.share.open()
+            except BaseException:
+                self.share.close()
+                raise
+            self._program()
+        finally:
+            if meter is not None:
+                meter.close()
+        if meter is not None:
+            meter.check()
         return self.exit_code
 
     def _program(self) -> None:
@@ -303,12 +337,16 @@ class _Session:
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
-            child = self._child = self._host.processes.spawn(command, environment, announce=guard.announce)
+            stderr = self._options.stderr
+            streams = None if stderr is None else Streams(0, 1, stderr)
+            child = self._child = self._host.processes.spawn(command, environment, streams, announce=guard.announce)
             info = self._host.processes.describe(child.pid)
             guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
             # Else a worker in its own session could stay stopped for ever when gpushare and its program are gone.
             watch.before_pause(guard.started)
+            if self._options.meter is not None:
+                self._options.meter.started(child.pid)
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
             watch.settle()
@@ -319,8 +357,10 @@ class _Session:
 
     def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
         next_look = time.monotonic() + 0.1
+        meter = self._options.meter
         while (status := child.poll()) is None:
-            for number in wakeups.wait(next_look - time.monotonic()):
+            seconds = next_look - time.monotonic()
+            for number in wakeups.wait(seconds if meter is None else min(seconds, meter.seconds)):
                 if number in ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
                     self._end(watch, number, wakeups)
                 elif number == signal.SIGTSTP:
@@ -328,6 +368,8 @@ class _Session:
                 elif number in _PASSED_ON:
                     _pass_on(child.pid, number)
             terminal.serve(child)
+            if meter is not None and meter.seconds <= 0 and self._ended_by is None and meter.look():
+                self._end(watch, signal.SIGTERM, wakeups)
             # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
             if time.monotonic() >= next_look:
                 if child.poll() is None and self._ended_by is None:
@@ -373,6 +415,8 @@ class _Session:
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
         watch.release()
+        if self._options.meter is not None:
+            self._options.meter.release()
         drain = end_programs(
             self._host,
             [watch.program_pid],

@@ -1,0 +1,104 @@
+"""Who may start next: jobs that wait for memory on a GPU, in the order in which they came. Pure.
+
+First come, first served. A job may pass an earlier one only if it cannot delay it: whatever the jobs that run now leave
+behind when they end, in any order, the earlier job must fit at least as soon as without the one that passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from gpushare.values import dataclass
+
+# With more jobs on one GPU than this, a bound replaces the exact sums of all their subsets.
+_MOST_EXACT: Final = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What all jobs together can have on one device: bytes, and clients of an MPS server (None: no bound)."""
+
+    memory_bytes: int
+    clients: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A job, or a process that gpushare did not start, that has memory on a device."""
+
+    memory_bytes: int
+    client: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A job that waits: its bytes (None: unknown, so it needs a device without others), and its devices, best first."""
+
+    name: str
+    memory_bytes: int | None
+    keys: tuple[str, ...]
+    client: bool = False
+
+
+def admitted(
+    rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], waiting: Sequence[Waiting]
+) -> dict[str, str]:
+    """Return the devices of the waiting jobs that may start now, by name. ``waiting`` is in order of arrival."""
+    now = {key: list(running.get(key, ())) for key in rooms}
+    found: dict[str, str] = {}
+    passed: list[Waiting] = []
+    for job in waiting:
+        for key in job.keys:
+            if key not in rooms or not fits(rooms[key], now[key], job):
+                continue
+            if all(not _delays(rooms[key], now[key], job, one) for one in passed if key in one.keys):
+                found[job.name] = key
+                now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client))
+                break
+        else:
+            passed.append(job)
+    return found
+
+
+def fits(room: Room, running: Sequence[Running], job: Waiting) -> bool:
+    """Return whether a job has room next to those that run."""
+    if sum(one.memory_bytes for one in running) + _size(room, job) > room.memory_bytes:
+        return False
+    return not job.client or room.clients is None or sum(one.client for one in running) < room.clients
+
+
+def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
+    """Return whether a job fits on one of its devices when nothing else is there."""
+    return any(fits(rooms[key], (), job) for key in job.keys if key in rooms)
+
+
+def _size(room: Room, job: Waiting) -> int:
+    return room.memory_bytes if job.memory_bytes is None else job.memory_bytes
+
+
+def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:
+    """Return whether ``earlier`` might start later on this device if ``job`` starts now."""
+    need = _size(room, earlier)
+    if need > room.memory_bytes:
+        # It never starts here.
+        return False
+    # The most that may still be there when it starts, if the job does not.
+    most = _largest_sum([one.memory_bytes for one in running], room.memory_bytes - need)
+    if most + need + _size(room, job) > room.memory_bytes:
+        return True
+    if not (earlier.client and job.client) or room.clients is None:
+        return False
+    clients = min(sum(one.client for one in running), room.clients - 1)
+    return clients + 2 > room.clients
+
+
+def _largest_sum(sizes: Sequence[int], limit: int) -> int:
+    """Return the largest sum of some of the sizes that is at most ``limit``; for many sizes, an upper bound of it."""
+    if sum(sizes) <= limit:
+        return sum(sizes)
+    if len(sizes) > _MOST_EXACT:
+        return limit
+    sums = (sum(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count))
+    return max(one for one in sums if one <= limit)

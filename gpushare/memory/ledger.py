@@ -1,0 +1,326 @@
+"""The ledger: who has reserved memory on which device, who waits for it, and what is held.
+
+One claim per job (`host/claims.py`): a file that only its owner writes, in a directory that all users share. There is no
+daemon and no lock: every waiting job reads all claims and NVML, and works out by itself who is next (`admission.py`).
+To take a place a job writes that it holds it, reads all claims again, and confirms; of two that did so at the same time,
+the one that came later steps back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
+from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
+    from gpushare.selection import Device
+
+PREFIX: Final = "gpushare-memory-"
+# A job that holds a place and has nothing on the device for this long has no reservation there any more.
+LAPSE_SECONDS: Final = 60.0
+# Further waiting jobs of one user are not in the line yet.
+MOST_WAITING_OF_ONE_USER: Final = 64
+_MOST_BYTES: Final = 1 << 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """A job in the ledger. ``key`` is the device on which it holds a place (None: it waits)."""
+
+    claim: Claim
+    name: str | None
+    memory_bytes: int | None
+    keys: tuple[str, ...]
+    client: bool
+    key: str | None
+    # Others have seen that it holds its place.
+    sure: bool
+
+    @property
+    def id(self) -> str:
+        return self.claim.path.name
+
+    @property
+    def waiting_since_ns(self) -> int | None:
+        """Return when it came, by CLOCK_BOOTTIME."""
+        return self.claim.ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One device in the ledger: what jobs can have, what runs there, and which reservations count, in order."""
+
+    device: Device
+    room: Room
+    running: tuple[Running, ...]
+    holders: tuple[Reservation, ...]
+    # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
+    others_bytes: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return what the jobs there have reserved."""
+        return sum(self.room.memory_bytes if one.memory_bytes is None else one.memory_bytes for one in self.holders)
+
+    @property
+    def free_bytes(self) -> int:
+        """Return what neither is reserved nor held."""
+        return max(0, self.room.memory_bytes - sum(one.memory_bytes for one in self.running))
+
+
+def reservations(host: Host) -> list[Reservation] | None:
+    """Return the living jobs in the ledger, in order of arrival; None: the ledger cannot be read."""
+    claims = all_claims(host, PREFIX)
+    if claims is None:
+        return None
+    found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
+    waiting: dict[int, int] = defaultdict(int)
+    kept = []
+    for one in found:
+        if one.key is None:
+            waiting[one.claim.uid] += 1
+            if waiting[one.claim.uid] > MOST_WAITING_OF_ONE_USER:
+                continue
+        kept.append(one)
+    return kept
+
+
+def _reservation(claim: Claim) -> Reservation | None:
+    """Return what a claim says; None: nothing that we would have written."""
+    want = name = key = None
+    sure = False
+    for fact in claim.facts:
+        word, _, rest = fact.partition(" ")
+        if word == "want" and want is None:
+            want = rest.split(" ")
+        elif word == "name":
+            name = rest[:64]
+        elif word in {"hold", "sure"}:
+            key, sure = rest, word == "sure"
+        elif word == "back":
+            key, sure = None, False
+    if want is None or len(want) != 3 or want[1] not in {"0", "1"}:
+        return None
+    size = None if want[0] == "-" else int(want[0]) if want[0].isdecimal() and len(want[0]) < 20 else -1
+    keys = tuple(want[2].split(","))
+    if (size is not None and not 0 <= size <= _MOST_BYTES) or (key is not None and key not in keys):
+        return None
+    return Reservation(claim=claim, name=name, memory_bytes=size, keys=keys, client=want[1] == "1", key=key, sure=sure)
+
+
+def line_of(
+    host: Host,
+    device: Device,
+    found: Sequence[Reservation],
+    *,
+    clients: int | None = None,
+    limits: Mapping[int, int] | None = None,
+    now: float | None = None,
+) -> Line | None:
+    """Return the ledger of one device as of now; None: its memory is unknown.
+
+    ``device`` has been read a moment ago, with its processes. ``clients`` is how many clients its MPS server takes.
+    ``limits`` are the bytes that users may reserve there together, by uid: what they reserve beyond counts for nothing.
+    """
+    total = device.memory_total_bytes
+    if total is None:
+        return None
+    reserved = (device.gpu.memory_reserved_bytes or 0) if device.mig is None else 0
+    room = Room(memory_bytes=max(0, total - reserved), clients=clients)
+    used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
+    processes = [one for one in device.gpu.processes or () if _is_on(one, device)]
+    here = [one for one in found if one.key == device.uuid]
+    owners = _owners(host, here, processes)
+    running, holders, counted = [], [], 0
+    granted: dict[int, int] = defaultdict(int)
+    at = time.time() if now is None else now
+    for one in here:
+        held = sum(process.memory_used_bytes or 0 for process in processes if owners.get(process.pid) == one.id)
+        there = one.id in owners.values()
+        counted += held
+        if not there and at - one.claim.touched_at > LAPSE_SECONDS:
+            continue
+        size = room.memory_bytes if one.memory_bytes is None else one.memory_bytes
+        limit = (limits or {}).get(one.claim.uid)
+        if limit is not None and granted[one.claim.uid] + size > limit:
+            size = 0
+        granted[one.claim.uid] += size
+        holders.append(one)
+        running.append(Running(memory_bytes=max(size, held), client=one.client))
+    strangers = [process for process in processes if process.pid not in owners]
+    for process in strangers:
+        running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps))
+        counted += process.memory_used_bytes or 0
+    # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
+    rest = max(0, (used or 0) - counted)
+    if rest:
+        running.append(Running(memory_bytes=rest))
+    others = rest + sum(process.memory_used_bytes or 0 for process in strangers)
+    return Line(device=device, room=room, running=tuple(running), holders=tuple(holders), others_bytes=others)
+
+
+def _is_on(process: GpuProcess, device: Device) -> bool:
+    mig = device.mig
+    return mig is None or (process.gpu_instance_id, process.compute_instance_id) == (
+        mig.gpu_instance_id,
+        mig.compute_instance_id,
+    )
+
+
+def _owners(host: Host, found: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
+    """Return which reservation each process on a device belongs to: by ancestry, and only of the claim's own user."""
+    roots = {process.pid: one for one in found for process in one.claim.processes}
+    owners: dict[int, str] = {}
+    for process in processes:
+        pid: int | None = process.pid
+        for _ in range(64):
+            if pid is None or pid <= 1:
+                break
+            if pid in roots:
+                info = host.processes.describe(process.pid)
+                # A claim that names somebody else's process must not hide that one's memory.
+                if info is not None and info.uid == roots[pid].claim.uid:
+                    owners[process.pid] = roots[pid].id
+                break
+            pid = host.processes.parent(pid)
+    return owners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job that asks for a place: its bytes (None: unknown), the devices it may have, best first."""
+
+    memory_bytes: int | None
+    keys: tuple[str, ...]
+    client: bool
+    name: str | None = None
+
+
+class Place:
+    """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes."""
+
+    def __init__(self, host: Host, request: Request) -> None:
+        """Enter the ledger.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be written.
+        """
+        self._host, self.request = host, request
+        self._claim: HeldClaim = make_claim(host, "memory", PREFIX)
+        try:
+            size = "-" if request.memory_bytes is None else str(request.memory_bytes)
+            self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
+            if request.name is not None:
+                self._claim.tell(f"name {request.name}")
+            self._claim.draw_ticket()
+        except BaseException:
+            self._claim.release()
+            raise
+        self.key: str | None = None
+
+    @property
+    def claim(self) -> HeldClaim:
+        return self._claim
+
+    def take(self, key: str) -> None:
+        """Hold a device whether or not there is room: a job that does not wait."""
+        self._claim.tell(f"sure {key}")
+        self.key = key
+
+    def try_to_take(
+        self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+    ) -> bool:
+        """Take the device that is this job's turn now; return whether there was one. Raises as `reservations`' writer."""
+        key = self._turn(devices, clients, limits)
+        if key is None:
+            return False
+        self._claim.tell(f"hold {key}")
+        if self._still_fits(key, devices, clients, limits):
+            self._claim.tell(f"sure {key}")
+            self.key = key
+            return True
+        self._claim.tell("back")
+        return False
+
+    def _turn(
+        self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+    ) -> str | None:
+        found = reservations(self._host)
+        if found is None or _somebody_chooses(self._host, self._claim):
+            return None
+        lines = self._lines(found, devices, clients, limits)
+        waiting = [
+            Waiting(name=one.id, memory_bytes=one.memory_bytes, keys=one.keys, client=one.client)
+            for one in found
+            if one.key is None
+        ]
+        rooms = {key: line.room for key, line in lines.items()}
+        running = {key: line.running for key, line in lines.items()}
+        return admitted(rooms, running, waiting).get(self._claim.path.name)
+
+    def _still_fits(
+        self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+    ) -> bool:
+        """Return whether the device has room for this job with all that hold it now, but for those who step back."""
+        found = reservations(self._host)
+        own = next((one for one in found or () if one.id == self._claim.path.name), None)
+        if found is None or own is None:
+            return False
+        kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
+        line = self._lines(kept, [one for one in devices if one.uuid == key], clients, limits).get(key)
+        return line is not None and sum(one.memory_bytes for one in line.running) <= line.room.memory_bytes
+
+    def _lines(
+        self,
+        found: Sequence[Reservation],
+        devices: Sequence[Device],
+        clients: Mapping[str, int | None],
+        limits: Mapping[int, int],
+    ) -> dict[str, Line]:
+        lines = {
+            one.uuid: line_of(self._host, one, found, clients=clients.get(one.uuid), limits=limits) for one in devices
+        }
+        return {key: line for key, line in lines.items() if line is not None}
+
+    def add(self, pid: int) -> None:
+        """Let the program's process hold the place too: it counts until both have ended."""
+        self._claim.add(pid)
+
+    def touch(self) -> None:
+        """Say that the job uses its device; to be called every 20 s or so."""
+        self._claim.touch()
+
+    def leave(self) -> None:
+        """Leave the ledger."""
+        self._claim.release()
+
+
+def _somebody_chooses(host: Host, own: HeldClaim) -> bool:
+    """Return whether a job is just entering the ledger, and may turn out to be before us."""
+    now = time.time()
+    claims = all_claims(host, PREFIX) or []
+    return any(one.ticket is None and one.path != own.path and now - one.touched_at < 0.5 for one in claims)
+
+
+def position(found: Sequence[Reservation], place: Place) -> int:
+    """Return how many jobs wait before this one for one of its devices."""
+    keys, before = set(place.request.keys), 0
+    for one in found:
+        if one.id == place.claim.path.name:
+            break
+        before += one.key is None and not keys.isdisjoint(one.keys)
+    return before
+
+
+def never_fits(lines: Iterable[Line], request: Request) -> bool:
+    """Return whether a request fits on none of its devices, even if nothing else is there."""
+    rooms = {line.device.uuid: line.room for line in lines}
+    job = Waiting(name="", memory_bytes=request.memory_bytes, keys=request.keys, client=request.client)
+    return not could_ever_fit(rooms, job)

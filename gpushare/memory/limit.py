@@ -1,0 +1,175 @@
+"""The memory of a job: the sum over all processes of a program, held against a limit, and its peak.
+
+Nothing limits a job outside MPS, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
+(nvmlDeviceGetComputeRunningProcesses: context included) every 0.2 s. A process that has left the program's tree, by a
+double fork, still counts if it was seen in the tree before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from typing import TYPE_CHECKING, Final, Literal
+
+from gpushare.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.host.process import known, signal_known
+from gpushare.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.host.host import Host
+    from gpushare.memory.ledger import Place
+    from gpushare.model import GpuProcess
+    from gpushare.selection import Device
+
+MemoryAction = Literal["end", "warn", "pause"]
+LOOK_SECONDS: Final = 0.2
+# Without a limit, only the peak is of interest.
+_PEAK_SECONDS: Final = 2.0
+_TOUCH_SECONDS: Final = 20.0
+_FAMILY_DEPTH: Final = 64
+
+
+class JobMemory:
+    """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger."""
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        *,
+        limit_bytes: int | None = None,
+        action: MemoryAction = "end",
+        place: Place | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._device, self._clock = host, device, clock
+        self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
+        self.peak_bytes: int | None = None
+        # Why the job was ended, for the error after its end.
+        self.over: str | None = None
+        self._root, self._began = 0, self._clock()
+        # Of the family, with start times; and strangers, which are not asked about again.
+        self._family: dict[int, float] = {}
+        self._strangers: set[int] = set()
+        self._stopped: dict[int, float] = {}
+        self._told = False
+        self._due = self._touch_due = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next look."""
+        return max(0.0, self._due - self._clock())
+
+    def started(self, pid: int) -> None:
+        """Begin to watch a program."""
+        self._root, self._began = pid, self._clock()
+        if self._place is not None:
+            # The reservation lasts until the program has ended, even if gpushare dies first.
+            with contextlib.suppress(GpushareError):
+                self._place.add(pid)
+
+    def look(self) -> bool:
+        """Add up the job's memory; return whether the program is to be ended now."""
+        now = self._clock()
+        # A peak of a long job may be looked for less often.
+        spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
+        self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
+        found = self._processes()
+        if found is None:
+            return False
+        if self._place is not None and found and now >= self._touch_due:
+            self._touch_due = now + _TOUCH_SECONDS
+            self._place.touch()
+        held = sum(one.memory_used_bytes or 0 for one in found)
+        self.peak_bytes = max(held, self.peak_bytes or 0) if found else self.peak_bytes
+        if self.limit_bytes is None or held <= self.limit_bytes:
+            self._told = False
+            return False
+        return self._exceeded(found, held, self.limit_bytes)
+
+    def _exceeded(self, found: list[GpuProcess], held: int, limit: int) -> bool:
+        largest = max(found, key=lambda one: one.memory_used_bytes or 0)
+        what = f"the job holds {format_bytes(held)}, over its limit of {format_bytes(limit)}"
+        if len(found) > 1:
+            what += (
+                f" ({len(found)} processes; process {largest.pid} has {format_bytes(largest.memory_used_bytes or 0)})"
+            )
+        else:
+            what += f" (process {largest.pid})"
+        if self._action == "end":
+            self.over = what
+            return True
+        if not self._told:
+            self._told = True
+            ending = "" if self._action == "warn" else "; stopped (SIGSTOP): it cannot grow, and keeps what it has"
+            self._say(what + ending)
+            if self._action == "pause":
+                self._stop()
+        return False
+
+    def _stop(self) -> None:
+        for pid, started in known(self._host.processes, self._host.processes.descendants(self._root)).items():
+            with contextlib.suppress(NoPermission):
+                if signal_known(self._host.processes, pid, started, signal.SIGSTOP):
+                    self._stopped[pid] = started
+
+    def release(self) -> None:
+        """Let the program continue: it is about to end, and a stopped process handles no signal."""
+        stopped, self._stopped = self._stopped, {}
+        for pid, started in stopped.items():
+            with contextlib.suppress(NoPermission):
+                signal_known(self._host.processes, pid, started, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Leave the ledger."""
+        if self._place is not None:
+            self._place.leave()
+
+    def check(self) -> None:
+        """Raise if the job was ended for its memory.
+
+        Raises:
+            OperationFailed: it was (code ``memory_limit``).
+        """
+        if self.over is not None:
+            raise OperationFailed(
+                f"{self.over}: ended",
+                "give it more: --job-memory SIZE; or let it go on: --memory-action warn",
+                code="memory_limit",
+            )
+
+    def _processes(self) -> list[GpuProcess] | None:
+        """Return the job's processes on the device; None: unknown."""
+        if self._host.processes.namespace_is_host() is False:
+            return None
+        try:
+            found = self._host.nvml.processes(self._device.gpu.index)
+        except GpushareError:
+            return None
+        if found is None:
+            return None
+        mig = self._device.mig
+        here = [one for one in found if mig is None or one.gpu_instance_id == mig.gpu_instance_id]
+        listed = {one.pid for one in here}
+        self._strangers &= listed
+        return [one for one in here if self._belongs(one.pid)]
+
+    def _belongs(self, pid: int) -> bool:
+        if pid in self._family and self._host.processes.alive(pid, self._family[pid]):
+            return True
+        if pid in self._strangers:
+            return False
+        above: int | None = pid
+        for _ in range(_FAMILY_DEPTH):
+            if above is None or above <= 1:
+                break
+            if above == self._root or above in self._family:
+                self._family.update(known(self._host.processes, [pid]))
+                return True
+            above = self._host.processes.parent(above)
+        self._strangers.add(pid)
+        return False

@@ -1,0 +1,141 @@
+"""Waiting for room: `run --wait` enters the ledger, waits for its turn, and takes a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import BadUsage, GpushareError, InUse, or_none
+from gpushare.memory.ledger import Line, Place, Request, line_of, never_fits, position, reservations
+from gpushare.selection import Device, select
+from gpushare.units import format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+
+POLL_SECONDS: Final = 0.5
+# How often a waiting job says that it still waits.
+_SAY_SECONDS: Final = 60.0
+
+
+def read_lines(host: Host, devices: Sequence[Device], limits: Mapping[int, int]) -> list[Line]:
+    """Return the ledger of devices that were read just now; those whose memory is unknown are left out."""
+    found = reservations(host) or []
+    lines = (line_of(host, one, found, clients=client_limit(host, one), limits=limits) for one in devices)
+    return [one for one in lines if one is not None]
+
+
+def client_limit(host: Host, device: Device) -> int | None:
+    """Return how many clients an MPS server takes on a device; None: unknown."""
+    from gpushare.mps.control import max_clients, probe_version
+
+    version = or_none(lambda: probe_version(host.programs))
+    return max_clients(version, or_none(lambda: host.nvml.compute_capability(device.gpu.index)))
+
+
+def best_first(
+    host: Host, devices: Sequence[Device], productions: Callable[[Device], Sequence[str]]
+) -> list[tuple[Device, str]]:
+    """Return devices in the order in which a job harms least, each with the reason in a few words.
+
+    A GPU without a production job first, then the one whose jobs keep it least busy, then the one with the most room.
+    ``productions`` returns the names of the production jobs on a device.
+    """
+    lines = {line.device.uuid: line for line in read_lines(host, devices, {})}
+    found = []
+    for device in devices:
+        line = lines.get(device.uuid)
+        if line is None:
+            continue
+        names = productions(device)
+        busy = device.gpu.utilization_percent if device.mig is None else None
+        what = f"production job '{names[0]}' runs there" if names else "no production job"
+        if busy is not None:
+            what += f", {busy} % busy"
+        what += f", {format_bytes(line.free_bytes)} free"
+        rank = (len(names), -1 if busy is None else busy // 10, -line.free_bytes, device.gpu.index)
+        found.append((rank, device, what))
+    return [(device, what) for _, device, what in sorted(found, key=lambda one: one[0])]
+
+
+def wait_for_room(
+    host: Host,
+    place: Place,
+    devices: Sequence[Device],
+    seconds: float | None,
+    limits: Mapping[int, int],
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Device:
+    """Wait until it is this job's turn and a device has room; return the device, which the place then holds.
+
+    ``seconds`` None: as long as it takes. The place is left if anything fails, Ctrl-C included.
+
+    Raises:
+        BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).
+        InUse: the time is over (code ``no_room``).
+    """
+    uuids = [device.uuid for device in devices]
+    began, said = clock(), -_SAY_SECONDS
+    clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
+    try:
+        while True:
+            now = _again(host, uuids)
+            if place.try_to_take(now, clients, limits):
+                return next(one for one in now if one.uuid == place.key)
+            lines = read_lines(host, now, limits) if clock() - said >= _SAY_SECONDS else []
+            if lines and never_fits(lines, place.request):
+                raise _never(lines, place.request)
+            if seconds is not None and clock() - began >= seconds:
+                raise _no_room(read_lines(host, now, limits), place.request, seconds)
+            if lines:
+                said = clock()
+                say(_waiting(lines, place, position(reservations(host) or [], place)))
+            sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
+    except BaseException:
+        place.leave()
+        raise
+
+
+def _again(host: Host, uuids: Sequence[str]) -> list[Device]:
+    """Return the devices as they are now; those that are lost are left out until they answer again."""
+    gpus: Sequence[Gpu] = [gpu for gpu in host.nvml.sweep() if gpu.error is None]
+    found: list[Device] = []
+    for uuid in uuids:
+        try:
+            found += select(uuid, gpus)
+        except GpushareError:
+            continue
+    return found
+
+
+def size_text(request: Request) -> str:
+    return "a GPU without other jobs" if request.memory_bytes is None else format_bytes(request.memory_bytes)
+
+
+def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
+    room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)}" for line in lines[:4])
+    ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
+    return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest)"
+
+
+def _never(lines: Sequence[Line], request: Request) -> BadUsage:
+    largest = max(lines, key=lambda line: line.room.memory_bytes)
+    return BadUsage(
+        f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
+        "give it less: --job-memory SIZE; or name a larger GPU: -g GPU",
+        code="never_fits",
+    )
+
+
+def _no_room(lines: Sequence[Line], request: Request, seconds: float) -> InUse:
+    most = max((line.free_bytes for line in lines), default=0)
+    return InUse(
+        f"there was no room for {size_text(request)} within {seconds:g} s: at most {format_bytes(most)} are free",
+        "wait longer: --wait-timeout TIME; see who holds the memory: gpushare status",
+        code="no_room",
+    )

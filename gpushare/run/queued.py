@@ -1,0 +1,170 @@
+"""A program with a place in the ledger of memory: waits for room, is held to its limit, and waits again with more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, OperationFailed
+from gpushare.memory.ledger import Place, Request
+from gpushare.memory.limit import JobMemory, MemoryAction
+from gpushare.memory.peaks import Peak, find_peak, keep_peak
+from gpushare.memory.room import best_first, size_text, wait_for_room
+from gpushare.run.production import is_running, productions
+from gpushare.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.run.program import RunOptions
+    from gpushare.selection import Device
+
+# A program that ran out of memory gets a fifth more.
+MORE: Final = 1.2
+_NO_MEMORY: Final = re.compile(
+    rb"out of memory|CUDA_ERROR_OUT_OF_MEMORY|OutOfMemoryError|cudaErrorMemoryAllocation", re.IGNORECASE
+)
+_TAIL_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """``--job-memory``, ``--memory-action``, ``--wait``, ``--wait-timeout`` and ``--requeue``."""
+
+    job_bytes: int | None = None
+    action: MemoryAction = "end"
+    wait: bool = False
+    wait_seconds: float | None = None
+    requeue: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Return whether the job needs the ledger."""
+        return self.wait or self.job_bytes is not None
+
+
+class ErrorTail:
+    """Passes a program's stderr on and keeps its end, which tells a program that ran out of memory."""
+
+    def __init__(self) -> None:
+        self._read, self.descriptor = os.pipe()
+        os.set_inheritable(self.descriptor, True)
+        self._tail = b""
+        self._thread = threading.Thread(target=self._relay, daemon=True)
+        self._thread.start()
+
+    def _relay(self) -> None:
+        with contextlib.suppress(OSError):
+            while text := os.read(self._read, 1 << 16):
+                self._tail = (self._tail + text)[-_TAIL_BYTES:]
+                # A closed stderr must not end the program.
+                with contextlib.suppress(OSError):
+                    os.write(2, text)
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the program has said that there was no memory; closes the pipe."""
+        os.close(self.descriptor)
+        # A process that was left behind may keep it open.
+        self._thread.join(1.0)
+        return _NO_MEMORY.search(self._tail) is not None
+
+
+@dataclass
+class Queued:
+    """One program that needs memory. ``start`` runs it on a device with the given options, and returns its exit code."""
+
+    host: Host
+    devices: Sequence[Device]
+    command: Sequence[str]
+    options: RunOptions
+    memory: MemoryOptions
+    # Whether it will be a client of an MPS server.
+    client: bool
+    name: str | None
+    start: Callable[[Device, RunOptions], Any]
+    say: Callable[[str], None]
+
+    def run(self) -> Any:
+        """Run it, again if it ran out of memory and may be queued again; return its exit code.
+
+        Raises:
+            BadUsage: it fits on none of the devices (code ``never_fits``).
+            InUse: no room in time (code ``no_room``).
+            OperationFailed: it was ended for its memory (code ``memory_limit``).
+        """
+        size = self._size()
+        while True:
+            code, short = self._once(size)
+            if not short or not self.memory.requeue or size is None:
+                if isinstance(code, OperationFailed):
+                    raise code
+                return code
+            size = int(size * MORE) // MIB * MIB
+            self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+
+    def _size(self) -> int | None:
+        """Return what it reserves: what was given, else the peak that it reached here before."""
+        given = self.memory.job_bytes or self.options.limits.memory_limit_bytes
+        if given is not None or not self.memory.wait:
+            return given
+        peaks = [one for device in self.devices if (one := find_peak(self.host, device, self.command)) is not None]
+        if not peaks:
+            self.say(
+                "its memory is not known: it waits for a GPU without other jobs; to share one, give --job-memory SIZE"
+            )
+            return None
+        most = max(peaks, key=lambda one: one.memory_bytes)
+        size = int(most.memory_bytes * (MORE if most.short else 1.0))
+        self.say(f"it reserves {format_bytes(size)}, the most that this command has used here")
+        return size
+
+    def _once(self, size: int | None) -> tuple[Any, bool]:
+        """Run it once; return its exit code or error, and whether it ended for want of memory."""
+        device, place = self._placed(size)
+        # Given again with a larger size, the limit grows with it.
+        limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
+        meter = JobMemory(self.host, device, limit_bytes=limit, action=self.memory.action, place=place, say=self.say)
+        tail = ErrorTail() if self.memory.requeue else None
+        options = replace(self.options, meter=meter, stderr=None if tail is None else tail.descriptor)
+        try:
+            code = self.start(device, options)
+        except OperationFailed as error:
+            if error.code != "memory_limit":
+                raise
+            code = error
+        finally:
+            place.leave()
+            short = tail is not None and tail.ran_out_of_memory()
+        failed = code != 0
+        short = meter.over is not None or (failed and short)
+        self._keep(device, meter.peak_bytes, short=short, failed=failed)
+        return code, short
+
+    def _placed(self, size: int | None) -> tuple[Device, Place]:
+        ordered = best_first(self.host, self.devices, self._productions) if len(self.devices) > 1 else []
+        devices = [device for device, _ in ordered] or list(self.devices)
+        keys = tuple(device.uuid for device in devices)
+        place = Place(self.host, Request(memory_bytes=size, keys=keys, client=self.client, name=self.name))
+        if not self.memory.wait:
+            place.take(devices[0].uuid)
+            return devices[0], place
+        device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, {}, self.say)
+        if ordered:
+            reasons = {one.uuid: what for one, what in ordered}
+            self.say(f"{device.title}: {reasons[device.uuid]}; {size_text(place.request)} reserved")
+        return device, place
+
+    def _productions(self, device: Device) -> list[str]:
+        return [
+            one.name for one in productions(self.host) if one.device_uuid == device.uuid and is_running(self.host, one)
+        ]
+
+    def _keep(self, device: Device, peak: int | None, *, short: bool, failed: bool) -> None:
+        if peak is None or (failed and not short):
+            return
+        with contextlib.suppress(GpushareError):
+            keep_peak(self.host, device, self.command, Peak(memory_bytes=peak, short=short))

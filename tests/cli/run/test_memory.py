@@ -1,0 +1,134 @@
+"""``gpushare run --job-memory`` and ``--wait``: limits of a job, waiting for room, more memory the second time."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--wait-timeout", "5", "--", "true"), "bad_combination", 2),
+        (("--requeue", "--", "true"), "bad_combination", 2),
+        (("-g", "any", "--", "true"), "bad_combination", 2),
+        (("--memory-action", "warn", "--", "true"), "bad_combination", 2),
+        (("--job-memory", "4G", "--memory-action", "kill", "--", "true"), "bad_memory_action", 2),
+        (("--job-memory", "4", "--", "true"), "bad_size", 2),
+        (("--job-memory", "1T", "--", "true"), "limit_above_gpu", 2),
+        (("--job-memory", "4G", "--copies", "2", "--", "true"), "bad_combination", 2),
+        (("--wait", "--mig", "1g", "--", "true"), "bad_combination", 2),
+        (("--wait", "--wait-timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--wait", "-g", "9", "--", "true"), "unknown_gpu", 6),
+        (("--wait", "--job-memory", "4G", "--", "no-such-program"), "command_not_found", 6),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("run", *words, code=code, exit_code=exit_code)
+
+
+def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
+    answer = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
+    assert answer.code == 1
+    (error,) = answer.lines("error")
+    assert "holds 9.0 GiB, over its limit of 8.0 GiB" in error
+    assert answer.lines("hint")
+    assert world.state.processes == []
+    assert reservations(world.host) == []
+
+
+def test_a_warning_leaves_the_job_alone(cli: Cli) -> None:
+    answer = cli(
+        "run", "--job-memory", "8G", "--memory-action", "warn", "--", *JOB, "--footprint", "9G", "--seconds", "1"
+    )
+    assert answer.code == 0, answer
+    assert any("over its limit" in line for line in answer.lines("note"))
+
+
+def test_a_job_waits_for_room_and_then_runs(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    first = real("run", "--job-memory", "100G", "--", *JOB, "--footprint", "90G", "--seconds", "3")
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    began = time.monotonic()
+    answer = cli("run", "--wait", "--job-memory", "60G", "--", *JOB, "--footprint", "60G", "--seconds", "0.2")
+    assert answer.code == 0, answer
+    assert time.monotonic() - began > 1
+    assert any("waiting for 60.0 GiB" in line for line in answer.lines("note"))
+    assert first.process.wait(20) == 0
+
+
+def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
+    Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
+        world.state.gpus[0].uuid
+    )
+    words = ("--wait", "--wait-timeout", "0.3", "--job-memory", "60G", "--", "true")
+    text = refused("run", *words, code="no_room", exit_code=19)
+    assert "60.0 GiB within 0.3 s" in text
+
+
+def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> None:
+    Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
+        world.state.gpus[0].uuid
+    )
+    waiting = real("run", "--wait", "--job-memory", "60G", "--", *JOB)
+    until(lambda: len(reservations(world.host) or []) == 2, "it waits")
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.process.wait(20) == 130
+    assert len(reservations(world.host) or []) == 1
+
+
+def test_a_killed_job_frees_its_place(real: Callable[..., Started], world: World) -> None:
+    waiting = real("run", "--wait", "--job-memory", "60G", "--", *JOB, "--seconds", "60")
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    waiting.process.send_signal(signal.SIGKILL)
+    until(lambda: world.state.processes == [] and reservations(world.host) == [], "both are gone")
+
+
+def test_the_peak_of_a_command_is_reserved_the_next_time(cli: Cli) -> None:
+    words = ("run", "--wait", "--", *JOB, "--footprint", "9G", "--seconds", "0.6")
+    first = cli(*words)
+    assert first.code == 0, first
+    assert any("not known" in line for line in first.lines("note"))
+    assert any("reserves 9.0 GiB" in line for line in cli(*words).lines("note"))
+
+
+def test_a_job_without_enough_memory_waits_again_for_more(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"echo x >> {tmp_path}/tries\n"
+        f"if [ $(wc -l < {tmp_path}/tries) -lt 3 ]; then echo 'CUDA out of memory. Tried to allocate 2 GiB' >&2; exit 1; fi\n"
+    )
+    answer = cli("run", "--wait", "--requeue", "--memory", "10G", "--", "sh", str(script))
+    assert answer.code == 0, answer
+    again = [line for line in answer.lines("note") if "waits again" in line]
+    assert [line.split()[-2] for line in again] == ["12.0", "14.4"]
+
+
+def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
+    answer = cli("run", "--wait", "--requeue", "--job-memory", "10G", "--", "sh", "-c", "echo broken >&2; exit 3")
+    assert answer.code == 3
+    assert not any("waits again" in line for line in answer.lines("note"))
+
+
+def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Started], cli: Cli) -> None:
+    world = World("sim:2xa30")
+    job = real(
+        "run", "-g", "0", "--production", "web", "--", *JOB, "--footprint", "2G", "--seconds", "20", host=world.spec
+    )
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    answer = cli("run", "--wait", "-g", "any", "--job-memory", "2G", "--", *JOB, "--seconds", "0.2", host=world.spec)
+    assert answer.code == 0, answer
+    assert any("GPU 1: no production job" in line for line in answer.lines("note"))
+    job.process.send_signal(signal.SIGTERM)
+    job.process.wait(20)

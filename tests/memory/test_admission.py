@@ -1,0 +1,84 @@
+"""Who may start next: first come first served, and nobody is delayed by one who passes."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit, fits
+
+GPU = {"a": Room(memory_bytes=80)}
+
+
+def job(name: str, size: int | None, keys: tuple[str, ...] = ("a",), *, client: bool = False) -> Waiting:
+    return Waiting(name=name, memory_bytes=size, keys=keys, client=client)
+
+
+def of(*sizes: int) -> list[Running]:
+    return [Running(memory_bytes=size) for size in sizes]
+
+
+def test_jobs_start_in_the_order_in_which_they_came() -> None:
+    assert admitted(GPU, {}, [job("1", 40), job("2", 30), job("3", 20)]) == {"1": "a", "2": "a"}
+
+
+def test_a_small_job_passes_a_large_one_that_it_cannot_delay() -> None:
+    # The large one needs both to end; then there is room for 20 more.
+    assert admitted(GPU, {"a": of(30, 40)}, [job("large", 60), job("small", 10)]) == {"small": "a"}
+
+
+def test_a_small_job_waits_when_it_would_delay_the_large_one() -> None:
+    # As soon as one of the two ends, the large one fits exactly.
+    assert admitted(GPU, {"a": of(35, 35)}, [job("large", 45), job("small", 10)]) == {}
+
+
+def test_a_job_that_never_fits_holds_up_nobody() -> None:
+    assert admitted(GPU, {}, [job("huge", 81), job("small", 80)]) == {"small": "a"}
+    assert not could_ever_fit(GPU, job("huge", 81))
+
+
+def test_a_job_of_unknown_size_gets_a_gpu_without_others() -> None:
+    assert admitted(GPU, {}, [job("1", None), job("2", 1)]) == {"1": "a"}
+    assert admitted(GPU, {"a": of(1)}, [job("1", None), job("2", 1)]) == {}
+
+
+def test_a_job_takes_its_best_gpu_and_else_the_next() -> None:
+    rooms = {"a": Room(memory_bytes=80), "b": Room(memory_bytes=40)}
+    assert admitted(rooms, {"b": of(20)}, [job("1", 30, ("b", "a")), job("2", 20, ("b", "a"))]) == {"1": "a", "2": "b"}
+
+
+def test_clients_of_mps_are_counted() -> None:
+    rooms = {"a": Room(memory_bytes=80, clients=2)}
+    running = {"a": [Running(memory_bytes=1, client=True)]}
+    three = [job("1", 1, client=True), job("2", 1, client=True), job("3", 1)]
+    assert admitted(rooms, running, three) == {"1": "a", "3": "a"}
+    assert not fits(rooms["a"], [Running(memory_bytes=1, client=True)] * 2, job("x", 1, client=True))
+
+
+SIZES = st.integers(1, 12)
+
+
+@given(
+    st.lists(SIZES, max_size=5).filter(lambda sizes: sum(sizes) <= 20),
+    st.lists(SIZES, min_size=1, max_size=4),
+)
+@settings(deadline=None)
+def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list[int]) -> None:
+    rooms = {"a": Room(memory_bytes=20)}
+    waiting = [job(str(at), size) for at, size in enumerate(sizes)]
+    found = admitted(rooms, {"a": of(*held)}, waiting)
+    started = [size for at, size in enumerate(sizes) if str(at) in found]
+    assert sum(held) + sum(started) <= 20
+    for at, size in enumerate(sizes):
+        if str(at) in found:
+            continue
+        before = sum(one for other, one in enumerate(sizes[:at]) if str(other) in found)
+        later = sum(one for other, one in enumerate(sizes) if other > at and str(other) in found)
+        for count in range(len(held) + 1):
+            for left in itertools.combinations(held, count):
+                # Whoever came before it may still run, or have ended.
+                for earlier in {0, before}:
+                    if sum(left) + earlier + size <= 20:
+                        assert sum(left) + earlier + later + size <= 20

@@ -1,0 +1,187 @@
+"""The ledger on a simulated host: what counts, what does not, and who may take a place."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import InUse
+from gpushare.host.claims import claim_directory
+from gpushare.host.host import Host
+from gpushare.memory import ledger
+from gpushare.memory.ledger import Place, Request, line_of, reservations
+from gpushare.memory.room import best_first, wait_for_room
+from gpushare.selection import Device, select
+from gpushare.sim.admin import add_process
+from gpushare.units import GIB
+
+SPEC = "sim:2xa30"
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect(SPEC)
+
+
+def devices(host: Host) -> tuple[Device, ...]:
+    return select(None, host.nvml.sweep())
+
+
+def enter(host: Host, size: int | None, *, name: str | None = None) -> Place:
+    keys = tuple(one.uuid for one in devices(host))
+    return Place(host, Request(memory_bytes=size, keys=keys, client=False, name=name))
+
+
+def take(host: Host, place: Place) -> bool:
+    return place.try_to_take(devices(host), {}, {})
+
+
+def files(host: Host) -> list[Path]:
+    return sorted(claim_directory(host).glob("gpushare-memory-*"))
+
+
+def test_a_place_is_taken_kept_and_left(host: Host) -> None:
+    place = enter(host, 10 * GIB, name="train")
+    (one,) = reservations(host) or []
+    assert (one.name, one.memory_bytes, one.key, one.claim.uid) == ("train", 10 * GIB, None, os.geteuid())
+    assert take(host, place)
+    (one,) = reservations(host) or []
+    assert (one.key, one.sure) == (devices(host)[0].uuid, True)
+    line = line_of(host, devices(host)[0], [one])
+    assert line is not None
+    assert line.reserved_bytes == 10 * GIB
+    assert line.free_bytes == line.room.memory_bytes - 10 * GIB
+    (file,) = files(host)
+    assert file.stat().st_mode & 0o777 == 0o644
+    place.leave()
+    assert reservations(host) == []
+
+
+def test_a_second_gpu_takes_what_does_not_fit_on_the_first(host: Host) -> None:
+    first, second, third = (enter(host, 16 * GIB) for _ in range(3))
+    assert [take(host, one) for one in (first, second, third)] == [True, True, False]
+    assert [first.key, second.key] == [one.uuid for one in devices(host)]
+    first.leave()
+    assert take(host, third)
+
+
+def test_nobody_overtakes_an_earlier_job(host: Host) -> None:
+    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
+    blocker = Place(host, Request(memory_bytes=20 * GIB, keys=(devices(host)[1].uuid,), client=False))
+    blocker.take(devices(host)[1].uuid)
+    assert not take(host, late)
+    assert take(host, early)
+
+
+def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw room; the one that came later steps back when it reads again."""
+    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
+    key = devices(host)[0].uuid
+    monkeypatch.setattr(Place, "_turn", lambda *_: key)
+    early.claim.tell(f"hold {key}")
+    assert not take(host, late)
+    assert take(host, early)
+    assert late.key is None
+
+
+@pytest.mark.parametrize(("user", "others"), [("nobody", 12 * GIB), (None, 0)])
+def test_only_processes_of_a_claims_own_user_belong_to_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, user: str | None, others: int
+) -> None:
+    """A claim that names the parent of somebody else's process must not hide that one's memory."""
+    pid = add_process(SPEC, memory_bytes=12 * GIB, user=user)
+    monkeypatch.setattr(type(host.processes), "parent", lambda _, one: os.getpid() if one == pid else None)
+    place = enter(host, 1 * GIB)
+    place.take(devices(host)[0].uuid)
+    line = line_of(host, devices(host)[0], reservations(host) or [])
+    assert line is not None
+    assert others <= line.others_bytes < others + GIB
+    assert line.room.memory_bytes - line.free_bytes >= 12 * GIB
+    place.leave()
+
+
+def test_a_reservation_that_is_not_used_lapses(host: Host) -> None:
+    place = enter(host, 10 * GIB)
+    place.take(devices(host)[0].uuid)
+    found = reservations(host) or []
+    now = time.time()
+    for age, reserved in ((0, 10 * GIB), (ledger.LAPSE_SECONDS + 5, 0)):
+        line = line_of(host, devices(host)[0], found, now=now + age)
+        assert line is not None
+        assert line.reserved_bytes == reserved
+
+
+def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> None:
+    first, second = enter(host, 8 * GIB), enter(host, 8 * GIB)
+    for one in (first, second):
+        one.take(devices(host)[0].uuid)
+    line = line_of(host, devices(host)[0], reservations(host) or [], limits={os.geteuid(): 10 * GIB})
+    assert line is not None
+    assert line.room.memory_bytes - line.free_bytes == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ["want x 0 GPU-1"],
+        ["want -5 0 GPU-1"],
+        ["want 99999999999999999999 0 GPU-1"],
+        ["want 1152921504606846976 0 GPU-1"],
+        ["want 5 7 GPU-1"],
+        ["want 5 0"],
+        ["name x"],
+        ["want 5 0 GPU-1", "sure GPU-2"],
+        [],
+    ],
+)
+def test_a_claim_that_we_would_not_write_counts_for_nothing(host: Host, facts: list[str]) -> None:
+    place = enter(host, 1)
+    path = files(host)[0]
+    head = path.read_text().split("fact ")[0]
+    path.write_text(head + "".join(f"fact {one}\n" for one in facts) + "ticket 5\n")
+    assert reservations(host) == []
+    place.leave()
+
+
+def test_the_first_want_counts(host: Host) -> None:
+    place = enter(host, 2 * GIB)
+    place.claim.tell("want 5 0 GPU-1")
+    (one,) = reservations(host) or []
+    assert one.memory_bytes == 2 * GIB
+
+
+def test_waiting_jobs_of_one_user_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MOST_WAITING_OF_ONE_USER", 3)
+    for _ in range(5):
+        enter(host, GIB)
+    assert len(reservations(host) or []) == 3
+
+
+def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
+    first, second = devices(host)
+    ordered = best_first(host, [first, second], lambda one: ["web"] if one.gpu.index == 0 else [])
+    assert [one.gpu.index for one, _ in ordered] == [1, 0]
+    assert "production job 'web' runs there" in ordered[1][1]
+
+
+def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
+    for one in devices(host):
+        Place(host, Request(memory_bytes=20 * GIB, keys=(one.uuid,), client=False)).take(one.uuid)
+    said: list[str] = []
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    place = enter(host, 10 * GIB)
+    with pytest.raises(InUse) as caught:
+        wait_for_room(host, place, devices(host), 3.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
+    assert caught.value.code == "no_room"
+    assert clock[0] == pytest.approx(3.0, abs=0.02)
+    assert len(said) == 1
+    assert said[0].startswith("waiting for 10.0 GiB")
+    assert len(reservations(host) or []) == 2

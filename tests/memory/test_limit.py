@@ -1,0 +1,119 @@
+"""The limit of a job: the sum over its processes, and what happens above it."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpushare.errors import OperationFailed
+from gpushare.host.process import ProcessInfo
+from gpushare.memory.limit import JobMemory, MemoryAction
+from gpushare.model import Gpu, GpuProcess
+from gpushare.selection import Device
+from gpushare.units import GIB
+
+
+class Told:
+    """A process table and NVML that say what they are told."""
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {10: 1, 11: 10, 12: 11, 99: 1}
+        self.memory: dict[int, int | None] = {}
+        self.sent: list[tuple[int, int]] = []
+
+    def processes(self, _index: int) -> tuple[GpuProcess, ...]:
+        return tuple(GpuProcess(pid=pid, compute=True, memory_used_bytes=size) for pid, size in self.memory.items())
+
+    def namespace_is_host(self) -> bool:
+        return True
+
+    def parent(self, pid: int) -> int | None:
+        return self.parents.get(pid)
+
+    def alive(self, pid: int, _started: float | None = None) -> bool:
+        return pid in self.parents
+
+    def describe(self, pid: int) -> ProcessInfo | None:
+        return ProcessInfo(pid=pid, started_at=float(pid)) if pid in self.parents else None
+
+    def descendants(self, pid: int) -> list[int]:
+        return [pid, *(child for child, parent in self.parents.items() if parent == pid)]
+
+    def send_to(self, pid: int, _started: float, number: int) -> None:
+        self.sent.append((pid, number))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def job(told: Told, action: MemoryAction = "end", limit: int | None = 8 * GIB) -> tuple[JobMemory, list[str]]:
+    said: list[str] = []
+    host = cast("Any", SimpleNamespace(nvml=told, processes=told))
+    device = Device(gpu=Gpu(index=0, uuid="GPU-1"))
+    found = JobMemory(host, device, limit_bytes=limit, action=action, say=said.append)
+    found.started(10)
+    return found, said
+
+
+def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None:
+    memory, _ = job(told)
+    told.memory = {10: 3 * GIB, 12: 5 * GIB, 99: 60 * GIB}
+    assert not memory.look()
+    assert memory.peak_bytes == 8 * GIB
+    told.memory[11] = GIB
+    assert memory.look()
+    with pytest.raises(OperationFailed) as caught:
+        memory.check()
+    assert caught.value.code == "memory_limit"
+    assert "9.0 GiB, over its limit of 8.0 GiB (3 processes; process 12 has 5.0 GiB)" in caught.value.message
+
+
+def test_a_process_that_was_seen_counts_after_it_left_the_tree(told: Told) -> None:
+    memory, _ = job(told)
+    told.memory = {12: 5 * GIB}
+    assert not memory.look()
+    told.parents[12] = 1
+    told.memory[10] = 4 * GIB
+    assert memory.look()
+
+
+def test_unknown_memory_is_not_a_number(told: Told) -> None:
+    memory, _ = job(told)
+    told.memory = {10: None}
+    assert not memory.look()
+
+
+def test_a_warning_is_said_once_for_each_time(told: Told) -> None:
+    memory, said = job(told, "warn")
+    told.memory = {10: 9 * GIB}
+    assert not memory.look()
+    assert not memory.look()
+    assert len(said) == 1
+    told.memory = {10: 7 * GIB}
+    memory.look()
+    told.memory = {10: 9 * GIB}
+    memory.look()
+    assert len(said) == 2
+    memory.check()
+
+
+def test_a_stopped_job_continues_before_it_ends(told: Told) -> None:
+    memory, said = job(told, "pause")
+    told.memory = {10: 9 * GIB}
+    assert not memory.look()
+    assert {number for _, number in told.sent} == {signal.SIGSTOP}
+    assert "cannot grow" in said[0]
+    memory.release()
+    assert (10, signal.SIGCONT) in told.sent
+
+
+def test_without_a_limit_only_the_peak_is_kept(told: Told) -> None:
+    memory, _ = job(told, limit=None)
+    told.memory = {10: 90 * GIB}
+    assert not memory.look()
+    assert memory.peak_bytes == 90 * GIB
