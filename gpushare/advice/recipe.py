@@ -256,7 +256,10 @@ def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
         lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
         run = _program(one)
         if way is Way.MIG_MPS:
-            words = ['gpushare mps start -g "$CUDA_VISIBLE_DEVICES"', *_limits_inside(situation, one, inside, profile)]
+            words = [
+                'gpushare mps start -g "$CUDA_VISIBLE_DEVICES"',
+                *_limits_inside(situation, one, inside, profile).options(),
+            ]
             lines.append(Line("start MPS in the instance", " ".join(words)))
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
         lines.append(Line(_which(inside, _label(one)), run))
@@ -282,18 +285,21 @@ def _in_existing(situation: Situation, way: Way, free: list[GpuInstance]) -> Rec
         run = f"CUDA_VISIBLE_DEVICES={uuid} {_program(one)}"
         if way is Way.MIG_MPS:
             limits = _limits_inside(situation, one, inside, instance.profile)
-            lines.append(command(f"start MPS in the idle instance {instance}", "mps", "start", "-g", uuid, *limits))
-            undo.append(command("stop MPS; waits for its programs", "mps", "stop", "-g", uuid))
+            index = situation.gpu.index
+            start = Change(verb=Verb.MPS_START, gpu=index, instance=uuid, limits=limits)
+            lines.append(change(f"start MPS in the idle instance {instance}", start))
+            stop = Change(verb=Verb.MPS_STOP, gpu=index, instance=uuid)
+            undo.append(change("stop MPS; waits for its programs", stop))
             run = f"gpushare run -g {uuid} -- {_program(one)}"
         lines.append(Line(f"{_which(inside, _label(one) or name)}, in {instance}", run))
-    return Recipe(lines=tuple(lines), undo=tuple(undo), measure=_MEASURE, several_shells=True)
+    return Recipe(lines=tuple(lines), undo=tuple(undo), measure=_MEASURE)
 
 
-def _limits_inside(situation: Situation, one: Workload, processes: int, profile: Profile) -> list[str]:
+def _limits_inside(situation: Situation, one: Workload, processes: int, profile: Profile) -> Limits:
     wanted = None if one.memory is None else limit_for(one.memory)
     room = None if profile.memory_bytes is None else equal_limit(profile.memory_bytes * 98 // 100, processes)
     fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
-    return _limits(_threads_for(situation, processes), fitting).options()
+    return _limits(_threads_for(situation, processes), fitting)
 
 
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:

@@ -641,14 +641,30 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
 
     recipe = _set_up(advice)
     changes = [line.change for line in recipe.lines if line.change is not None]
-    result = _carried(changes) if changes else plan_result("advise", (), dry_run=settings.dry_run)
+    if not changes:
+        said = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
+        return plan_result(
+            "advise", (), dry_run=settings.dry_run, notes=(*notes, *said), empty=_nothing_to_set_up(advice)
+        )
+    result = _carried(changes)
     # Where the undo is known only afterwards, the plan itself names it.
     keeps_undo = any(line.command is None for line in recipe.undo)
     said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
     said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
-    if not settings.dry_run and changes:
+    if not settings.dry_run:
         said += [f"undo: {line.command}" for line in recipe.undo if line.command]
     return replace(result, notes=tuple(said))
+
+
+def _nothing_to_set_up(advice: Advice) -> str:
+    from gpushare.advice.ways import Way
+
+    way = None if advice.best is None else advice.best.way
+    if way is Way.MEASURE:
+        return "nothing was set up: the answer is to measure it first"
+    if way is Way.FIX:
+        return "nothing was set up: the answer is a change of the application"
+    return f"nothing to set up for {'this answer' if way is None else way.label}: the host can stay as it is"
 
 
 def _carried(changes: Sequence[Change]) -> Result:
@@ -662,9 +678,10 @@ def _carried(changes: Sequence[Change]) -> Result:
 
         parts = [one for one in changes if one.verb.value.startswith("mig ")]
         if len({one.verb for one in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
+            needs = ", ".join(f"GPU {one.gpu} needs `{one.verb.value}`" for one in parts)
             raise NotSupported(
-                "the GPUs need different changes of MIG, so --apply cannot carry them out as one",
-                "type the lines that `gpushare advise` prints",
+                f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
+                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *one.words]) for one in parts)}",
                 code="several_changes",
             )
         then = [one for one in changes[changes.index(mig) + 1 :] if one not in parts]
@@ -741,7 +758,7 @@ def _later(host: Host, change: Change) -> Step:
     from gpushare.hostfile.file import MpsWish
     from gpushare.hostfile.steps import daemon_step, level_step
     from gpushare.mps.limits import Limits
-    from gpushare.selection import Device
+    from gpushare.selection import Device, select_one
 
     gpu = host.nvml.gpu(change.gpu)
     if change.level is not None:
@@ -749,9 +766,11 @@ def _later(host: Host, change: Change) -> Step:
     wish = MpsWish(limits=change.limits or Limits())
 
     def find() -> Device:
-        return Device(gpu=host.nvml.gpu(gpu.index))
+        now = host.nvml.gpu(gpu.index)
+        return Device(gpu=now) if change.instance is None else select_one(change.instance, [now])
 
-    return daemon_step(host, f"GPU {gpu.index}", find, wish, selector=str(gpu.index))
+    title = f"GPU {gpu.index}" if change.instance is None else find().title
+    return daemon_step(host, title, find, wish, selector=change.selector)
 
 
 def _set_up(advice: Advice) -> Recipe:
@@ -761,11 +780,22 @@ def _set_up(advice: Advice) -> Recipe:
         )
     if advice.recipe.several_shells:
         raise NotSupported(
-            f"{advice.best.way.label} needs one shell per group, so --apply cannot set it up",
-            "type the lines that `gpushare advise` prints",
+            f"{advice.best.way.label}: what is done in each instance depends on its UUID, which exists only after it was "
+            "created, so --apply cannot plan it as a whole",
+            f"create the instances: {_first_lines(advice.recipe)}; then, in a shell per group, the lines of `gpushare advise`",
             code="several_shells",
         )
     return advice.recipe
+
+
+def _first_lines(recipe: Recipe) -> str:
+    """Return the commands of a recipe that need no shell of their own, in order."""
+    found = []
+    for line in recipe.lines:
+        if line.command is not None and line.command.startswith("eval "):
+            break
+        found += [line.command] if line.command is not None else []
+    return "; ".join(found)
 
 
 _MOST_REPEATS = 100

@@ -27,6 +27,7 @@ def plan_result(
     notes: Sequence[str] = (),
     consent: Sequence[Loss] = (),
     undo: str | None = None,
+    empty: str = "nothing to do: the host is as requested",
 ) -> Result:
     """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}], "undo", "consent"}``.
 
@@ -63,7 +64,7 @@ def plan_result(
                 else None,
                 columns=columns,
                 rows=rows,
-                empty="nothing to do: the host is as requested",
+                empty=empty,
                 lines=tuple(_lines(steps) if dry_run else _done(steps)) if rows else None,
             ),
         ),

@@ -251,3 +251,27 @@ def test_where_only_mps_shares_the_measurement_is_of_mps(cli: Any) -> None:
     data = advice(cli, *words, host="sim:h200")
     assert data["winner"] == "measure"
     assert "--ways queue,mps" in data["commands"][0]["command"]
+
+
+def test_apply_of_a_measurement_says_that_nothing_was_set_up(cli: Any) -> None:
+    answer = cli("advise", "--processes", "2", "--users", "same", "--apply", host="sim:h200").ok()
+    assert "nothing was set up: the answer is to measure it first" in answer.out
+    assert "gpushare bench -g 0 --copies 1,2" in answer.err
+    assert "then, run" not in answer.err
+
+
+def test_apply_of_what_needs_no_setup(cli: Any) -> None:
+    words = ("--processes", "2", "--users", "same", "--saturating")
+    answer = cli("advise", *words, "--apply", host="sim:h200").ok()
+    assert "nothing to set up for whole GPU, or a queue: the host can stay as it is" in answer.out
+    assert "flock" in answer.err
+
+
+def test_apply_starts_mps_in_each_instance_that_exists(cli: Any) -> None:
+    cli("sim", "mig", "2g.20gb", "2g.20gb", host="sim:h100").ok()
+    words = ("--processes", "6", "--memory", "1G", "--groups", "2", "--users", "same", "--isolation", "fault")
+    answer = cli("advise", *words, "--no-saturating", "--no-root", "--apply", host="sim:h100").ok()
+    daemons = cli("mps", "status", host="sim:h100", output="json").ok().data["mps_daemons"]
+    assert len({one["device_uuid"] for one in daemons}) == 2
+    assert {one["threads_percent"] for one in daemons} == {66.6}
+    assert answer.err.count("undo: gpushare mps stop -g MIG-") == 2
