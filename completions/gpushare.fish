@@ -98,6 +98,8 @@ function __gpushare_valued
             return 0
         case --wait-timeout
             return 0
+        case --name
+            return 0
         case --copies
             return 0
         case --logs
@@ -117,8 +119,6 @@ function __gpushare_valued
         case --model
             return 0
         case --sm
-            return 0
-        case --name
             return 0
         case --evict
             return 0
@@ -326,7 +326,7 @@ complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it 
 complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10]'
 complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the production job of this name: capped only by --threads, and spared by opportunistic jobs.'
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a production job: with tuned limits, or a cap of 60 % and low priority.'
-complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare.'
+complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare, by name or PID.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
 complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic: the share of the time to run while production runs; 100: all. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included; over it, the job is ended.'
@@ -334,6 +334,7 @@ complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-m
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on any GPU.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more.'
+complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Give the job a name, for --for and other commands that take a JOB.'
 complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'Run N copies; {} in CMD and GPUSHARE_COPY are the number of each.'
 complete -c gpushare -n '__gpushare_at run' -l logs -r -F -d 'With --copies: write the output of each to DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: restart a failed copy, at most K times.'
@@ -346,7 +347,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --name --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'

@@ -66,7 +66,9 @@ class Farming:
     bench: str | None
 
 
-def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict: bool) -> None:
+def check_combination(
+    roles: Roles, farming: Farming, *, mig: str | None, strict: bool, name: str | None = None
+) -> None:
     """Raise unless the options go together."""
     if farming.copies is None and (farming.logs or farming.restart or farming.stall or farming.bench):
         raise _wrong(
@@ -82,6 +84,8 @@ def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict
             "--pause cannot be combined with --duty-cycle",
             "gpushare run --opportunistic --duty-cycle 50 -- CMD",
         )
+    if roles.production is not None and name is not None:
+        raise _wrong("--production gives the job its name: drop --name", "gpushare run --production NAME -- CMD")
     if roles.production is not None and roles.opportunistic:
         raise _wrong("--production cannot be combined with --opportunistic", "gpushare run --production NAME -- CMD")
     if mig is not None and (roles.any or farming.copies is not None):
@@ -154,7 +158,8 @@ def run(
         ),
     ] = False,
     target: Annotated[
-        str | None, typer.Option("--for", metavar="NAME|PID", help="With --opportunistic: the production job to spare.")
+        str | None,
+        typer.Option("--for", metavar="JOB", help="With --opportunistic: the production job to spare, by name or PID."),
     ] = None,
     pause: Annotated[
         bool, typer.Option("--pause", help="With --opportunistic: pause while the production job works.")
@@ -190,6 +195,12 @@ def run(
         bool,
         typer.Option("--requeue", help="With --wait: if it runs out of memory, wait again for a fifth more."),
     ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="Give the job a name, for --for and other commands that take a JOB."
+        ),
+    ] = None,
     copies: Annotated[
         int | None,
         typer.Option("--copies", metavar="N", help="Run N copies; {} in CMD and GPUSHARE_COPY are the number of each."),
@@ -242,7 +253,11 @@ def run(
         duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
     roles = Roles(production=production, opportunistic=opportunistic, target=target, pause=pause, duty=duty)
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
-    check_combination(roles, farming, mig=mig, strict=strict)
+    check_combination(roles, farming, mig=mig, strict=strict, name=name)
+    if name is not None:
+        from gpushare.run.jobs import check_job_name
+
+        options = replace(options, name=check_job_name(name))
     room = _memory_options(
         job_memory,
         memory_action,
@@ -352,7 +367,7 @@ def _queued(
         options=options,
         memory=memory,
         client=True,
-        name=roles.production,
+        name=roles.production or options.name,
         start=lambda device, with_meter: _started(host, device, command, with_meter, roles),
         say=note,
     )
@@ -364,6 +379,10 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
     from gpushare.run.program import Run
     from gpushare.show.run import InstanceReport, RunReport
 
+    if options.name is not None:
+        from gpushare.run.jobs import NamedShare
+
+        share = NamedShare(share, host, options.name, options.role)
     kind = RunReport if mps else InstanceReport
     report = kind(host, share.device, sys.stderr, quiet=settings.quiet, limits=options.limits if mps else None)
     run = Run(host, share, command, options, report)
@@ -408,24 +427,27 @@ def role_result(host: Host, device: Device, command: Sequence[str], options: Run
 
 
 def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
-    from gpushare.run.results import check_job_name, find_tuned
+    from gpushare.run.jobs import PRODUCTION, check_job_name
+    from gpushare.run.results import find_tuned
     from gpushare.run.roles import ProductionShare, production_cap_note
 
     check_job_name(name)
     for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
         note(text)
-    share = ProductionShare(host, device, options.limits, name=name)
+    share = ProductionShare(host, device, options.limits)
     cap = share.daemon_cap()
     if cap is not None:
         note(
             f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
         )
-    return _carried_out(host, share, command, options)
+    return _carried_out(host, share, command, replace(options, name=name, role=PRODUCTION))
 
 
 def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    from gpushare.run.jobs import OPPORTUNISTIC
     from gpushare.run.roles import spared_process
 
+    options = replace(options, role=OPPORTUNISTIC)
     process = spared_process(host, device, roles.target)
     outside = process is not None and not process.under_mps
     duty = roles.duty if outside else _duty(host, device, options, roles)
@@ -571,6 +593,7 @@ def _words(limits: Limits) -> str:
 def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOptions, farming: Farming) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     from gpushare.run.farm import FarmOptions, farm, plan_farm, share_of_memory
+    from gpushare.run.jobs import named_job
     from gpushare.show.run import CopyLines
     from gpushare.units import parse_seconds
 
@@ -603,7 +626,8 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
         return plan_result("run", plan_farm(host, device, command, options, report), dry_run=True)
     _say_first(host, device, options)
     try:
-        result = farm(host, device, command, options, report)
+        with named_job(host, device, run.name):
+            result = farm(host, device, command, options, report)
     finally:
         report.clear()
     return _finished(result, options)

@@ -119,7 +119,7 @@ def tune(
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.pair import TuneOptions
-    from gpushare.run.results import check_job_name
+    from gpushare.run.jobs import check_job_name
     from gpushare.selection import select_one
 
     check_job_name(name)

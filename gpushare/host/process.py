@@ -20,6 +20,7 @@ from gpushare.values import dataclass
 if TYPE_CHECKING:
     import psutil
 
+    from gpushare.host.identity import Identity
     from gpushare.host.open_files import OpenFiles
 
 
@@ -161,6 +162,9 @@ class Processes(Protocol):
     def describe(self, pid: int) -> ProcessInfo | None:
         """Return a process, or None if it does not exist."""
 
+    def identity(self, pid: int) -> Identity | None:
+        """Return the process that has a PID now, with its start in clock ticks; None: it has ended, or is a zombie."""
+
     def alive(self, pid: int, started_at: float | None = None) -> bool:
         """Return whether the process is alive, and no zombie. ``started_at`` guards against a reused PID."""
 
@@ -246,6 +250,12 @@ class LocalProcesses:
                 )
         except psutil.NoSuchProcess:
             return None
+
+    def identity(self, pid: int) -> Identity | None:
+        """Return the process that has a PID now (``/proc/PID/stat``)."""
+        from gpushare.host.identity import identity_of
+
+        return identity_of(pid)
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
         """Return whether the process is alive (field 3 of ``/proc/PID/stat``)."""

@@ -1,19 +1,15 @@
-"""Production jobs: their records, and whether one works now, so that a program next to it is paused."""
+"""Whether a production job works now, so that a program next to it is paused."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.activity import samples_since
-from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import CpuTime, cpu_time
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.run.jobs import find_record, is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,61 +122,6 @@ class Activity:
         return any(percent > 0 and pid in self._family for pid, percent in samples or ())
 
 
-SCHEMA: Final = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Production:
-    """One production job: its program's PID and start, its device, and the most memory that was seen."""
-
-    name: str
-    pid: int
-    started_at: float | None
-    device_uuid: str
-    memory_peak_bytes: int | None = None
-    schema: int = SCHEMA
-
-
-def write_production(host: Host, production: Production) -> None:
-    """Write the record of a production job.
-
-    Raises:
-        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
-    """
-    directory = host.run_directory / "production"
-    # One by one: the mode applies to the last directory of a path only.
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    # Other users read it too, to spare the job.
-    path = directory / f"{production.name}.json"
-    with writing(path, "the record of a production job"):
-        replace_file(path, json.dumps(asdict(production)))
-
-
-def productions(host: Host) -> list[Production]:
-    """Return every known production job, running or not: this user's and root's."""
-    found = []
-    for run_directory in (host.run_directory, *host.shared_run_directories):
-        if not is_trusted_directory(run_directory, "production"):
-            continue
-        with contextlib.suppress(OSError):
-            found += [
-                record_from(Production, read_trusted(path))
-                for path in sorted((run_directory / "production").glob("*.json"))
-            ]
-    return [one for one in found if one is not None and one.pid > 0]
-
-
-def find_production(host: Host, name: str) -> Production | None:
-    """Return the production job of a name, running or not, or None."""
-    return next((one for one in productions(host) if one.name == name), None)
-
-
-def is_running(host: Host, production: Production) -> bool:
-    """Return whether a production job runs now."""
-    return host.processes.alive(production.pid, production.started_at)
-
-
 class ProductionJob:
     """A production job by PID and start time; with a name also those that follow it under this name.
 
@@ -214,7 +155,7 @@ class ProductionJob:
         return here or (self._name is not None and self._follow(self._name))
 
     def _follow(self, name: str) -> bool:
-        found = find_production(self._host, name)
+        found = find_record(self._host, name)
         if found is None or found.device_uuid != self._device.uuid or not is_running(self._host, found):
             return False
         self._is(found.pid, found.started_at)

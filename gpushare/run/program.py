@@ -239,6 +239,8 @@ class RunOptions:
     strict: bool = False
     grace_seconds: float = GRACE_SECONDS
     drain_seconds: float = DRAIN_BOUND_SECONDS
+    name: str | None = None
+    role: str = "plain"
 
 
 class Reporter(Protocol):

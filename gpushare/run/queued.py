@@ -15,7 +15,7 @@ from gpushare.memory.ledger import Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Peak, find_peak, keep_peak
 from gpushare.memory.room import best_first, size_text, wait_for_room
-from gpushare.run.production import is_running, productions
+from gpushare.run.jobs import is_running, productions
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, NoPermission
+from gpushare.errors import NoPermission
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file, writing
 
@@ -29,7 +28,6 @@ SLICES: Final = "slices"
 CAPS: Final = "caps"
 # Microseconds. The driver takes any value above 0; far longer ones freeze the neighbours.
 _MOST_SLICE_US: Final = 1_000_000
-_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +61,6 @@ class Tuned:
     production_slice_us: int | None = None
     other_slice_us: int | None = None
     schema: int = SCHEMA
-
-
-def check_job_name(name: str) -> str:
-    """Return a valid name of a production job."""
-    if not _NAME.fullmatch(name):
-        raise BadUsage(
-            f"'{name[:60]}' cannot be the name of a production job",
-            "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",
-            code="bad_name",
-        )
-    return name
 
 
 def find_tuned(host: Host, name: str) -> Tuned | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +14,11 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
+from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
-from gpushare.run.production import Production, UnseenWork, find_production, is_running, productions, write_production
-from gpushare.run.results import Tuned, check_job_name, find_tuned
-from gpushare.run.share import Attachment, MpsShare
+from gpushare.run.production import UnseenWork
+from gpushare.run.results import Tuned, find_tuned
+from gpushare.run.share import MpsShare
 from gpushare.units import MIB, format_bytes, quoted
 
 if TYPE_CHECKING:
@@ -41,77 +40,8 @@ _MARGIN_BYTES: Final = 1024 * MIB
 
 
 @dataclass
-class ProductionWatch(Attachment):
-    """The watch over a production job, which also keeps the job's record up to date."""
-
-    name: str = ""
-    peak: int | None = None
-    _due: float = 0.0
-
-    def wait(self) -> float:
-        """Return the seconds until the next look; memory is checked more often than the daemon."""
-        return min(super().wait(), 1.0)
-
-    def look(self) -> None:
-        """Look for the program's processes and their memory."""
-        if time.monotonic() >= self._due:
-            super().look()
-            self._due = time.monotonic() + super().wait()
-        self.record()
-
-    def record(self) -> None:
-        """Write the record if it has changed; a failure must not end the program."""
-        with contextlib.suppress(GpushareError):
-            held = self._held()
-            if held is None or (self.peak is not None and held <= self.peak):
-                return
-            self.peak = held
-            # A full disk must not end a production job.
-            with contextlib.suppress(GpushareError):
-                write_production(
-                    self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak)
-                )
-
-    def _held(self) -> int | None:
-        if self.host.processes.namespace_is_host() is False:
-            return None
-        found = self.host.nvml.processes(self.device.gpu.index) or ()
-        sizes = [one.memory_used_bytes for one in found if one.pid in self.seen]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if known else None
-
-
-@dataclass
 class ProductionShare(MpsShare):
     """A share of a production job."""
-
-    name: str = ""
-
-    def check(self, program: str) -> None:
-        """Raise as `MpsShare.check`, and InUse when a job of this name runs already."""
-        before = find_production(self.host, self.name)
-        if before is not None and is_running(self.host, before):
-            raise InUse(
-                f"a production job '{self.name}' is already running (process {before.pid})",
-                "give it another name: --production OTHER",
-                code="name_in_use",
-            )
-        super().check(program)
-
-    def open(self) -> None:
-        """Open it and write the job's record, so that it is known before its program runs.
-
-        A job without a record would not be spared.
-        """
-        super().open()
-        self._write(os.getpid())
-
-    def _write(self, pid: int) -> int | None:
-        before = find_production(self.host, self.name)
-        # The peak memory of this job on this device.
-        peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
-        write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
-        return peak
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a client whose only limits are those that were given with it."""
@@ -125,25 +55,6 @@ class ProductionShare(MpsShare):
             return None
         cap = None if record is None else record.limits.threads_percent
         return cap if cap is not None and cap < 100 else None
-
-    def watch(self, pid: int) -> ProductionWatch:
-        """Return the watch over the program, and name it in the record; if that fails, the record still names gpushare."""
-        peak = None
-        with contextlib.suppress(GpushareError):
-            peak = self._write(pid)
-        return ProductionWatch(self.host, self.device, pid, home=self.home, seen={pid}, name=self.name, peak=peak)
-
-
-def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:
-    """Return the record of a production job that runs now."""
-    info = host.processes.describe(pid)
-    return Production(
-        name=name,
-        pid=pid,
-        started_at=None if info is None else info.started_at,
-        device_uuid=device.uuid,
-        memory_peak_bytes=peak,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,35 +115,37 @@ class Spared:
     """How to run an opportunistic job: its limits, the production job next to it, and notes to print."""
 
     limits: Limits
-    production: Production | None
+    production: JobRecord | None
     tuned: Tuned | None
     notes: Sequence[str] = field(default=())
 
 
-def living_productions(host: Host, device: Device) -> list[Production]:
+def living_productions(host: Host, device: Device) -> list[JobRecord]:
     """Return the production jobs that run on a device now."""
     return [one for one in productions(host) if one.device_uuid == device.uuid and is_running(host, one)]
 
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
-    """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
+    """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
     there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
-    known = (one for one in productions(host) if target in {one.name, str(one.pid)} and one.device_uuid in there)
+    known = (one for one in records(host) if target in {one.name, str(one.pid)} and one.device_uuid in there)
     return next((one.device_uuid for one in known if is_running(host, one)), None)
 
 
-def find_spared(host: Host, device: Device, target: str | None) -> Production | None:
+def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
     """Return the production job to spare: of this name or PID, or the only one that runs on the device."""
     if target is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
     if target.isdecimal():
         # Any other process: there is no record of it.
-        return next((one for one in living_productions(host, device) if one.pid == int(target)), None)
-    found = find_production(host, check_job_name(target))
+        pid = int(target)
+        here = (one for one in records(host) if one.pid == pid and one.device_uuid == device.uuid)
+        return next((one for one in here if is_running(host, one)), None)
+    found = find_record(host, check_job_name(target))
     if found is None and find_tuned(host, target) is None:
         raise NotFound(
-            f"no production job {quoted(target)} is known, running or tuned",
+            f"no job {quoted(target)} is known, running or tuned",
             f"start it: gpushare run --production {target} -- CMD; or tune it: gpushare tune --name {target} ...",
             code="no_production",
         )
@@ -244,7 +157,7 @@ def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | Non
     return _tuned_for(host, find_spared(host, device, target), target)
 
 
-def _tuned_for(host: Host, production: Production | None, target: str | None) -> Tuned | None:
+def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> Tuned | None:
     name = target if production is None else production.name
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
@@ -304,7 +217,7 @@ def production_cap_note(device: Device, tuned: Tuned | None, given: float | None
     return [f"tuned with production capped at {cap} %: {run}"]
 
 
-def _memory_left(device: Device, neighbours: Sequence[Production | None], tuned: Tuned | None) -> int | None:
+def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
     total = device.memory_total_bytes
     known = [one.memory_peak_bytes for one in neighbours if one is not None and one.memory_peak_bytes is not None]
     peaks = [sum(known)] if known else []

@@ -50,9 +50,10 @@ from gpushare.host.channels import (
     answer,
     not_answered,
 )
-from gpushare.host.identity import Identity, identity_of
+from gpushare.host.identity import Identity
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices
+from gpushare.sim.processes import identity_in
 from gpushare.sim.state import (
     DEFAULT_SLICE_US,
     FIRST_SIMULATED_PID,
@@ -122,7 +123,7 @@ class SimulatedFiles:
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
             raise Refused(state.channel_fault)
-        identity = _identity(state, pid)
+        identity = identity_in(state, pid)
         if identity is None or started not in {None, identity.started}:
             raise Refused("gone")
         self._state = state
@@ -226,16 +227,6 @@ def client_of(state: SimulatedHostState, pid: int) -> int | None:
     if owner_of(state, pid) is None:
         return None
     return CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
-
-
-def _identity(state: SimulatedHostState, pid: int) -> Identity | None:
-    if pid < FIRST_SIMULATED_PID:
-        return identity_of(pid)
-    for daemon in state.daemons:
-        if any(server.pid == pid for server in daemon.servers):
-            return Identity(pid, round(daemon.started_at * 100))
-    owner = owner_of(state, pid)
-    return Identity(pid, round(owner.started_at * 100)) if isinstance(owner, SimulatedProcess) else None
 
 
 def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
+from gpushare.host.identity import Identity, identity_of
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
@@ -80,6 +81,10 @@ class SimulatedProcesses:
             started_at=daemon.started_at,
             stopped=server is None and daemon.stopped,
         )
+
+    def identity(self, pid: int) -> Identity | None:
+        """Return the process that has a PID now, or None."""
+        return identity_in(current(self._state_file), pid)
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
         """Return whether the process lives; ``started_at`` guards against a reused PID."""
@@ -284,6 +289,15 @@ def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: i
         # Neither SIGTERM nor SIGKILL lets it clean up.
         mps_daemon.ended(state, daemon, cleanly=False)
     return []
+
+
+def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
+    """Return the process that has a PID now: a simulated one, or a real one."""
+    if pid < FIRST_SIMULATED_PID:
+        return identity_of(pid)
+    daemon, _, process = _find(state, pid)
+    owner = process or daemon
+    return None if owner is None else Identity(pid, round(owner.started_at * 100))
 
 
 def _find(

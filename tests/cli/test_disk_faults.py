@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.crashes.world import copy_tree
 from gpushare.host.records import replace_file
-from gpushare.run import production as production_file
+from gpushare.run import jobs
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, World
 
@@ -152,12 +152,10 @@ def test_what_a_crash_left_is_removed_by_the_next_of_its_kind(cli: Cli, world: W
         path.write_text("half")
     cli("mps", "set", "--threads", "40").ok()
     assert not any(path.exists() for path in left)
-    (run / "production").mkdir(mode=0o755)
-    half = run / "production" / ".web-abcd1234"
+    (run / "jobs").mkdir(mode=0o755)
+    half = run / "jobs" / ".web-abcd1234"
     half.write_text("half")
-    production_file.write_production(
-        world.host, production_file.Production(name="web", pid=1, started_at=None, device_uuid="GPU-1")
-    )
+    jobs.write_record(world.host, jobs.JobRecord(name="web", pid=1, started_at=None, device_uuid="GPU-1"))
     assert not half.exists()
 
 

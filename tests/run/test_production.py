@@ -13,9 +13,9 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import NoPermission
 from gpushare.host.host import Host
-from gpushare.run.production import Production, find_production, is_running, productions, write_production
+from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
 
-WEB = Production(name="web", pid=17, started_at=3.5, device_uuid="GPU-a", memory_peak_bytes=7)
+WEB = JobRecord(name="web", pid=17, started_at=3.5, device_uuid="GPU-a", memory_peak_bytes=7)
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def host() -> Host:
 
 def record_of(host: Host, name: str = "web") -> Path:
     """Return the file of a production job."""
-    return host.run_directory / "production" / f"{name}.json"
+    return host.run_directory / "jobs" / f"{name}.json"
 
 
 def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
     before = os.umask(0o077)
     try:
-        write_production(host, WEB)
+        write_record(host, WEB)
     finally:
         os.umask(before)
-    assert find_production(host, "web") == WEB
+    assert find_record(host, "web") == WEB
     path = record_of(host)
     assert json.loads(path.read_text())["schema"] == 1
     # Others spare the job, too; nobody but its owner writes.
@@ -44,21 +44,21 @@ def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
 
 def test_each_name_has_its_own_record_and_the_last_word_counts(host: Host) -> None:
     other = replace(WEB, name="db", pid=18, started_at=None, memory_peak_bytes=None)
-    write_production(host, other)
-    write_production(host, WEB)
-    write_production(host, replace(WEB, memory_peak_bytes=9))
+    write_record(host, other)
+    write_record(host, WEB)
+    write_record(host, replace(WEB, memory_peak_bytes=9))
     assert productions(host) == [other, replace(WEB, memory_peak_bytes=9)]
-    assert find_production(host, "db") == other
-    assert find_production(host, "we") is None
+    assert find_record(host, "db") == other
+    assert find_record(host, "we") is None
 
 
 def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None:
     shared = tmp_path / "root"
-    (shared / "production").mkdir(parents=True)
-    (shared / "production" / "db.json").write_text(json.dumps(asdict(replace(WEB, name="db"))))
+    (shared / "jobs").mkdir(parents=True)
+    (shared / "jobs" / "db.json").write_text(json.dumps(asdict(replace(WEB, name="db"))))
     # One that cannot be looked into hides no other.
     host = replace(host, shared_run_directories=(tmp_path / "none", shared))
-    write_production(host, WEB)
+    write_record(host, WEB)
     assert [one.name for one in productions(host)] == ["web", "db"]
 
 
@@ -79,17 +79,17 @@ def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None
     ],
 )
 def test_a_record_that_tells_nonsense_tells_nothing(host: Host, wrong: dict[str, Any]) -> None:
-    write_production(host, WEB)
+    write_record(host, WEB)
     record_of(host).write_text(json.dumps({**asdict(WEB), **wrong}))
     assert productions(host) == []
 
 
 def test_a_record_of_a_later_version_is_understood_as_far_as_it_goes(host: Host) -> None:
-    write_production(host, replace(WEB, pid=1))
+    write_record(host, replace(WEB, pid=1))
     text = asdict(replace(WEB, pid=1))
     del text["memory_peak_bytes"]
     record_of(host).write_text(json.dumps({**text, "colour": "red"}))
-    assert find_production(host, "web") == replace(WEB, pid=1, memory_peak_bytes=None)
+    assert find_record(host, "web") == replace(WEB, pid=1, memory_peak_bytes=None)
     record_of(host).write_text(json.dumps({key: value for key, value in text.items() if key != "started_at"}))
     assert productions(host) == []
 
@@ -108,7 +108,7 @@ def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, t
     host = replace(host, run_directory=tmp_path / "run" / "gpushare")
     before = os.umask(0o077)
     try:
-        write_production(host, WEB)
+        write_record(host, WEB)
     finally:
         os.umask(before)
     path = record_of(host)
@@ -122,6 +122,6 @@ def test_where_others_may_write_no_record_is_kept(host: Host, tmp_path: Path) ->
     directory.chmod(0o777)
     host = replace(host, run_directory=directory)
     with pytest.raises(NoPermission) as refused:
-        write_production(host, WEB)
+        write_record(host, WEB)
     assert refused.value.code == "directory_open"
     assert productions(host) == []

@@ -15,24 +15,25 @@ import pytest
 
 from gpushare.host.host import Host
 from gpushare.run import production as module
-from gpushare.run.production import Production, ProductionJob, write_production
+from gpushare.run.jobs import JobRecord, write_record
+from gpushare.run.production import ProductionJob
 from gpushare.selection import Device
 from tests.run.told_program import OTHER, Told
 
 
 @pytest.fixture
-def start(host: Host, device: Device) -> Iterator[Callable[[], Production]]:
+def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
     """Return a function that starts a production job named web, and the record of it."""
     children: list[subprocess.Popen[bytes]] = []
 
-    def spawn() -> Production:
+    def spawn() -> JobRecord:
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         info = host.processes.describe(children[-1].pid)
         assert info is not None
-        found = Production(
+        found = JobRecord(
             name="web", pid=info.pid, started_at=info.started_at, device_uuid=device.uuid, memory_peak_bytes=None
         )
-        write_production(host, found)
+        write_record(host, found)
         return found
 
     yield spawn
@@ -41,7 +42,7 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], Production]]:
         child.wait()
 
 
-def end(one: Production) -> None:
+def end(one: JobRecord) -> None:
     """End a job, and reap it."""
     os.kill(one.pid, 9)
     with contextlib.suppress(ChildProcessError):
@@ -49,7 +50,7 @@ def end(one: Production) -> None:
 
 
 def test_who_is_started_again_under_the_name_is_followed(
-    host: Host, device: Device, start: Callable[[], Production]
+    host: Host, device: Device, start: Callable[[], JobRecord]
 ) -> None:
     first = start()
     job = ProductionJob(host, device, first.pid, first.started_at, "web")
@@ -63,7 +64,7 @@ def test_who_is_started_again_under_the_name_is_followed(
     assert not job.lives()
 
 
-def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, start: Callable[[], Production]) -> None:
+def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
     first = start()
     job = ProductionJob(host, device, first.pid, first.started_at)
     end(first)
@@ -72,16 +73,16 @@ def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, sta
     assert job.pid == first.pid
 
 
-def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: Callable[[], Production]) -> None:
+def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
     first = start()
     job = ProductionJob(host, device, first.pid, first.started_at, "web")
     end(first)
-    write_production(host, replace(start(), device_uuid="GPU-elsewhere"))
+    write_record(host, replace(start(), device_uuid="GPU-elsewhere"))
     assert not job.lives()
 
 
 def test_its_work_is_that_of_the_one_that_runs(
-    host: Host, device: Device, start: Callable[[], Production], monkeypatch: pytest.MonkeyPatch
+    host: Host, device: Device, start: Callable[[], JobRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[int] = []
 

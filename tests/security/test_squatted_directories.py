@@ -17,8 +17,8 @@ from gpushare.mig.journal import Journal
 from gpushare.mig.names import NamedInstance, names_changed, names_of
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
+from gpushare.run.jobs import JobRecord, productions, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
-from gpushare.run.production import Production, productions, write_production
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.selection import Device
 from gpushare.timeslice.policy import _record, _recorded_mode
@@ -39,7 +39,7 @@ def fill(host: Host, device: Device) -> None:
     started = host.processes.describe(os.getpid())
     assert started is not None
     note_pauses(host, Pauses(pid=os.getpid(), started_at=started.started_at, gpu_uuid=device.uuid))
-    write_production(host, Production(name="web", pid=os.getpid(), started_at=1.0, device_uuid=device.uuid))
+    write_record(host, JobRecord(name="web", pid=os.getpid(), started_at=1.0, device_uuid=device.uuid))
     make_private_directory(_record(host, device).parent)
     _record(host, device).write_text('{"previous_compute_mode": "EXCLUSIVE_PROCESS"}')
     _record(host, device).chmod(0o644)

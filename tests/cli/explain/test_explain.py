@@ -15,6 +15,7 @@ import pytest
 
 from gpushare.advice.explain import Explanation, explain, explanations, own_codes
 from gpushare.errors import NotFound
+from gpushare.host import channels
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.journal import UNREADABLE
 from gpushare.plan import NOT_RESTORED
@@ -294,7 +295,8 @@ def codes_in_use() -> set[str]:
             texts = [value.value for value in values if isinstance(value, ast.Constant)]
             found |= {text for text in texts if isinstance(text, str)}
     constants = (NOT_RESTORED, HIDDEN, NOT_READ_BACK, UNREADABLE, "journal_unwritable", "lease_unusable")
-    return found | set(constants)
+    refusals = {stable for _, stable, _, _ in channels._REFUSALS.values()}
+    return found | set(constants) | refusals
 
 
 def test_every_error_code_of_gpushare_is_explained() -> None:

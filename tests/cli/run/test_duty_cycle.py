@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.run.production import find_production, write_production
+from gpushare.run.jobs import find_record, write_record
 from gpushare.run.results import find_tuned, keep_tuned
 from tests.cli.drive import Answer, Started, World, alive, until
 from tests.cli.run.test_roles import LOOP, TUNED, peak, program_of, recorded
@@ -208,9 +208,9 @@ def test_what_is_stopped_from_time_to_time_is_proved_to_be_a_client(real: Callab
 def test_beside_a_job_on_another_gpu_it_is_refused(refused: Callable[..., str], world: World, works: int) -> None:
     """It would be stopped for a job that it does not touch."""
     recorded(world, works)
-    info = find_production(world.host, "web")
+    info = find_record(world.host, "web")
     assert info is not None
-    write_production(world.host, replace(info, device_uuid="GPU-other"))
+    write_record(world.host, replace(info, device_uuid="GPU-other"))
     text = refused("run", "--opportunistic", "--for", "web", "-n", "--", "true", code="other_device", exit_code=2)
     assert "'web' runs on another device, GPU-other, not on GPU 0" in text
     assert "-g GPU-other" in text

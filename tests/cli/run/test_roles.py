@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from gpushare.host import records
-from gpushare.run import production
-from gpushare.run.production import Production, find_production, is_running, write_production
+from gpushare.run import jobs
+from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.units import GIB
 from tests.cli.drive import Answer, Started, World, alive, until
@@ -49,9 +49,9 @@ def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0
     host = world.host
     info = host.processes.describe(pid)
     assert info is not None
-    write_production(
+    write_record(
         host,
-        Production(
+        JobRecord(
             name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid(index), memory_peak_bytes=peak
         ),
     )
@@ -59,7 +59,7 @@ def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0
 
 def peak(world: World) -> int | None:
     """Return the memory that is noted of the production job, once there is a note."""
-    found = find_production(world.host, "web") if world.begun else None
+    found = find_record(world.host, "web") if world.begun else None
     return None if found is None else found.memory_peak_bytes
 
 
@@ -69,7 +69,7 @@ def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started
     until(lambda: peak(world) is not None, "its memory is noted")
     answer = started.result()
     assert (answer.code, answer.out) == (0, "cap=. .\n")
-    found = find_production(world.host, "web")
+    found = find_record(world.host, "web")
     assert found is not None
     assert found.device_uuid == world.uuid()
     assert found.memory_peak_bytes is not None
@@ -94,8 +94,8 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     assert "paused while it works" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
-    ended = Production(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
-    write_production(world.host, ended)
+    ended = JobRecord(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
+    write_record(world.host, ended)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])
     assert 8_000 < limit < 11_000
@@ -152,11 +152,11 @@ def test_a_job_that_runs_outside_mps_is_spared_by_a_pause(cli: Cli, running: int
 
 
 def test_a_damaged_or_foreign_record_is_no_record(world: World) -> None:
-    directory = world.host.run_directory / "production"
+    directory = world.host.run_directory / "jobs"
     directory.mkdir(parents=True)
     for text in ("", "[]", "{}", '{"name": "web", "pid": -1, "started_at": null, "device_uuid": "x"}', "[" * 5000):
         (directory / "web.json").write_text(text)
-        assert find_production(world.host, "web") is None
+        assert find_record(world.host, "web") is None
 
 
 @pytest.mark.parametrize(
@@ -288,15 +288,15 @@ def test_a_production_job_that_cannot_be_made_known_is_not_started(
     real, done = records.replace_file, tmp_path / "done"
 
     def full(path: Path, text: str, **named: Any) -> None:
-        if path.parent.name == "production":
+        if path.parent.name == "jobs":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path, text, **named)
 
-    monkeypatch.setattr(production, "replace_file", full)
+    monkeypatch.setattr(jobs, "replace_file", full)
     answer = cli("run", "--production", "web", "--", "touch", str(done))
     assert answer.code == 1
     (said,) = answer.lines("error")
-    assert "the record of a production job, cannot be written: No space left" in said
+    assert "the record of a job, cannot be written: No space left" in said
     assert not done.exists()
     # The daemon that was started for it is gone.
     assert world.state.daemons == []

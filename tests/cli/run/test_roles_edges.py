@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpushare.run.production import Production, write_production
+from gpushare.run.jobs import JobRecord, write_record
 from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 
@@ -23,9 +23,9 @@ def two(world: World) -> Iterator[list[str]]:
         for name, process, peak in (("web", one, 40), ("llm", other, 60)):
             info = world.host.processes.describe(process.pid)
             assert info is not None
-            write_production(
+            write_record(
                 world.host,
-                Production(
+                JobRecord(
                     name=name,
                     pid=process.pid,
                     started_at=info.started_at,

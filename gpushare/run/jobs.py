@@ -1,0 +1,409 @@
+"""Jobs: what JOB means on the command line (a PID, or the name of a job that `gpushare run` started), and their records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.plan import Loss
+from gpushare.units import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gpushare.host.host import Host
+    from gpushare.run.share import Share, Watch
+    from gpushare.selection import Device
+
+
+SCHEMA: Final = 1
+# The roles of `JobRecord`. A record without one is an older gpushare's, which knew production jobs only.
+PRODUCTION: Final = "production"
+OPPORTUNISTIC: Final = "opportunistic"
+PLAIN: Final = "plain"
+_DIRECTORY: Final = "jobs"
+# Where an older gpushare wrote the records of production jobs.
+_DIRECTORIES: Final = (_DIRECTORY, "production")
+_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
+
+
+def check_job_name(name: str) -> str:
+    """Return a valid name of a job."""
+    if not _NAME.fullmatch(name):
+        raise BadUsage(
+            f"{quoted(name)} cannot be the name of a job",
+            "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",
+            code="bad_name",
+        )
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """One named job: its program's PID and start, its device, its role, and the most memory that was seen."""
+
+    name: str
+    pid: int
+    started_at: float | None
+    device_uuid: str
+    memory_peak_bytes: int | None = None
+    role: str = PRODUCTION
+    schema: int = SCHEMA
+
+
+def write_record(host: Host, record: JobRecord) -> None:
+    """Write the record of a job.
+
+    Raises:
+        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
+    """
+    directory = host.run_directory / _DIRECTORY
+    # One by one: the mode applies to the last directory of a path only.
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    # Other users read it too, to spare a production job.
+    path = directory / f"{record.name}.json"
+    with writing(path, "the record of a job"):
+        replace_file(path, json.dumps(asdict(record)))
+
+
+def forget_record(host: Host, name: str) -> None:
+    """Remove the record of a job, if there is one."""
+    with contextlib.suppress(OSError):
+        (host.run_directory / _DIRECTORY / f"{name}.json").unlink()
+
+
+def records(host: Host) -> list[JobRecord]:
+    """Return the records of all named jobs, running or not: this user's and root's."""
+    found = []
+    for run_directory in (host.run_directory, *host.shared_run_directories):
+        for below in _DIRECTORIES:
+            if not is_trusted_directory(run_directory, below):
+                continue
+            with contextlib.suppress(OSError):
+                found += [
+                    record_from(JobRecord, read_trusted(path))
+                    for path in sorted((run_directory / below).glob("*.json"))
+                ]
+    return [one for one in found if one is not None and one.pid > 0]
+
+
+def productions(host: Host) -> list[JobRecord]:
+    """Return the records of all production jobs, running or not."""
+    return [one for one in records(host) if one.role == PRODUCTION]
+
+
+def find_record(host: Host, name: str) -> JobRecord | None:
+    """Return the record of the job with this name: the one that runs, else any, or None."""
+    found = [one for one in records(host) if one.name == name]
+    return next((one for one in found if is_running(host, one)), found[0] if found else None)
+
+
+def is_running(host: Host, record: JobRecord) -> bool:
+    """Return whether a job runs now."""
+    return host.processes.alive(record.pid, record.started_at)
+
+
+def record_of(host: Host, device: Device, name: str, pid: int, role: str, peak: int | None = None) -> JobRecord:
+    """Return the record of a job that runs now."""
+    info = host.processes.describe(pid)
+    return JobRecord(
+        name=name,
+        pid=pid,
+        started_at=None if info is None else info.started_at,
+        device_uuid=device.uuid,
+        memory_peak_bytes=peak,
+        role=role,
+    )
+
+
+def check_name_free(host: Host, name: str) -> None:
+    """Raise InUse if a job of this name runs."""
+    before = find_record(host, name)
+    if before is not None and is_running(host, before):
+        option = "--production OTHER" if before.role == PRODUCTION else "--name OTHER"
+        raise InUse(
+            f"a job '{name}' is already running (process {before.pid})",
+            f"give it another name: {option}",
+            code="name_in_use",
+        )
+
+
+@contextlib.contextmanager
+def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
+    """Give a name to all programs that this gpushare runs meanwhile; None: no name."""
+    if name is None:
+        yield
+        return
+    check_name_free(host, name)
+    write_record(host, record_of(host, device, name, os.getpid(), PLAIN))
+    try:
+        yield
+    finally:
+        forget_record(host, name)
+
+
+@dataclass
+class NamedShare:
+    """A share whose program is a job with a name: its record is written before the program runs.
+
+    The record of a production job stays after its end, with its peak memory.
+    """
+
+    inner: Share
+    host: Host
+    name: str
+    role: str = PLAIN
+    _written: bool = False
+
+    def __getattr__(self, attribute: str) -> Any:
+        # All else is as in the inner share.
+        return getattr(self.inner, attribute)
+
+    def check(self, program: str) -> None:
+        """Raise as the inner share, and InUse when a job of this name runs already."""
+        check_name_free(self.host, self.name)
+        self.inner.check(program)
+
+    def open(self) -> None:
+        """Open it and write the job's record, so that it is known before its program runs.
+
+        A production job without a record would not be spared.
+        """
+        self.inner.open()
+        self._write(os.getpid())
+        self._written = True
+
+    def _write(self, pid: int) -> int | None:
+        before = find_record(self.host, self.name)
+        # The peak memory of this job on this device.
+        same = before is not None and before.device_uuid == self.inner.device.uuid and before.role == self.role
+        peak = before.memory_peak_bytes if before is not None and same else None
+        write_record(self.host, record_of(self.host, self.inner.device, self.name, pid, self.role, peak))
+        return peak
+
+    def watch(self, pid: int) -> Watch:
+        """Return the watch over the program, and name it in the record; if that fails, the record still names gpushare."""
+        peak = None
+        with contextlib.suppress(GpushareError):
+            peak = self._write(pid)
+        inner = self.inner.watch(pid)
+        if self.role != PRODUCTION:
+            return inner
+        # The other attributes are the inner watch's.
+        return cast("Watch", PeakWatch(inner, self.name, peak))
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give the inner share back, and forget the job unless its peak memory is of use."""
+        if self._written and self.role != PRODUCTION and not program_lives:
+            self._written = False
+            forget_record(self.host, self.name)
+        return self.inner.close(program_lives=program_lives)
+
+
+@dataclass
+class PeakWatch:
+    """The watch over a production job, which also keeps the job's record up to date."""
+
+    inner: Watch
+    name: str
+    peak: int | None = None
+    _seen: set[int] = field(default_factory=set)
+    _due: float = 0.0
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.inner, attribute)
+
+    def wait(self) -> float:
+        """Return the seconds until the next look; memory is checked more often than the rest."""
+        return min(self.inner.wait(), 1.0)
+
+    def look(self) -> None:
+        """Look for the program's processes and their memory."""
+        import time
+
+        if time.monotonic() >= self._due:
+            self._seen |= set(self.inner.host.processes.descendants(self.inner.program_pid))
+            self.inner.look()
+            self._due = time.monotonic() + self.inner.wait()
+        self.record()
+
+    def record(self) -> None:
+        """Write the record if it has changed; a failure must not end the program."""
+        host, device = self.inner.host, self.inner.device
+        with contextlib.suppress(GpushareError):
+            held = self._held()
+            if held is None or (self.peak is not None and held <= self.peak):
+                return
+            self.peak = held
+            # A full disk must not end a production job.
+            with contextlib.suppress(GpushareError):
+                write_record(host, record_of(host, device, self.name, self.inner.program_pid, PRODUCTION, self.peak))
+
+    def _held(self) -> int | None:
+        host = self.inner.host
+        if host.processes.namespace_is_host() is False:
+            return None
+        found = host.nvml.processes(self.inner.device.gpu.index) or ()
+        sizes = [one.memory_used_bytes for one in found if one.pid in self._seen]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known else None
+
+
+# -- JOB on the command line -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that runs: its first process, told from a later one with the same PID by its start."""
+
+    pid: int
+    # In clock ticks since boot, as `identity.Identity`; and in seconds, as `ProcessInfo`.
+    started: int
+    started_at: float | None
+    uid: int | None
+    user: str | None
+    # None: it was given by PID and has no name.
+    name: str | None = None
+    role: str | None = None
+    device_uuid: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
+
+    @property
+    def selector(self) -> str:
+        """Return what to type for it."""
+        return self.name or str(self.pid)
+
+
+def find_job(host: Host, text: str) -> Job:
+    """Return the running job with this name or PID.
+
+    Raises:
+        BadUsage: it is neither a PID nor a possible name (``bad_name``).
+        NotFound: no such job runs (``no_job``).
+    """
+    record = None
+    if text.isdecimal() and text.isascii():
+        pid = int(text)
+        record = next((one for one in records(host) if one.pid == pid and is_running(host, one)), None)
+    else:
+        record = find_record(host, check_job_name(text))
+        if record is None or not is_running(host, record):
+            raise _no_job(host, text)
+        pid = record.pid
+    # A number with more digits is no PID (/proc/sys/kernel/pid_max is at most 4,194,304).
+    identity = host.processes.identity(pid) if 0 < pid < 1 << 31 else None
+    info = None if identity is None else host.processes.describe(pid)
+    # The start was compared before, the identity read after it: both are of the same process.
+    if identity is None or info is None or (record is not None and not is_running(host, record)):
+        raise _no_job(host, text)
+    return Job(
+        pid=pid,
+        started=identity.started,
+        started_at=info.started_at,
+        uid=info.uid,
+        user=info.user,
+        name=None if record is None else record.name,
+        role=None if record is None else record.role,
+        device_uuid=None if record is None else record.device_uuid,
+    )
+
+
+def _no_job(host: Host, text: str) -> NotFound:
+    if text.isdecimal():
+        return NotFound(f"there is no process {text[:20]}", "see what is running: gpushare status", code="no_job")
+    names = [one.name for one in records(host) if is_running(host, one)][:5]
+    known = f"running jobs: {', '.join(names)}; " if names else ""
+    return NotFound(
+        f"no job '{text}' is running",
+        f"{known}start it with this name: gpushare run --name {text} -- CMD; or give a PID: gpushare status",
+        code="no_job",
+    )
+
+
+def consent_to(host: Host, job: Job, action: str) -> tuple[Loss, ...]:
+    """Return what to ask before a job is touched: nothing for this user's own; root is asked for other users'.
+
+    ``action`` is a verb with s: ``pauses``.
+
+    Raises:
+        NoPermission: it belongs to another user, and this is not root.
+    """
+    if job.uid == host.uid:
+        return ()
+    owner = job.user or (f"user {job.uid}" if job.uid is not None else "another user")
+    if host.uid != 0:
+        raise NoPermission(
+            f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
+        )
+    return (Loss(action=action, what=job.title, why=(f"of {owner}",)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProcess:
+    """A process of a job that is on GPUs; ``gpus`` are their indexes (empty: not known in this PID namespace)."""
+
+    pid: int
+    started: int
+    gpus: tuple[int, ...]
+    # NVML lists it as a client of MPS.
+    under_mps: bool = False
+
+
+def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
+    """Return the processes of a job's tree that NVML lists as compute processes, on all GPUs.
+
+    In another PID namespace than the host's NVML lists other PIDs: there, all processes that have the driver loaded.
+
+    Raises:
+        NotFound: none of them is on a GPU (``no_context``), or it has ended meanwhile (``no_job``).
+        GpushareError: no GPU answers.
+    """
+    tree = host.processes.descendants(job.pid)
+    if host.processes.identity(job.pid) is None or job.pid not in tree:
+        raise _no_job(host, job.selector)
+    if host.processes.namespace_is_host() is False:
+        gpus: Mapping[int, tuple[tuple[int, ...], bool]] = {
+            pid: ((), False) for pid in tree if host.processes.uses_driver(pid)
+        }
+    else:
+        gpus = _on_gpus(host, set(tree))
+    identities = {pid: host.processes.identity(pid) for pid in sorted(gpus)}
+    found = tuple(
+        JobProcess(pid=pid, started=one.started, gpus=gpus[pid][0], under_mps=gpus[pid][1])
+        for pid, one in identities.items()
+        if one is not None
+    )
+    if not found:
+        raise NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
+    return found
+
+
+def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:
+    found: dict[int, tuple[tuple[int, ...], bool]] = {}
+    answered, failed = False, None
+    for gpu in range(host.nvml.count()):
+        try:
+            processes = host.nvml.processes(gpu)
+        except GpushareError as error:
+            failed = error
+            continue
+        answered = True
+        for one in processes or ():
+            if one.pid in tree and (one.compute or one.mps):
+                gpus, mps = found.get(one.pid, ((), False))
+                # Under MIG it has one entry per instance.
+                found[one.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or one.mps)
+    if failed is not None and not answered:
+        raise failed
+    return found

@@ -1,0 +1,74 @@
+"""`gpushare run --name`: a job is known by its name while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.run.jobs import OPPORTUNISTIC, PLAIN, find_job, find_record
+from tests.cli.drive import Answer, Started, World, until
+
+Cli = Callable[..., Answer]
+RUNS = "echo here >&2; read _; true"
+
+
+@pytest.mark.parametrize(
+    ("options", "role"),
+    [((), PLAIN), (("--mig", "1g.18gb"), PLAIN), (("--opportunistic",), OPPORTUNISTIC), (("--threads", "20"), PLAIN)],
+)
+def test_a_name_stands_for_the_program_while_it_runs(
+    real: Callable[..., Started], world: World, options: tuple[str, ...], role: str
+) -> None:
+    if "--mig" in options:
+        world.run("mig", "apply", "1g.18gb,1g.18gb", "-g", "0").ok()
+    read, write = os.pipe()
+    with os.fdopen(write, "w"):
+        started = real("run", *options, "--name", "web", "--", "sh", "-c", RUNS, stdin=read)
+        os.close(read)
+        started.says("here")
+        job = until(lambda: (found := find_job(world.host, "web")).pid != started.pid and found, "the program is named")
+        assert job.role == role
+        again = world.run("run", *options, "--name", "web", "--", "true")
+        assert (again.code, "is already running" in again.err) == (19, True), again
+        # The refused run leaves the name alone.
+        assert find_job(world.host, "web") == job
+    assert started.result().code == 0
+    assert find_record(world.host, "web") is None
+
+
+def test_copies_have_one_name(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+    wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
+    started = real("run", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
+    found = until(lambda: world.begun and find_record(world.host, "farm"), "the farm is named")
+    assert found.pid == started.pid
+    (tmp_path / "go").touch()
+    assert started.result().code == 0
+    assert find_record(world.host, "farm") is None
+
+
+def test_a_named_job_can_be_spared(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w"):
+        started = real("run", "--name", "web", "--", "sh", "-c", RUNS, stdin=read)
+        os.close(read)
+        started.says("here")
+        answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+        assert "no tuning result found" in answer.err
+        assert world.uuid() in answer.out
+    started.result()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--name", "1web", "--", "true"), "bad_name"),
+        (("--name", "", "--", "true"), "bad_name"),
+        (("--name", "web", "--production", "web", "--", "true"), "bad_combination"),
+        (("--name", "a", "--name", "b", "--", "true"), "repeated_option"),
+    ],
+)
+def test_bad_names_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+    refused("run", *words, code=code, exit_code=2)

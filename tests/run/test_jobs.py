@@ -1,0 +1,178 @@
+"""Jobs: names and PIDs, their records, their processes on GPUs, and who may touch them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
+from gpushare.host.host import Host
+from gpushare.run import jobs
+from gpushare.run.jobs import (
+    JobRecord,
+    check_name_free,
+    consent_to,
+    find_job,
+    find_record,
+    gpu_processes,
+    named_job,
+    productions,
+    write_record,
+)
+from gpushare.selection import select_one
+from gpushare.sim import admin
+
+SPEC = "sim:2xh200"
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect(SPEC)
+
+
+def record(host: Host, pid: int, name: str = "web", **more: object) -> JobRecord:
+    info = host.processes.describe(pid)
+    assert info is not None
+    found = JobRecord(name=name, pid=pid, started_at=info.started_at, device_uuid="GPU-a")
+    return replace(found, **more)  # type: ignore[arg-type]
+
+
+def test_a_job_is_found_by_its_pid_and_by_its_name(host: Host) -> None:
+    pid = admin.add_process(SPEC, user="4241")
+    by_pid = find_job(host, str(pid))
+    assert (by_pid.pid, by_pid.name, by_pid.title, by_pid.selector) == (pid, None, f"process {pid}", str(pid))
+    write_record(host, record(host, pid, role=jobs.PLAIN))
+    by_name = find_job(host, "web")
+    assert (by_name.pid, by_name.started, by_name.selector) == (pid, by_pid.started, "web")
+    assert by_name == find_job(host, str(pid))
+    assert by_name.title == f"'web' (process {pid})"
+    # Its identity is the one that a scan of its channels compares.
+    with host.open_channels() as control:
+        assert control.find(pid, by_name.started).pid == pid
+        with pytest.raises(NotFound):
+            control.find(pid, by_name.started + 1)
+
+
+@pytest.mark.parametrize("text", ["nobody", "999999", "0", "00", "9" * 30])
+def test_what_does_not_run_is_no_job(host: Host, text: str) -> None:
+    with pytest.raises(NotFound) as refused:
+        find_job(host, text)
+    assert refused.value.code == "no_job"
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1web", "a b", "../etc", "x" * 33, "1\n"])
+def test_a_word_that_can_be_neither_is_refused(host: Host, text: str) -> None:
+    with pytest.raises(BadUsage) as refused:
+        find_job(host, text)
+    assert refused.value.code == "bad_name"
+
+
+def test_the_hint_of_an_unknown_name_has_those_that_run(host: Host) -> None:
+    write_record(host, record(host, admin.add_process(SPEC)))
+    with pytest.raises(NotFound) as refused:
+        find_job(host, "wbe")
+    assert "running jobs: web;" in (refused.value.hint or "")
+
+
+def test_a_record_of_an_ended_process_whose_pid_was_reused_is_no_job(host: Host) -> None:
+    pid = admin.add_process(SPEC)
+    write_record(host, record(host, pid, started_at=1.0))
+    with pytest.raises(NotFound):
+        find_job(host, "web")
+    assert find_job(host, str(pid)).name is None
+    check_name_free(host, "web")
+
+
+def test_records_of_an_older_version_are_production_jobs(host: Host) -> None:
+    pid = admin.add_process(SPEC)
+    directory = host.run_directory / "production"
+    directory.mkdir(parents=True)
+    old = asdict(record(host, pid))
+    del old["role"]
+    (directory / "web.json").write_text(json.dumps(old))
+    assert [one.name for one in productions(host)] == ["web"]
+    assert find_job(host, "web").role == jobs.PRODUCTION
+    with pytest.raises(InUse) as refused:
+        check_name_free(host, "web")
+    assert refused.value.code == "name_in_use"
+    assert "a job 'web' is already running" in refused.value.message
+
+
+def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host) -> None:
+    pid = admin.add_process(SPEC)
+    write_record(host, record(host, pid, started_at=1.0))
+    directory = host.run_directory / "production"
+    directory.mkdir()
+    (directory / "web.json").write_text(json.dumps(asdict(record(host, pid))))
+    found = find_record(host, "web")
+    assert found is not None
+    assert found.started_at != 1.0
+
+
+def test_its_processes_on_gpus_are_those_of_its_tree(host: Host) -> None:
+    pid = admin.add_process(SPEC, gpu="1")
+    admin.add_process(SPEC)
+    (found,) = gpu_processes(host, find_job(host, str(pid)))
+    assert (found.pid, found.gpus, found.under_mps) == (pid, (1,), False)
+    # This test's process has no context.
+    with pytest.raises(NotFound) as refused:
+        gpu_processes(host, find_job(host, str(os.getpid())))
+    assert refused.value.code == "no_context"
+
+
+def test_a_job_that_ends_meanwhile_is_no_job(host: Host) -> None:
+    pid = admin.add_process(SPEC)
+    job = find_job(host, str(pid))
+    admin.end_process(SPEC, pid)
+    with pytest.raises(NotFound) as refused:
+        gpu_processes(host, job)
+    assert refused.value.code == "no_job"
+
+
+def test_a_gpu_that_does_not_answer_hides_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = admin.add_process(SPEC, gpu="1")
+    job = find_job(host, str(pid))
+    real = host.nvml.processes
+
+    def lost(index: int) -> object:
+        if index == 0:
+            raise GpushareError("GPU 0 is lost", "see: sudo dmesg | tail")
+        return real(index)
+
+    monkeypatch.setattr(host.nvml, "processes", lost)
+    assert [one.gpus for one in gpu_processes(host, job)] == [(1,)]
+    monkeypatch.setattr(host.nvml, "count", lambda: 1)
+    with pytest.raises(GpushareError, match="is lost"):
+        gpu_processes(host, job)
+
+
+def test_who_may_touch_a_job(host: Host) -> None:
+    own = find_job(host, str(admin.add_process(SPEC)))
+    other = find_job(host, str(admin.add_process(SPEC, user="4242")))
+    root, user = replace(host, uid=0), replace(host, uid=4243)
+    assert consent_to(replace(host, uid=own.uid or 0), own, "pauses") == ()
+    (asked,) = consent_to(root, other, "pauses")
+    assert str(asked) == f"process {other.pid} (of 4242)"
+    with pytest.raises(NoPermission) as refused:
+        consent_to(user, other, "pauses")
+    assert refused.value.code == "other_user"
+    # Who owns it is not known: it is not ours.
+    with pytest.raises(NoPermission):
+        consent_to(user, replace(own, uid=None), "pauses")
+
+
+def test_copies_have_a_name_while_gpushare_runs_them(host: Host) -> None:
+    device = select_one("0", [host.nvml.gpu(index) for index in range(host.nvml.count())])
+    with named_job(host, device, "farm"):
+        assert find_job(host, "farm").pid == os.getpid()
+        with pytest.raises(InUse), named_job(host, device, "farm"):
+            pass
+        assert find_job(host, "farm").pid == os.getpid()
+    assert find_record(host, "farm") is None
+    with named_job(host, device, None):
+        assert jobs.records(host) == []
