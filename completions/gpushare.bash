@@ -33,7 +33,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status doctor explain observe metrics run mps mig timeslice advise compare bench tune savings apply diff capture export sim'
+      commands='status doctor explain observe metrics run mps mig timeslice pause resume advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -192,6 +192,14 @@ _gpushare_node() {
     'timeslice reset')
       options='-g --gpu -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
+      ;;
+    'pause')
+      options='--timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--timeout --host -o --output'
+      ;;
+    'resume')
+      options='--all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
       ;;
     'advise')
       options='--processes --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'

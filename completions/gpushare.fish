@@ -128,6 +128,8 @@ function __gpushare_valued
             return 0
         case --forget
             return 0
+        case --timeout
+            return 0
         case --processes
             return 0
         case --sms
@@ -155,8 +157,6 @@ function __gpushare_valued
         case --metric
             return 0
         case --repeat
-            return 0
-        case --timeout
             return 0
         case --view
             return 0
@@ -258,6 +258,8 @@ complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU switches to the next one'
+complete -c gpushare -n '__gpushare_at ' -a pause -d 'Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs'
+complete -c gpushare -n '__gpushare_at ' -a resume -d 'Put a job that `gpushare pause` took off the GPU back, where its kernels stopped'
 complete -c gpushare -n '__gpushare_at ' -a advise -d 'Recommend a way of sharing a GPU, say why, and print the commands for this host'
 complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
 complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
@@ -652,6 +654,23 @@ complete -c gpushare -n '__gpushare_at timeslice reset' -s q -l quiet -d 'Do not
 complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at pause' -l timeout -x -d 'Resume it after this time: 30s, 10m. [default: never]'
+complete -c gpushare -n '__gpushare_at pause' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at pause' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
+complete -c gpushare -n '__gpushare_at pause' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at pause' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at pause' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at pause' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at pause' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at pause' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at resume' -l all -d 'All paused jobs of this user.'
+complete -c gpushare -n '__gpushare_at resume' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at resume' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at resume' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at resume' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at resume' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at resume' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at resume' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
 complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'

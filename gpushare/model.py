@@ -73,6 +73,8 @@ class GpuProcess:
     compute_instance_id: int | None = None
     memory_used_bytes: int | None = None
     sm_percent: int | None = None
+    # Since when `gpushare pause` keeps it off the GPU, in seconds since 1970; None: it is not paused.
+    paused_since: float | None = None
 
     @property
     def type(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -173,7 +174,8 @@ class Observer:
         fresh = time.monotonic() < self._levels_until
         if not fresh:
             state.ask_levels()
-        gpus = tuple(replace(gpu, processes=self._named(gpu)) for gpu in state.gpus)
+        paused = _paused(self._host)
+        gpus = tuple(replace(gpu, processes=self._named(gpu, paused)) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
@@ -194,10 +196,12 @@ class Observer:
             taken_at=time.time(),
         )
 
-    def _named(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
-        return None if gpu.processes is None else tuple(self._with_owner(process) for process in gpu.processes)
+    def _named(self, gpu: Gpu, paused: Mapping[int, float]) -> tuple[GpuProcess, ...] | None:
+        if gpu.processes is None:
+            return None
+        return tuple(self._with_owner(process, paused.get(process.pid)) for process in gpu.processes)
 
-    def _with_owner(self, process: GpuProcess) -> GpuProcess:
+    def _with_owner(self, process: GpuProcess, paused_since: float | None) -> GpuProcess:
         info = self._host.processes.describe(process.pid)
         if info is None:
             return process
@@ -208,6 +212,7 @@ class Observer:
             command_line=info.command_line,
             started_at=info.started_at,
             container=info.container,
+            paused_since=paused_since,
         )
 
     def _daemons_now(self, state: HostState) -> tuple[MpsDaemon, ...]:
@@ -245,6 +250,16 @@ class Observer:
         slices = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
         total = self._host.nvml.max_mig_devices(gpu.index)
         return int(slices.group(1) or slices.group(2)) / total if slices and total else None
+
+
+def _paused(host: Host) -> dict[int, float]:
+    """Return since when processes are paused, from the records: the driver is not asked."""
+    directories = (host.run_directory, *host.shared_run_directories)
+    if not any(os.path.isdir(os.path.join(directory, "pause")) for directory in directories):
+        return {}
+    from gpushare.pause.record import paused_since
+
+    return paused_since(host)
 
 
 def _records_in(directory: Path) -> list[tuple[str, int]]:

@@ -30,6 +30,7 @@ DOMAIN_OF = {
     "observe": "measure",
     "metrics": "show",
     "status": "snapshot",
+    "resume": "pause",
 }
 
 

@@ -37,6 +37,8 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "mps": "Start, limit, watch and stop MPS daemons.",
         "mig": "Show, plan and change MIG layouts.",
         "timeslice": "Show and set the time-slice level.",
+        "pause": "Take a job off the GPU at once; list paused jobs.",
+        "resume": "Put paused jobs back on the GPU.",
     },
     "Decide": {
         "advise": "Recommend a way of sharing, with its commands.",

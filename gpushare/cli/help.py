@@ -48,6 +48,11 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
     ),
+    "pause": (
+        ("For ten minutes at most", "pause 4711 --timeout 10m"),
+        ("Which jobs are paused", "pause list"),
+    ),
+    "resume": (("All that this user has paused", "resume --all"),),
     "timeslice set": (("Long slices on one GPU", "timeslice set long -g 0"),),
     "timeslice reset": (("On all GPUs", "timeslice reset -g all"),),
     "mps start": (

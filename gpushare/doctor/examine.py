@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -548,6 +549,42 @@ def _units(seen: Examination) -> Iterator[Check]:
         yield Check.passed("units.consent", seen=f"{counted(len(found), 'systemd unit')} of gpushare, none asks")
 
 
+# A pause without a timeout is mentioned after this time.
+_LONG_PAUSE_SECONDS: Final = 86400.0
+
+
+def _pauses(seen: Examination) -> Iterator[Check]:
+    """Check that each paused job has a guard, or a `gpushare run`, that ends its pause, and is not forgotten."""
+    from gpushare.pause.record import paused_jobs
+
+    jobs, wrong = paused_jobs(seen.host), False
+    for job in jobs:
+        sudo = "" if job.ours else "sudo "
+        remedy = f"{sudo}gpushare resume {job.pause.pid}"
+        age = time.time() - job.pause.since
+        if not job.kept(seen.host):
+            wrong = True
+            yield Check.warning(
+                "pause.guard",
+                seen=f"{job.title} is paused, and {'the gpushare run that paused it' if job.pause.by_run else 'its guard'}"
+                " is gone",
+                why="its channels stay off the GPU, and nothing resumes it in time",
+                remedy=remedy,
+            )
+        elif age > _LONG_PAUSE_SECONDS and job.pause.until is None and not job.pause.by_run:
+            wrong = True
+            yield Check.warning(
+                "pause.long",
+                seen=f"{job.title} has been paused for {counted(int(age // 86400), 'day')}",
+                why="it does no work and keeps its GPU memory",
+                remedy=remedy,
+            )
+    if jobs and not wrong:
+        yield Check.passed(
+            "pause.guard", seen=f"{counted(len(jobs), 'job')} with a record of a pause, each with its guard"
+        )
+
+
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
@@ -564,6 +601,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _permissions,
     _pid_namespace,
     _units,
+    _pauses,
 )
 
 

@@ -22,6 +22,7 @@ from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
+from gpushare.pause.record import any_record
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 from gpushare.selection import Device, no_mig
 
@@ -218,6 +219,11 @@ class Eviction:
 
     def _end(self) -> None:
         self.begun = True
+        if any_record(self._host):
+            from gpushare.pause.change import resume_to_end
+
+            # A handler that waits for the GPU does not end a paused program.
+            resume_to_end(self._host, self.started)
         left = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
         left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
         if left:

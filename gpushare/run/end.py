@@ -12,6 +12,7 @@ from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
+from gpushare.pause.record import any_record
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -75,6 +76,11 @@ def end_programs(
     pids = _living(host, programs)
     if not pids:
         return None
+    # A handler that waits for the GPU does not end a paused program.
+    if any_record(host):
+        from gpushare.pause.change import resume_to_end
+
+        resume_to_end(host, pids)
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
     # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts

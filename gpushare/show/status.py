@@ -307,6 +307,7 @@ def _processes(snapshot: Snapshot) -> Table:
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column(key="age", title="age", right=True, rank=3, format=age),
+        Column(key="paused", title="paused", right=True, optional=True, format=age),
         Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
         Column(key="command", title="command", rank=1, least=16),
     )
@@ -327,6 +328,7 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "sm_percent": process.sm_percent,
                 "memory_used_bytes": process.memory_used_bytes,
                 "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
+                "paused": None if process.paused_since is None else (snapshot.taken_at or 0.0) - process.paused_since,
                 "container": process.container,
                 "command": command_of(process),
             }
@@ -421,6 +423,7 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
                 f"GPU {gpu.index} is in MIG mode without instances, so no CUDA program can use it: "
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"
             )
+    yield from _paused(snapshot)
     shown = _first_daemons(snapshot)
     for daemon in shown:
         place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
@@ -431,6 +434,15 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
     if len(snapshot.daemons) > len(shown):
         more = counted(len(snapshot.daemons) - len(shown), "more MPS daemon")
         yield f"{more} of others not shown; -o json lists all"
+
+
+def _paused(snapshot: Snapshot) -> Iterable[str]:
+    paused = sorted({one.pid for gpu in snapshot.gpus for one in gpu.processes or () if one.paused_since is not None})
+    if paused:
+        yield (
+            f"paused: process {', '.join(map(str, paused))}; see: gpushare pause list; "
+            f"to resume: gpushare resume {paused[0] if len(paused) == 1 else '--all'}"
+        )
 
 
 def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:

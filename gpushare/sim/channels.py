@@ -260,8 +260,7 @@ def _read(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray
     owner = owner_of(state, pid)
     if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
         return OBJECT_NOT_FOUND
-    default = DEFAULT_SLICE_US if thing == COMPUTE_GROUP else DEFAULT_SLICE_US // 2
-    SLICE.pack_into(parameters, 0, owner.slices.get(_name(thing), default))
+    SLICE.pack_into(parameters, 0, owner.slices.get(_name(thing), _default(thing)))
     return OK
 
 
@@ -272,7 +271,9 @@ def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray)
     wanted = int(SLICE.unpack(parameters)[0])
     if wanted == 0:
         return INVALID_ARGUMENT
-    owner.slices[_name(thing)] = wanted
+    owner.slices.pop(_name(thing), None)
+    if wanted != _default(thing):
+        owner.slices[_name(thing)] = wanted
     return OK
 
 
@@ -338,6 +339,10 @@ _CALLS: Final[Mapping[int, _Call]] = {
     GPU_GET_PIDS: _pids,
     GPU_GET_GID_INFO: _gid,
 }
+
+
+def _default(group: int) -> int:
+    return DEFAULT_SLICE_US if group == COMPUTE_GROUP else DEFAULT_SLICE_US // 2
 
 
 def _name(group: int) -> str:

@@ -31,6 +31,7 @@ CRASHED = 137
 # The commands that may ask.
 ASKING = (
     ("apply",),
+    ("pause",),
     *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
     ("mps", "kill"),
     ("mps", "stop"),

@@ -83,7 +83,7 @@ def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile
     reply = answer(files, {"do": "find", "pid": pid, "started": None})
     assert len(reply["groups"]) == 4
     assert files.left_open == 0
-    assert process_of(state_file, pid).slices == {"compute": 2048}
+    assert process_of(state_file, pid).slices == {}
 
 
 def test_a_record_survives_json(control: ChannelControl, pid: int) -> None:

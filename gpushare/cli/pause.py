@@ -1,0 +1,161 @@
+"""``gpushare pause``: take a job off the GPU at once, and list paused jobs; done by `gpushare/pause/`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.options import AskingCommand, carried_out, settings
+from gpushare.errors import BadCombination, BadUsage
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+
+LIST: Final = "list"
+_MOST_SECONDS: Final = 30 * 86400
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("pause", cls=AskingCommand, short_help="Take a job off the GPU at once; list paused jobs.")(pause)
+
+
+def pause(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|list", help="A job by name or PID; list shows the paused ones.", show_default=False
+        ),
+    ],
+    timeout: Annotated[
+        str | None,
+        typer.Option("--timeout", metavar="TIME", help="Resume it after this time: 30s, 10m. [default: never]"),
+    ] = None,
+) -> Any:
+    """Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs.
+
+    The GPU channels of all its processes go off, on all GPUs, in about a millisecond; its memory stays on the GPU and
+    its CPU side goes on until it waits for the GPU. It stays paused until `gpushare resume`, its end, or the timeout; a
+    guard process pauses what it creates meanwhile. A signal that the program handles does not end it before it is
+    resumed. Never under MPS, where all clients share the channels of the server.
+    """
+    host = settings.connect()
+    if job == LIST:
+        if timeout is not None:
+            raise BadCombination("--timeout cannot be combined with list", "gpushare pause JOB --timeout 10m")
+        return listed(host)
+    seconds = None if timeout is None else _seconds(timeout)
+    from dataclasses import replace
+
+    from gpushare.pause.change import JobPause, Target, changing
+    from gpushare.run.jobs import consent_to, find_job, gpu_processes
+
+    found = find_job(host, job)
+    target = Target(
+        pid=found.pid,
+        started=found.started,
+        name=found.name,
+        uid=found.uid,
+        on_gpu=lambda: {one.pid: one.under_mps for one in gpu_processes(host, found)},
+        losses=consent_to(host, found, "pauses"),
+    )
+    with JobPause(host, target, seconds) as work:
+        result = carried_out(
+            "pause",
+            work.plan(begin=not settings.dry_run),
+            again=lambda: work.plan(begin=True),
+            locked=lambda: changing(host),
+        )
+        data = {"already_paused": work.already, "driver_seconds": round(work.seconds, 6), "job": row(work.job)}
+        if work.already:
+            until = "" if work.job.pause.until is None else f", until {clock(work.job.pause.until)}"
+            said = f"{work.job.title} is already paused, since {clock(work.job.pause.since)}{until}"
+            return replace(
+                result,
+                data={**result.data, **data},
+                tables=(),
+                text=said,
+                notes=(*result.notes, f"to resume it: gpushare resume {work.job.selector}"),
+            )
+        return replace(result, data={**result.data, **data})
+
+
+def _seconds(text: str) -> float:
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if not 0.1 <= seconds <= _MOST_SECONDS:
+        raise BadUsage(
+            f"--timeout {text} is outside 0.1 s to 30 days", "give a time: --timeout 10m", code="bad_duration"
+        )
+    return seconds
+
+
+def row(job: Any) -> dict[str, Any]:
+    """Return a paused job as JSON."""
+    return {
+        "pid": job.pause.pid,
+        "name": job.pause.name,
+        "user": _user(job.pause.uid),
+        "state": job.pause.state,
+        "since": job.pause.since,
+        "until": job.pause.until,
+        "by": _user(job.pause.by_uid),
+        "by_run": job.pause.by_run,
+        "guard": job.pause.keeper_pid,
+        "processes": [
+            {
+                "pid": one.pid,
+                "gpus": sorted({group.gpu for group in one.compute if group.gpu}),
+                "contexts": len(one.compute),
+                "channels": sum(len(group.channels) for group in one.compute),
+            }
+            for one in job.channels
+        ],
+    }
+
+
+def _user(uid: int | None) -> str | None:
+    from gpushare.host.capabilities import user_name
+
+    return None if uid is None else user_name(uid)
+
+
+def clock(at: float) -> str:
+    """Return a time for people: today's without the date."""
+    import time
+
+    there, now = time.localtime(at), time.localtime()
+    return time.strftime("%H:%M:%S" if there[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", there)
+
+
+def listed(host: Host) -> Any:
+    """Return the paused jobs: this user's and root's."""
+    from gpushare.pause.record import RUNNING, paused_jobs
+    from gpushare.show.result import Column, Result, Table
+
+    jobs = [one for one in paused_jobs(host) if one.pause.state != RUNNING or not one.kept(host)]
+    rows = [row(one) | {"guarded": one.kept(host)} for one in jobs]
+    columns = (
+        Column(key="pid", title="pid", right=True),
+        Column(key="name", title="name", optional=True),
+        Column(key="user", title="user", rank=2),
+        Column(key="state", title="state", rank=1),
+        Column(key="since", title="since", format=clock),
+        Column(key="until", title="until", format=lambda at: "resumed" if at is None else clock(at)),
+        Column(key="by", title="by", rank=1),
+        Column(key="processes", title="processes", right=True, rank=3, format=lambda found: str(len(found))),
+    )
+    notes = [
+        f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pause.pid}"
+        for one in jobs
+        if not one.kept(host)
+    ]
+    return Result(
+        command="pause list",
+        data={"jobs": rows},
+        tables=(Table(name="jobs", columns=columns, rows=tuple(rows), empty="no job is paused"),),
+        notes=tuple(notes),
+    )

@@ -1,0 +1,502 @@
+"""Take all channels of a job off the GPU, and put them back.
+
+A pause is recorded before the first channel goes off (`record`), and watched by a guard process (`guard`): it ends the
+pause in time, and pauses what the job creates meanwhile. Nothing but the record is needed to resume a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final, cast
+
+import gpushare
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.program import MPS_CONTROL
+from gpushare.mps.control import is_server
+from gpushare.pause.record import (
+    PAUSED,
+    PAUSING,
+    RESUMING,
+    Pause,
+    PausedJob,
+    directory_of,
+    forget,
+    locked,
+    paused_jobs,
+    read,
+    sweep,
+    write,
+)
+from gpushare.plan import Loss, Plan, Step
+from gpushare.units import counted
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.host import Host
+
+
+# What the guard is told once everything is off, and what it answers when it is ready.
+HELD: Final = b"held\n"
+READY: Final = b"ready\n"
+_GUARD_SECONDS: Final = 10.0
+# A job may start another process while its processes are paused one by one.
+_ROUNDS: Final = 3
+# Guards that outlive their pause's command are reaped by init; in a longer life of this process, here.
+_LEFT: Final[list[subprocess.Popen[bytes]]] = []
+OFF_COMMAND: Final = "(FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager)"
+ON_COMMAND: Final = "(FIFO_DISABLE_CHANNELS with bDisable 0)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The job to be paused: its first process, and which processes of it are on GPUs (by PID: whether under MPS)."""
+
+    pid: int
+    started: int
+    name: str | None
+    uid: int | None
+    on_gpu: Callable[[], Mapping[int, bool]]
+    # What somebody else would miss.
+    losses: Sequence[Loss] = ()
+
+
+class JobPause:
+    """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
+
+    ``seconds`` is the time after which the guard resumes it.
+    """
+
+    def __init__(self, host: Host, target: Target, seconds: float | None) -> None:
+        self._host, self._target, self._pid, self._seconds = host, target, target.pid, seconds
+        self.job = PausedJob(
+            pause=Pause(
+                pid=target.pid,
+                started=target.started,
+                name=target.name,
+                uid=target.uid,
+                by_uid=host.uid,
+                state=PAUSING,
+                since=time.time(),
+                until=None if seconds is None else time.time() + seconds,
+                keeper_pid=None,
+                keeper_started=None,
+            ),
+            channels=(),
+            path=directory_of(host) / f"{target.pid}.json",
+        )
+        self._control: ChannelControl | None = None
+        self._guard: Guard | None = None
+        self._off: list[Channels] = []
+        self._older: PausedJob | None = None
+        # Seconds spent in the driver, and whether the job was paused already.
+        self.seconds = 0.0
+        self.already = False
+
+    def __enter__(self) -> JobPause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._guard is not None:
+            self._guard.leave()
+
+    def plan(self, *, begin: bool) -> Plan:
+        """Return the plan; no steps if it is paused already. ``begin``: it will be carried out, so start the guard.
+
+        Raises:
+            NotFound: it is not on a GPU, or has ended.
+            NotSupported: it is under MPS, or its channels cannot be reached; the code says why.
+            NoPermission: it belongs to another user, or root has paused it.
+            InUse: a `gpushare run` pauses it.
+        """
+        before = self._before()
+        self.already = before is not None
+        if before is not None:
+            self.job = before
+            return Plan(title=f"pause {self.job.title}", steps=())
+        on_gpu = self._target.on_gpu()
+        refuse_mps(self._host, on_gpu)
+        if begin and self._guard is None:
+            # It loads while the processes are scanned.
+            self._guard = Guard(self._host, self.job.path)
+        self._find(on_gpu)
+        steps = (self._record_step(), *(self._off_step(one) for one in self.job.channels), self._hold_step())
+        return Plan(
+            title=f"pause {self.job.title}",
+            steps=steps,
+            undo=f"gpushare resume {self.job.selector}",
+            consent=tuple(self._target.losses),
+        )
+
+    def _before(self) -> PausedJob | None:
+        """Return its record if it is paused, and stays so without doing anything."""
+        for one in paused_jobs(self._host):
+            if self._pid not in {one.pause.pid, *(channels.pid for channels in one.channels)}:
+                continue
+            if not one.ours:
+                raise NoPermission(f"{one.title} was paused by root", "run as root", code="paused_by_root")
+            if one.pause.by_run and one.kept(self._host):
+                raise paused_by_run(one)
+            # A pause or resume that died half way, or whose guard is gone, is made whole.
+            return one if one.pause.state == PAUSED and one.kept(self._host) else None
+        return None
+
+    def _find(self, pids: Iterable[int]) -> list[Channels]:
+        """Scan processes that are not known yet, and return the channels of new ones."""
+        found = []
+        refused: GpushareError | None = None
+        for pid in sorted(set(pids) - {one.pid for one in self.job.channels}):
+            try:
+                channels = self.control.find(pid)
+            except NotFound as error:
+                # It ended, or a child inherited the context of another process of the job.
+                refused = error
+                continue
+            if channels.under_mps:
+                raise _under_mps(pid)
+            found.append(channels)
+        if not found and not self.job.channels:
+            raise refused or _gone(self._pid)
+        self.job = replace(self.job, channels=(*self.job.channels, *found))
+        return found
+
+    @property
+    def control(self) -> ChannelControl:
+        if self._control is None:
+            self._control = self._host.open_channels()
+        return self._control
+
+    def _record_step(self) -> Step:
+        return Step(
+            what=f"write the record {self.job.path}, and start the guard of the pause",
+            command="(none)",
+            do=self._record,
+            revert=self._forget,
+        )
+
+    def _record(self) -> None:
+        guard = self._guard
+        if guard is None:
+            guard = self._guard = Guard(self._host, self.job.path)
+        # Before anything is off: an older record of a pause that died may be replaced, so keep what it has off.
+        older = read(self.job.path)
+        if older is not None and older.lives(self._host):
+            self._older = older
+            mine = {one.pid for one in self.job.channels}
+            kept = tuple(one for one in older.living(self._host) if one.pid not in mine)
+            self.job = replace(self.job, channels=(*self.job.channels, *kept))
+        keeper = self._host.processes.identity(guard.pid)
+        pause = replace(self.job.pause, keeper_pid=guard.pid, keeper_started=None if keeper is None else keeper.started)
+        self.job = replace(self.job, pause=pause)
+        write(self.job)
+        guard.wait_ready()
+
+    def _forget(self) -> None:
+        if self._guard is not None:
+            self._guard.leave()
+        if self._older is not None:
+            write(self._older)
+        elif not self._off:
+            forget(self.job)
+
+    def _off_step(self, channels: Channels) -> Step:
+        contexts, count = len(channels.compute), sum(len(group.channels) for group in channels.compute)
+        return Step(
+            what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
+            f"({counted(contexts, 'CUDA context')})",
+            command=OFF_COMMAND,
+            undo=f"gpushare resume {self.job.selector}",
+            do=lambda: self._disable(channels),
+            revert=lambda: self._enable(channels),
+        )
+
+    def _disable(self, channels: Channels) -> None:
+        # Noted first: a driver that does not answer may have done it.
+        self._off.append(channels)
+        try:
+            self.seconds += self.control.disable(channels)
+        except TimedOut:
+            raise
+        except NotFound as error:
+            if error.code != "stale_channels":
+                # It has ended: the others are paused.
+                self._off.remove(channels)
+                return
+            self._off.remove(channels)
+            self._disable(self._again(channels))
+        except GpushareError:
+            # All of its channels are on.
+            self._off.remove(channels)
+            raise
+
+    def _again(self, channels: Channels) -> Channels:
+        """Scan a process whose channels have changed since the scan, and note what is found."""
+        now = self.control.find(channels.pid, channels.started)
+        others = tuple(one for one in self.job.channels if one.pid != channels.pid)
+        self.job = replace(self.job, channels=(*others, now))
+        write(self.job)
+        return now
+
+    def _enable(self, channels: Channels) -> None:
+        for one in [one for one in self._off if one.pid == channels.pid]:
+            try:
+                enable(self.control, one)
+            except GpushareError as error:
+                raise error.restated(
+                    message=f"process {one.pid} is still paused: {error.message}",
+                    hint=f"gpushare resume {self.job.pause.pid}",
+                    kind=type(error),
+                ) from error
+            self._off.remove(one)
+
+    def _hold_step(self) -> Step:
+        until = "" if self._seconds is None else f" for {self._seconds:g} s"
+        return Step(
+            what=f"let the guard keep it paused{until}",
+            command="(none)",
+            undo=f"gpushare resume {self.job.selector}",
+            do=self._hold,
+        )
+
+    def _hold(self) -> None:
+        for _ in range(_ROUNDS):
+            new = self._find(self._target.on_gpu())
+            if not new:
+                break
+            write(self.job)
+            for channels in new:
+                self._disable(channels)
+        self.job = replace(self.job, pause=replace(self.job.pause, state=PAUSED))
+        write(self.job)
+        if self._guard is not None:
+            self._guard.tell()
+
+
+def _gone(pid: int) -> NotFound:
+    return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
+
+
+def _under_mps(pid: int) -> NotSupported:
+    return NotSupported(
+        f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
+        f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare mps kill {pid}",
+        code="under_mps",
+    )
+
+
+def paused_by_run(job: PausedJob) -> InUse:
+    """Return the error for a job that `gpushare run --pause` pauses and resumes by itself."""
+    return InUse(
+        f"{job.title} is paused and resumed by gpushare run (process {job.pause.keeper_pid}), as production works",
+        f"end that run, which ends the job: kill -INT {job.pause.keeper_pid}",
+        code="paused_by_run",
+    )
+
+
+def refuse_mps(host: Host, on_gpu: Mapping[int, bool]) -> None:
+    """Raise NotSupported for clients and servers of MPS."""
+    for pid, client in on_gpu.items():
+        info = host.processes.describe(pid)
+        if client:
+            raise _under_mps(pid)
+        if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
+            raise NotSupported(
+                f"process {pid} is an MPS server: a pause would stop all of its clients",
+                "see its clients: gpushare mps status",
+                code="under_mps",
+            )
+
+
+def enable(control: ChannelControl, channels: Channels) -> float:
+    """Put the channels of a process back on the GPU; return the seconds spent in the driver, 0.0 if it has ended.
+
+    Raises:
+        GpushareError: they may still be off.
+    """
+    try:
+        return control.enable(channels)
+    except NotFound as error:
+        if error.code != "stale_channels":
+            return 0.0
+    try:
+        # It has replaced them all, by exec for example.
+        return control.enable(control.find(channels.pid, channels.started))
+    except NotFound:
+        return 0.0
+
+
+def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
+    """Resume a job and remove its record; return the seconds spent in the driver. The caller holds the lock.
+
+    Raises:
+        GpushareError: some of it may still be paused; the record stays.
+    """
+    # What dies from here on is completed by the guard. A full disk must not keep a job paused.
+    with contextlib.suppress(GpushareError):
+        write(replace(job, pause=replace(job.pause, state=RESUMING)))
+    seconds, failed = put_back(control, job.living(host))
+    if failed is not None:
+        raise failed.restated(hint=f"try again: gpushare resume {job.pause.pid}; see: sudo dmesg | tail")
+    forget(job)
+    return seconds
+
+
+def resume_steps(host: Host, control: ChannelControl, job: PausedJob) -> tuple[Step, ...]:
+    """Return the steps that resume a job. The caller holds the lock when they act."""
+    count = sum(len(group.channels) for one in job.channels for group in one.compute)
+    return (
+        Step(
+            what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
+            command=ON_COMMAND,
+            undo=f"gpushare pause {job.selector}",
+            do=lambda: _freed(host, control, job),
+        ),
+    )
+
+
+def _freed(host: Host, control: ChannelControl, job: PausedJob) -> None:
+    current = read(job.path)
+    if current is not None:
+        free(host, control, current)
+
+
+def put_back(control: ChannelControl, channels: Iterable[Channels]) -> tuple[float, GpushareError | None]:
+    """Enable the channels of several processes; return the seconds spent, and the first error. It stops for none."""
+    seconds, failed = 0.0, None
+    for one in channels:
+        try:
+            seconds += enable(control, one)
+        except GpushareError as error:
+            failed = failed or error
+    return seconds, failed
+
+
+def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
+    """Return the paused jobs to which any of these processes, or a child of them, belongs."""
+    jobs = paused_jobs(host)
+    if not jobs:
+        return []
+    family = {member for pid in pids for member in host.processes.descendants(pid)}
+    return [one for one in jobs if family & {one.pause.pid, *(channels.pid for channels in one.channels)}]
+
+
+def resume_to_end(host: Host, pids: Iterable[int]) -> None:
+    """Resume the jobs to which these processes belong, because a paused process does not end on a signal that it handles.
+
+    What fails is left: the process is killed in the end.
+    """
+    jobs = jobs_of(host, pids)
+    if not jobs:
+        return
+    with host.open_channels() as control:
+        for job in jobs:
+            with contextlib.suppress(GpushareError):
+                if not job.ours:
+                    # Root's record goes with the job.
+                    put_back(control, job.living(host))
+                    continue
+                with locked(job.path.parent):
+                    current = read(job.path)
+                    if current is not None:
+                        free(host, control, current)
+
+
+def find_paused(host: Host, text: str) -> PausedJob:
+    """Return the paused job of this user with this name, or with a process of this PID.
+
+    Raises:
+        NotFound: no job of this name or PID is paused (code ``not_paused``).
+        NoPermission: root has paused it (``paused_by_root``).
+        InUse: a `gpushare run` pauses it (``paused_by_run``).
+    """
+    named = [one for one in paused_jobs(host) if _is(one, text)]
+    ours = [one for one in named if one.ours]
+    if named and not ours:
+        raise NoPermission(f"{named[0].title} was paused by root", "run as root", code="paused_by_root")
+    if not ours:
+        what = f"process {text}" if text.isdecimal() else f"'{text[:60]}'"
+        raise NotFound(f"{what} is not paused", "see which jobs are: gpushare pause list", code="not_paused")
+    refuse_run(host, ours[0])
+    return ours[0]
+
+
+def refuse_run(host: Host, job: PausedJob) -> None:
+    """Raise InUse for a job that a living `gpushare run` pauses."""
+    if job.pause.by_run and job.kept(host):
+        raise paused_by_run(job)
+
+
+def _is(job: PausedJob, text: str) -> bool:
+    if text.isdecimal():
+        return int(text) in {job.pause.pid, *(one.pid for one in job.channels)}
+    return job.pause.name == text
+
+
+class Guard:
+    """The process that keeps a job paused: `guard.py`. It runs in a session of its own and survives this process."""
+
+    def __init__(self, host: Host, path: Path) -> None:
+        """Start it.
+
+        Raises:
+            OperationFailed: it does not start.
+        """
+        root = str(Path(gpushare.__file__).resolve().parents[1])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve().with_name("guard.py")), root, host.spec, str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _guard_failed(error.strerror or str(error)) from error
+        self.pid = self._process.pid
+        _LEFT[:] = [one for one in _LEFT if one.poll() is None]
+        _LEFT.append(self._process)
+        self._pipe, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+
+    def wait_ready(self) -> None:
+        """Wait until it is there. Raises OperationFailed."""
+        import select
+
+        ready, _, _ = select.select([self._answers], [], [], _GUARD_SECONDS)
+        if not ready or self._answers.readline() != READY:
+            raise _guard_failed("it ended" if ready else f"it does not answer within {_GUARD_SECONDS:g} s")
+
+    def tell(self) -> None:
+        """Let it keep the job paused from here on."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe.fileno(), HELD)
+
+    def leave(self) -> None:
+        """Close its input. Unless it was told to keep the job paused, it resumes it, as if gpushare had died."""
+        for one in (self._pipe, self._answers):
+            with contextlib.suppress(OSError):
+                one.close()
+
+
+def _guard_failed(why: str) -> OperationFailed:
+    return OperationFailed(
+        f"the guard, which ends the pause, does not start: {why}",
+        f"see what starts it: ls -l {sys.executable}",
+        code="guard_failed",
+    )
+
+
+@contextlib.contextmanager
+def changing(host: Host) -> Iterator[Sequence[str]]:
+    """Hold the lock of this user's records, without those of jobs that have ended. Yields no notes."""
+    with locked(directory_of(host)):
+        sweep(host)
+        yield ()

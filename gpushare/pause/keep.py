@@ -1,0 +1,125 @@
+"""What the guard of a pause does: it pauses what the job creates meanwhile, and ends the pause in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, NotFound
+from gpushare.pause.change import free
+from gpushare.pause.record import RESUMING, PausedJob, forget, locked, read, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.host import Host
+
+
+LOOK_SECONDS: Final = 1.0
+# A process without a context of its own is scanned again after this time: a scan may take seconds.
+_AGAIN_SECONDS: Final = 30.0
+# Processes of a job that are looked at.
+_MOST_PROCESSES: Final = 1024
+
+
+class Keeper:
+    """Keeps the job of one record paused, for as long as the record names this process."""
+
+    def __init__(self, host: Host, path: Path, control: ChannelControl | None = None) -> None:
+        self._host, self._path = host, path
+        self._control = host.open_channels() if control is None else control
+        self._deadline: float | None = None
+        self._next: dict[int, float] = {}
+
+    def keep(self) -> None:
+        """Look at the record and the job until the pause is over."""
+        while True:
+            left = self.step()
+            if left is None:
+                return
+            time.sleep(left)
+
+    def take_back(self) -> None:
+        """Resume what a gpushare that died has paused."""
+        while not self._freed():
+            time.sleep(LOOK_SECONDS)
+
+    def step(self) -> float | None:
+        """Look once; return the seconds until the next look, or None at the end of the pause."""
+        job = self._mine()
+        if job is None:
+            return None
+        if self._deadline is None and job.pause.until is not None:
+            # From here on by a clock that nobody sets.
+            self._deadline = time.monotonic() + max(0.0, job.pause.until - time.time())
+        over = self._deadline is not None and time.monotonic() >= self._deadline
+        if over or job.pause.state == RESUMING or not job.lives(self._host):
+            return None if self._freed() else LOOK_SECONDS
+        # A driver or a disk that fails is tried again.
+        with contextlib.suppress(GpushareError):
+            self._look(job)
+        return (
+            LOOK_SECONDS if self._deadline is None else max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))
+        )
+
+    def _mine(self) -> PausedJob | None:
+        job = read(self._path)
+        return job if job is not None and job.pause.keeper_pid == os.getpid() else None
+
+    def _freed(self) -> bool:
+        """Resume the job, unless somebody has; return whether that is done."""
+        try:
+            with locked(self._path.parent):
+                # A resume that holds the lock may have removed it.
+                job = self._mine()
+                if job is None:
+                    return True
+                if job.lives(self._host):
+                    free(self._host, self._control, job)
+                else:
+                    forget(job)
+        except GpushareError:
+            return False
+        return True
+
+    def _look(self, job: PausedJob) -> None:
+        """Pause channels and processes that the job has created."""
+        known = {one.pid: one for one in job.living(self._host)}
+        found = [new for one in known.values() if (new := self._grown(one)) is not None]
+        now = time.monotonic()
+        for pid in list(self._host.processes.descendants(job.pause.pid))[:_MOST_PROCESSES]:
+            if pid not in known and self._next.get(pid, 0.0) <= now:
+                self._next[pid] = now + _AGAIN_SECONDS
+                with contextlib.suppress(NotFound):
+                    channels = self._control.find(pid)
+                    if not channels.under_mps:
+                        found.append(channels)
+        if found:
+            self._add(found)
+
+    def _grown(self, channels: Channels) -> Channels | None:
+        """Return the channels of a process if it has other ones than are recorded."""
+        try:
+            now = self._control.find_again(channels)
+        except NotFound:
+            return None
+        return now if _named(now) - _named(channels) else None
+
+    def _add(self, found: list[Channels]) -> None:
+        with locked(self._path.parent):
+            job = self._mine()
+            if job is None or job.pause.state == RESUMING:
+                return
+            pids = {one.pid for one in found}
+            kept = tuple(one for one in job.channels if one.pid not in pids)
+            write(replace(job, channels=(*kept, *found)))
+            for one in found:
+                self._control.disable(one)
+
+
+def _named(channels: Channels) -> set[tuple[int, int, int]]:
+    return {(group.client, group.handle, one) for group in channels.compute for one in group.channels}

@@ -1,0 +1,258 @@
+"""``gpushare pause`` and ``gpushare resume``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.sim import admin
+from gpushare.sim.channels import CHANNELS
+from tests.cli.conftest import Cli
+from tests.cli.drive import H200, Started, World
+
+OFF = sorted(CHANNELS)
+
+
+def record(world: World, pid: int) -> Path:
+    return world.directory / "run" / "pause" / f"{pid}.json"
+
+
+def off(world: World, pid: int) -> list[int]:
+    return world.process(pid).channels_off
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def pid(world: World) -> int:
+    world.run("status")
+    return admin.add_process(H200)
+
+
+def kill_guard(world: World, pid: int) -> None:
+    (job,) = world.run("pause", "list").ok().data["jobs"]
+    assert job["pid"] == pid
+    os.kill(job["guard"], signal.SIGKILL)
+    eventually(lambda: not world.run("pause", "list").data["jobs"][0]["guarded"])
+
+
+def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> None:
+    data = cli("pause", str(pid), output="json").ok().data
+    assert off(world, pid) == OFF
+    assert (data["already_paused"], data["undo"]) == (False, f"gpushare resume {pid}")
+    assert data["job"]["processes"] == [{"pid": pid, "gpus": [world.uuid()], "contexts": 1, "channels": 8}]
+    (job,) = cli("pause", "list", output="json").ok().data["jobs"]
+    assert (job["pid"], job["state"], job["until"], job["guarded"]) == (pid, "paused", None, True)
+    data = cli("resume", str(pid), output="json").ok().data
+    assert [one["pid"] for one in data["jobs"]] == [pid]
+    assert off(world, pid) == []
+    assert not record(world, pid).exists()
+    assert "no job is paused" in cli("pause", "list", output="table").ok().out
+
+
+def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid), "--timeout", "10m").ok()
+    before = record(world, pid).read_text()
+    answer = cli("pause", str(pid)).ok()
+    assert f"process {pid} is already paused, since " in answer.out
+    assert ", until " in answer.out
+    assert record(world, pid).read_text() == before
+    assert cli("pause", str(pid), output="json").ok().data["already_paused"]
+    cli("resume", "--all").ok()
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, world: World, pid: int) -> None:
+    data = cli("pause", str(pid), "--dry-run", output="json").ok().data
+    assert [step["undo"] for step in data["steps"]] == [None, *[f"gpushare resume {pid}"] * 2]
+    assert off(world, pid) == []
+    assert not record(world, pid).exists()
+    cli("pause", str(pid)).ok()
+    cli("resume", str(pid), "--dry-run").ok()
+    assert off(world, pid) == OFF
+
+
+def test_the_guard_resumes_at_the_timeout(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid), "--timeout", "0.3s").ok()
+    eventually(lambda: not record(world, pid).exists())
+    assert off(world, pid) == []
+
+
+def test_a_resume_needs_no_guard(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    kill_guard(world, pid)
+    assert f"process {pid}: the guard of its pause is gone" in cli("pause", "list").ok().err
+    found = cli("doctor", output="json").data["checks"]
+    assert [(one["verdict"], one["remedy"]) for one in found if one["id"] == "pause.guard"] == [
+        ("warn", f"gpushare resume {pid}")
+    ]
+    cli("resume", str(pid)).ok()
+    assert off(world, pid) == []
+
+
+def test_a_pause_whose_guard_is_gone_gets_another(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    kill_guard(world, pid)
+    assert not cli("pause", str(pid), output="json").ok().data["already_paused"]
+    assert world.run("pause", "list").data["jobs"][0]["guarded"]
+    assert off(world, pid) == OFF
+    cli("resume", str(pid)).ok()
+
+
+def test_the_record_goes_with_the_job(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    admin.end_process(H200, pid)
+    assert world.run("pause", "list").ok().data["jobs"] == []
+    eventually(lambda: not record(world, pid).exists())
+
+
+def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    with world.file.changed() as state:
+        state.processes[0].channels_off = []
+    # As if the recorded channels were others: what the guard finds on the GPU is new.
+    text = record(world, pid).read_text()
+    record(world, pid).write_text(text.replace(str(CHANNELS[0]), str(CHANNELS[0] + 0x1000)))
+    eventually(lambda: off(world, pid) == OFF)
+    cli("resume", str(pid)).ok()
+    assert off(world, pid) == []
+
+
+def test_status_marks_it(cli: Cli, pid: int) -> None:
+    other = admin.add_process(H200)
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    assert [one["paused_since"] for one in gpu["processes"]] == [None, None]
+    cli("pause", str(pid)).ok()
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    since = {one["pid"]: one["paused_since"] for one in gpu["processes"]}
+    assert abs(since[pid] - time.time()) < 60
+    assert since[other] is None
+    assert (
+        f"note: paused: process {pid}; see: gpushare pause list; to resume: gpushare resume {pid}" in cli("status").err
+    )
+    cli("resume", "--all").ok()
+
+
+def test_all_jobs(cli: Cli, world: World, pid: int) -> None:
+    other = admin.add_process(H200)
+    for one in (pid, other):
+        cli("pause", str(one)).ok()
+    data = cli("resume", "--all", output="json").ok().data
+    assert [one["pid"] for one in data["jobs"]] == [pid, other]
+    assert (off(world, pid), off(world, other)) == ([], [])
+    assert "no job is paused" in cli("resume", "--all").ok().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("pause",), "usage", 2),
+        (("pause", "999999999"), "no_job", 6),
+        (("pause", "nobody"), "no_job", 6),
+        (("pause", "no body"), "bad_name", 2),
+        (("pause", "1"), "no_context", 6),
+        (("pause", "list", "--timeout", "3s"), "bad_combination", 2),
+        (("resume",), "usage", 2),
+        (("resume", "1"), "not_paused", 6),
+        (("resume", "nobody"), "not_paused", 6),
+        (("resume", "1", "--all"), "bad_combination", 2),
+    ],
+)
+def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused(*words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "31d", "soon"])
+def test_wrong_timeout(refused: Callable[..., str], pid: int, timeout: str) -> None:
+    refused("pause", str(pid), f"--timeout={timeout}", code="bad_duration", exit_code=2)
+
+
+def test_nothing_under_mps_is_paused(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    client = world.client()
+    said = refused("pause", str(client), code="under_mps", exit_code=3)
+    assert "a pause would stop all of them" in said
+    daemon = world.state.daemons[0]
+    for pid in (daemon.pid, daemon.servers[0].pid):
+        refused("pause", str(pid), code="under_mps" if world.state.daemons else "not_on_gpu", exit_code=3)
+
+
+@pytest.mark.parametrize("fault", ["seccomp", "ptrace_scope", "no_pidfd_getfd", "gvisor", "wsl", "forged"])
+def test_a_probe_that_fails_is_named(refused: Callable[..., str], world: World, pid: int, fault: str) -> None:
+    with world.file.changed() as state:
+        state.channel_fault = fault
+    refused("pause", str(pid), code="forged_descriptor" if fault == "forged" else fault, exit_code=3)
+
+
+def test_a_driver_that_refuses_leaves_all_on(refused: Callable[..., str], world: World, pid: int) -> None:
+    with world.file.changed() as state:
+        state.channel_statuses = {hex(0x2080110B): 0x1B}
+    refused("pause", str(pid), code="driver_refuses", exit_code=3)
+    assert not record(world, pid).exists()
+
+
+def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    with world.file.changed() as state:
+        state.channel_statuses = {hex(0x2080110B): 0x62}
+    answer = cli("resume", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (1, "driver_failed")
+    assert f"try again: gpushare resume {pid}" in answer.error["hint"]
+    assert off(world, pid) == OFF
+    with world.file.changed() as state:
+        state.channel_statuses = {}
+    # The guard completes what was begun, unless somebody is faster.
+    eventually(lambda: off(world, pid) == [] or cli("resume", str(pid)))
+    eventually(lambda: off(world, pid) == [] and not record(world, pid).exists())
+
+
+def test_other_users_need_root_and_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    world.run("status")
+    pid = admin.add_process(H200, user="daemon")
+    assert f"pauses process {pid} (of daemon)" in refused(
+        "pause", str(pid), code="needs_consent", exit_code=19, asks=True
+    )
+    cli("pause", str(pid), "-y", asks=True).ok()
+    assert off(world, pid) == OFF
+    cli("resume", str(pid)).ok()
+
+
+def test_a_plain_user_cannot_pause_others(refused: Callable[..., str], world: World, pid: int) -> None:
+    with world.file.changed() as state:
+        state.uid = 1234
+    refused("pause", str(pid), code="other_user", exit_code=4)
+
+
+def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Callable[..., Started]) -> None:
+    # Its handler waits for the GPU, as the end of a training step does.
+    program = (
+        "import json, os, pathlib, signal, sys, time\n"
+        "state = pathlib.Path(sys.argv[1])\n"
+        "def end(*_):\n"
+        "    while json.loads(state.read_text())['processes'][0]['channels_off']: time.sleep(0.02)\n"
+        "    sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print(os.getpid(), flush=True)\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    mig = world.mig("1g.18gb")[0]
+    assert mig
+    state = world.directory / "state.json"
+    started: Any = real("run", "--mig", "1g.18gb", "--", sys.executable, "-c", program, str(state))
+    pid = int(started.process.stdout.readline())
+    eventually(lambda: any(one.pid == pid and one.gpu_uuid for one in world.state.processes))
+    world.run("pause", str(pid)).ok()
+    assert off(world, pid) == OFF
+    started.process.send_signal(signal.SIGTERM)
+    assert started.process.wait(60) == 5
