@@ -589,6 +589,8 @@ def _queue(situation: Situation) -> Recipe:
     if len(situation.gpus_to_have) > 1 and situation.case.processes is not None:
         return _queues(situation)
     case, lines = situation.case, _off_first(situation)
+    if _may_pause(situation):
+        return _paused(situation)
     first, lock = _lock(situation)
     lines += [
         *first,
@@ -597,15 +599,28 @@ def _queue(situation: Situation) -> Recipe:
             for one, count in zip(case.workloads, case.counts, strict=True)
         ),
     ]
-    if _may_pause(situation):
-        lines.append(
-            Line(
-                "or run both, with the other paused while production works: gpushare run --production NAME, "
-                "and gpushare run --opportunistic --pause",
-                None,
-            )
-        )
     return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
+
+
+def _paused(situation: Situation) -> Recipe:
+    """Return the lines that pause the other job while production works: in a queue, a service that stays would keep it out."""
+    ones = situation.case.workloads
+    names = {
+        id(one): _name(one.name, number) if one.name else f"serve{number if number > 1 else ''}"
+        for number, one in enumerate((one for one in ones if one.role is Role.PRODUCTION), 1)
+    }
+    spared, gpu = next(iter(names.values())), f"-g {situation.gpu.selector}"
+    lines = _off_first(situation)
+    for one in ones:
+        role = f"--production {names[id(one)]}" if id(one) in names else f"--opportunistic --for {spared} --pause"
+        how = None if id(one) in names else f"paused while {spared} works"
+        lines.append(
+            Line(_which(one.processes or 1, _label(one), how), f"gpushare run {gpu} {role} -- {_program(one)}")
+        )
+    return Recipe(
+        lines=tuple(lines),
+        measure=("production's rate and p99, alone and with the other job", "how much of the time the other job runs"),
+    )
 
 
 def _lock(situation: Situation) -> tuple[list[Line], str]:

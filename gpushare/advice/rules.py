@@ -688,8 +688,10 @@ PREFERENCES: Final = (
         "time-slicing gives both jobs equal time: on an H200, production kept 0.51 of its rate",
         "measured on an H200; NVIDIA GPU Operator", lambda s: s.pair),
     _for("production-bandwidth", {Way.MIG: 60, Way.WHOLE: 70},
-        "one job saturates the memory bandwidth: give production an instance, or pause the other",
-        "measured on an H200", lambda s: s.pair and s.case.any("bandwidth_bound")),
+        "one job saturates the memory bandwidth: {what}",
+        "measured on an H200", lambda s: s.pair and s.case.any("bandwidth_bound"), words=lambda _, way: {
+            "what": "an instance gives production a part of it that is its own" if way is Way.MIG
+            else "production has it to itself while the other waits or is paused"}),
     _against("production-bandwidth-cap", {Way.MPS_PRIORITY: 60},
         "a cap does not help: half of the SMs can use all of the memory bandwidth", "measured on an H200",
         lambda s: s.pair and s.case.any("bandwidth_bound")),
@@ -724,16 +726,19 @@ PREFERENCES: Final = (
         "one process with several models whose code can be changed: a stream for each model overlaps their work",
         "NVIDIA table 2022; NVIDIA blog 2022", lambda s: _own_code(s) and s.case.any("multi_model")),
     _for("resizing", {Way.MPS: 25, Way.TIMESLICE: 10},
-        "shares change often: a new limit needs only a restart of the program, time-slicing nothing at all",
-        "NVIDIA MPS guide", lambda s: s.several and s.case.any("resizing")),
+        "shares change often: {how}", "NVIDIA MPS guide; NVIDIA GPU Operator",
+        lambda s: s.several and s.case.any("resizing"), words=lambda _, way: {
+            "how": "a new limit needs only a restart of the program" if way is Way.MPS
+            else "under time-slicing there is nothing to set anew when they do"}),
     _against("resizing-idle", {Way.MIG: 60, Way.MIG_MPS: 60, Way.MIG_TIMESLICE: 60, Way.MPS_STATIC: 30},
         "shares change often, and an instance is changed only while it is idle", "NVIDIA table 2022 (when idle)",
         lambda s: s.several and s.case.any("resizing")),
     _for("virtual-machines", {Way.VGPU: 400},
         "the parties are virtual machines", "NVIDIA table 2022", said("vms")),
     _for("not-trusted", {Way.MIG: 70, Way.WHOLE: 45},
-        "the parties do not trust each other: each gets its own part of the GPU, or its own time",
-        "NVIDIA table 2022; EKS", lambda s: s.several and not s.trusted),
+        "the parties do not trust each other: each gets {what}",
+        "NVIDIA table 2022; EKS", lambda s: s.several and not s.trusted, words=lambda _, way: {
+            "what": "its own part of the GPU" if way is Way.MIG else "the whole GPU for its own time"}),
     _against("not-trusted-time", {Way.TIMESLICE: 40},
         "any process can use up the shared memory, and a reset affects all of them", "NVIDIA GPU Operator",
         lambda s: s.several and not s.trusted),

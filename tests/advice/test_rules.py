@@ -369,3 +369,29 @@ def test_what_all_lack_together_is_said_in_numbers() -> None:
 def test_shares_that_are_not_possible(words: dict[str, Any], message: str) -> None:
     with pytest.raises(BadUsage, match=message):
         workload_of(words)
+
+
+@pytest.mark.parametrize(
+    ("example", "rule", "way", "other"),
+    [
+        (four(latency="20ms"), "latency-own-part", "mig", "latency-alone"),
+        (four(latency="20ms"), "latency-alone", "whole-gpu", "latency-own-part"),
+    ],
+)
+def test_a_reason_is_about_its_own_way(example: Example, rule: str, way: str, other: str) -> None:
+    rules = {reason.rule for reason in verdict(example, way).reasons}
+    assert rule in rules
+    assert other not in rules
+
+
+@pytest.mark.parametrize(
+    ("example", "rule"),
+    [
+        (four(trusted=False), "not-trusted"),
+        (of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), "production-bandwidth"),
+        (four(resizing=True), "resizing"),
+    ],
+)
+def test_a_reason_for_two_ways_says_what_each_does(example: Example, rule: str) -> None:
+    texts = [reason.text for way in Way for reason in verdict(example, way.value).reasons if reason.rule == rule]
+    assert len(set(texts)) == 2

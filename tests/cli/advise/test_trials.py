@@ -70,9 +70,10 @@ def test_production_first_says_that_the_other_could_be_paused(cli: Any) -> None:
     file = "workloads: [{role: production, users: same, saturating: yes}, {role: opportunistic, users: same}]"
     assert advice(cli, *words, host="sim:t4")["winner"] == "mps-priority"
     Path("w.yaml").write_text(file)
-    said = [line["what"] for line in advice(cli, "-f", "w.yaml", host="sim:h200")["commands"]]
-    assert said[0].startswith("production, first")
-    assert "gpushare run --opportunistic --pause" in said[-1]
+    assert lines(advice(cli, "-f", "w.yaml", host="sim:h200")) == [
+        "gpushare run -g 0 --production serve -- CMD",
+        "gpushare run -g 0 --opportunistic --for serve --pause -- CMD",
+    ]
     # Before Volta nobody measured it.
     said = [line["what"] for line in advice(cli, *words, host="sim:p100")["commands"]]
     assert not any("--pause" in what for what in said)
