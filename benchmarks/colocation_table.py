@@ -1,0 +1,497 @@
+"""The table of `benchmarks.colocation` and the goals that it is measured by, as a section of docs/measurements.md. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.colocation_rows import (
+    AS_IT_IS,
+    GOALS,
+    LOW,
+    MPS,
+    Goal,
+    Setting,
+    Target,
+    choose,
+    judged,
+    setting_of,
+    targets,
+)
+
+HEADING: Final = "## A production job next to another job, under every way"
+_BEFORE: Final = "## Start-up time"
+# The other job may get this much less than under the best way.
+_CLOSE: Final = 0.03
+_SHARE, _SHARE_WITHIN, _SUM = 0.75, 0.03, 0.95
+_PAUSE_MS, _PAUSE_MOST_MS, _VERB_SECONDS = 1.2, 2.0, 0.5
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean, and how far it scatters: half of the range over starts, or half of the 95 % interval of a single one."""
+
+    value: float
+    half: float | None
+
+    def words(self, unit: str = "") -> str:
+        """Return it as in the table."""
+        scatter = "" if self.half is None else f" ±{self.half:.2f}"
+        return f"{self.value:.2f}{unit}{scatter}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting as it was measured, once or several times."""
+
+    setting: Setting
+    kept: Figure
+    p99: Figure | None
+    other: Figure
+    cells: tuple[Mapping[str, Any], ...]
+
+    @property
+    def words(self) -> str:
+        """Return production's p99, its rate, and the other's rate."""
+        tail = "-" if self.p99 is None else self.p99.words("x")
+        return f"{tail} / {self.kept.words()} / {self.other.words()}"
+
+    def meets(self, target: Target) -> bool:
+        """Return whether production keeps what it is to keep."""
+        tail = target.p99 is None or (self.p99 is not None and self.p99.value <= target.p99 + 0.005)
+        return tail and self.kept.value >= target.keep - 0.005
+
+
+def _figure(cells: Rows, name: str) -> Figure | None:
+    values = [float(cell[name]) for cell in cells if cell.get(name) is not None]
+    if not values:
+        return None
+    mean = sum(values) / len(values)
+    if len(values) > 1:
+        return Figure(mean, (max(values) - min(values)) / 2)
+    low, high = (next(cell[f"{name}_{end}"] for cell in cells if cell.get(name) is not None) for end in ("low", "high"))
+    return Figure(mean, None if low is None or high is None else (high - low) / 2)
+
+
+def found_of(setting: Setting, cells: Rows) -> Found | None:
+    """Return what was measured of a setting; None: nothing."""
+    own = tuple(cell for cell in cells if setting_of(cell) == setting)
+    kept, other = _figure(own, "kept"), _figure(own, "other")
+    if kept is None or other is None:
+        return None
+    return Found(setting, kept, _figure(own, "p99"), other, own)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """All starts of a pair."""
+
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """Return the start with all settings."""
+        return self.rows[0]
+
+    @property
+    def others(self) -> int:
+        return 2 if self.first["kind"] == "two" else 1
+
+    @property
+    def title(self) -> str:
+        """Return it as in the table."""
+        return f"`{self.first['production']}` + {'2 x ' if self.others > 1 else ''}{other_name(self.first['other'])}"
+
+    @property
+    def targets(self) -> list[Target]:
+        """Return what production is to keep."""
+        return targets(self.first["production"], self.first["other"], self.others)
+
+    def cells(self) -> list[Mapping[str, Any]]:
+        """Return all cells of all starts, with those that measured a choice again."""
+        found = [cell for row in self.rows for cell in row["cells"]]
+        return found + [one["cell"] for row in self.rows for one in row["choices"]]
+
+    def measured(self, setting: Setting) -> Found | None:
+        """Return all that was measured of a setting."""
+        return found_of(setting, self.cells())
+
+    def best(self, ways: Sequence[str], target: Target) -> Found | None:
+        """Return what the rule of tune chooses of some ways, from the first start; with all measurements of it."""
+        pick = choose([cell for cell in self.first["cells"] if cell["setting"]["way"] in ways], target)
+        return None if pick is None else self.measured(pick[0])
+
+    def choice(self, target: Target) -> Found | None:
+        """Return tune's choice, as it was measured after it was chosen."""
+        pick = choose(self.first["cells"], target)
+        if pick is None:
+            return None
+        chosen = [one["cell"] for row in self.rows for one in row["choices"]]
+        later = [*chosen, *(cell for row in self.rows[1:] for cell in row["cells"])]
+        return found_of(pick[0], later) or self.measured(pick[0])
+
+
+def other_name(name: str) -> str:
+    """Return the other job as the document calls it."""
+    return f"`{name.removesuffix('-other')}`"
+
+
+def pairs_of(rows: Rows) -> list[Pair]:
+    """Return the pairs with all settings measured, each with its later starts; in the order of the goals, then by name."""
+    found: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] in {"pair", "two"}:
+            found.setdefault((row["kind"], row["production"], row["other"]), {})[row["start"]] = row
+    order = list(GOALS)
+
+    def place(one: Pair) -> tuple[int, str, str]:
+        key = (one.first["production"], one.first["other"], one.others)
+        return (order.index(key) if key in order else len(order), key[1], key[0])
+
+    pairs = [Pair(tuple(starts[number] for number in sorted(starts))) for starts in found.values() if 1 in starts]
+    return sorted(pairs, key=place)
+
+
+# -- goals -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the table of goals; ``met`` None: not measured."""
+
+    goal: str
+    measured: str
+    met: bool | None
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        """Return it as a line of the table."""
+        met = {True: "yes", False: "no", None: "not measured"}[self.met]
+        return f"| {self.goal} | {self.measured} | {met} | {self.reason} |"
+
+
+def verdicts(rows: Rows) -> list[Verdict]:
+    """Return each goal with what was measured."""
+    pairs = pairs_of(rows)
+    known = {(one.first["production"], one.first["other"], one.others): one for one in pairs}
+    found = [_close(pairs)]
+    for key, goals in GOALS.items():
+        found += [_goal(key, goal, known.get(key)) for goal in goals]
+    return [*found, *_weights(rows), *_pauses(rows)]
+
+
+def _close(pairs: Sequence[Pair]) -> Verdict:
+    """Judge whether tune's choice leaves the other as much as the best way that keeps the target, in every row."""
+    goal = (
+        f"tune's choice leaves the other within {_CLOSE} of the best way that keeps production's target, in every row"
+    )
+    if not pairs:
+        return Verdict(goal, "", None)
+    worst: tuple[float, str] | None = None
+    judged_rows = missed = 0
+    for pair in pairs:
+        for target in pair.targets:
+            choice, gap = pair.choice(target), _gap(pair, target)
+            if choice is None or gap is None:
+                continue
+            judged_rows += 1
+            missed += gap > _CLOSE
+            if worst is None or gap > worst[0]:
+                worst = gap, pair.title
+    if worst is None:
+        return Verdict(goal, "no way keeps the target in any row", None)
+    text = f"{judged_rows - missed} of {judged_rows} rows; the largest gap is {max(0.0, worst[0]):.2f} ({worst[1]})"
+    reason = "" if not missed else "the choice, measured again, differs from the window it was chosen by"
+    return Verdict(goal, text, missed == 0, reason)
+
+
+def _gap(pair: Pair, target: Target) -> float | None:
+    """Return by how much the best setting that keeps the target gives the other more than the choice does."""
+    cells = [*pair.first["cells"], *(one["cell"] for one in pair.first["choices"])]
+    shares = [one.opportunistic or 0.0 for one in judged(cells, target) if one.meets]
+    choice = pair.choice(target)
+    return None if not shares or choice is None else max(shares) - choice.other.value
+
+
+def _goal(key: tuple[str, str, int], goal: Goal, pair: Pair | None) -> Verdict:
+    production, other, others = key
+    wanted = goal.target
+    tail = "" if wanted.p99 is None else f"p99 <= {wanted.p99:.2f}x, "
+    name = f"`{production}` + {'2 x ' if others > 1 else ''}{other_name(other)}"
+    title = f"{name}{' outside MPS' if goal.slices_only else ''}: {tail}rate >= {wanted.keep:.2f}, other >= {goal.other:.2f}"
+    if pair is None:
+        return Verdict(title, "", None)
+    ways = ("timeslice", "slices") if goal.slices_only else ("timeslice", "slices", "mps", "caps", "group")
+    pick = choose([cell for cell in pair.first["cells"] if cell["setting"]["way"] in ways], wanted)
+    chosen = None if pick is None else (pair.measured(pick[0]) if goal.slices_only else pair.choice(wanted))
+    if chosen is None:
+        return Verdict(title, "", None)
+    met = chosen.meets(wanted) and chosen.other.value >= goal.other - 0.005
+    return Verdict(
+        title, f"{chosen.setting.title}: {chosen.words}", met, "" if met else _reason(pair, goal, chosen, ways)
+    )
+
+
+def _reason(pair: Pair, goal: Goal, chosen: Found, ways: Sequence[str]) -> str:
+    """Return why a goal is missed, in measured numbers."""
+    words = []
+    settings = dict.fromkeys(setting_of(cell) for cell in pair.cells() if cell["setting"]["way"] in ways)
+    all_found = [one for one in (pair.measured(setting) for setting in settings) if one is not None]
+    if not chosen.meets(goal.target):
+        words.append("no way keeps production's target; this one is nearest")
+    generous = [one for one in all_found if one.other.value >= goal.other - 0.005 and one.setting != chosen.setting]
+    best = min(generous, key=lambda one: _missed(one, goal.target), default=None)
+    if best is not None:
+        words.append(f"of those that give the other its share, {best.setting.title} is nearest: {best.words}")
+    before, now = _milliseconds(pair, chosen)
+    if before is not None and now is not None:
+        words.append(
+            f"a request takes {before[0]:.2f} ms alone and {now[0]:.2f} here, at p99 {before[1]:.2f} and {now[1]:.2f}"
+        )
+    if text := _clock(pair, chosen):
+        words.append(text)
+    return "; ".join(words)
+
+
+def _missed(one: Found, target: Target) -> float:
+    tail = 0.0 if target.p99 is None or one.p99 is None else one.p99.value / target.p99
+    return max(tail, target.keep / max(one.kept.value, 1e-9))
+
+
+def _place(setting: Setting) -> str:
+    return "inside" if setting.way in {"mps", "caps"} else "outside"
+
+
+def _milliseconds(pair: Pair, chosen: Found) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+    if chosen.p99 is None or not chosen.cells:
+        return None, None
+    alone, cell = pair.first["alone"][_place(chosen.setting)], chosen.cells[0]
+    pairs = [(one["p50_ms"], one["p99_ms"]) for one in (alone, cell)]
+    before, now = (None if one[0] is None or one[1] is None else (float(one[0]), float(one[1])) for one in pairs)
+    return before, now
+
+
+def _clock(pair: Pair, chosen: Found) -> str:
+    alone, cell = pair.first["alone"][_place(chosen.setting)], chosen.cells[0]
+    if not alone.get("mhz") or not cell.get("mhz") or cell["mhz"] >= 0.97 * alone["mhz"]:
+        return ""
+    return f"the clock falls from {alone['mhz']} MHz alone to {cell['mhz']} at {cell['watts']} W"
+
+
+def _weights(rows: Rows) -> list[Verdict]:
+    goal = "weights 3:1 between two jobs that always work: 75:25 within 3 points, in sum >= 0.95"
+    runs = [row for row in rows if row["kind"] == "weights"]
+    if not runs:
+        return [Verdict(goal, "", None)]
+    found: dict[tuple[tuple[int, int], str], list[Mapping[str, Any]]] = {}
+    for row in runs:
+        for cell in row["cells"]:
+            found.setdefault((tuple(cell["slices"]), cell["by"]), []).append(cell)
+    lines = [_weight(slices, by, cells) for (slices, by), cells in found.items()]
+    own = [line for line in lines if line[3] == "gpushare"]
+    plain = next((line for line in lines if line[4] == (6144, 2048)), lines[0])
+    best = min(lines, key=lambda line: abs(line[1] - _SHARE))
+    judged_line = own[0] if own else plain
+    met = abs(judged_line[1] - _SHARE) <= _SHARE_WITHIN + 0.0005 and judged_line[2] >= _SUM - 0.005
+    reason = ""
+    if not met:
+        share = round(100 * best[1])
+        reason = f"the nearest of the tried ones is {best[4][0]}:{best[4][1]} us with {share}:{100 - share}"
+        reason += ": a switch between two busy jobs takes time from the shorter slice"
+    return [Verdict(goal, judged_line[0], met, reason)]
+
+
+def _weight(slices: tuple[int, int], by: str, cells: Rows) -> tuple[str, float, float, str, tuple[int, int]]:
+    shares = [cell["shares"][0] / max(cell["sum"], 1e-9) for cell in cells]
+    share, total = sum(shares) / len(shares), sum(cell["sum"] for cell in cells) / len(cells)
+    spread = f" ±{100 * (max(shares) - min(shares)) / 2:.1f}" if len(shares) > 1 else ""
+    words = (
+        f"slices {slices[0]}:{slices[1]} us give {100 * share:.0f}:{100 * (1 - share):.0f}{spread}, in sum {total:.2f}"
+    )
+    return words, share, total, by, slices
+
+
+def _pauses(rows: Rows) -> list[Verdict]:
+    call = f"the call that pauses: median <= {_PAUSE_MS} ms, 99.9 % <= {_PAUSE_MOST_MS} ms, of 10,000; nothing lost"
+    verb = f"the verb `pause` end to end: <= {_VERB_SECONDS} s"
+    runs = [row for row in rows if row["kind"] == "pause" and row["off"]]
+    if not runs:
+        return [Verdict(call, "", None), Verdict(verb, "", None)]
+    row = runs[-1]
+    off, on, driver = row["off"], row["on"], row["off_in_driver"]
+    text = f"{row['count']} pauses: median {off['median']:.2f} ms ({driver['median']:.2f} in the driver),"
+    text += f" 99.9 % {off['p99.9']:.2f}, at most {off['max']:.1f}; resume {on['median']:.2f};"
+    text += f" the job then works at {row['rate_after']:.2f} of its rate"
+    met = off["median"] <= _PAUSE_MS and off["p99.9"] <= _PAUSE_MOST_MS and row["count"] >= 10_000
+    met = met and row["rate_after"] >= _SUM
+    reason = "" if met else f"{driver['p99.9']:.2f} ms of the 99.9 % are in the driver"
+    found = [Verdict(call, text, met, reason)]
+    verbs = [one["seconds"] for one in row["verbs"] if one["verb"] == "pause" and one["rc"] == 0]
+    if not verbs:
+        return [*found, Verdict(verb, "", None)]
+    longest = max(verbs)
+    return [*found, Verdict(verb, f"{min(verbs):.2f}-{longest:.2f} s, {len(verbs)} times", longest <= _VERB_SECONDS)]
+
+
+# -- the section -------------------------------------------------------------------------------------------------------
+
+
+def section(rows: Rows) -> str:
+    """Return the section of the document."""
+    measured = [row for row in rows if row["kind"] in {"pair", "two", "weights", "pause"}]
+    if not measured:
+        return f"{HEADING}\n\nNot measured yet.\n"
+    return "\n".join(
+        [
+            HEADING,
+            "",
+            *_intro(measured),
+            "",
+            *_goal_lines(rows),
+            "",
+            *_table(pairs_of(rows)),
+            "",
+            *_alone_table(rows),
+            "",
+        ]
+    )
+
+
+def _intro(rows: Rows) -> list[str]:
+    dates = sorted(row["taken"] for row in rows)
+    gpus = sorted({row["gpu_name"] for row in rows})
+    drivers = sorted({str(row["driver"]) for row in rows})
+    windows = sorted({row["window"] for row in rows})
+    starts = max(row["start"] for row in rows)
+    cards = len({row["gpu"] for row in rows})
+    return [
+        (
+            f"{dates[0][:16]} to {dates[-1][:16]} UTC, {' and '.join(gpus)} ({cards} of them) in a virtual machine, driver"
+            f" {', '.join(drivers)}, as root, by `python -m benchmarks.colocation`. No setting of a GPU was changed."
+        ),
+        "",
+        "How it was measured:",
+        "",
+        (
+            "- Random weights, PyTorch only; `benchmarks/colocation_programs.py` says what each program does. Requests of"
+            " `bert-graph` and `bert-eager` arrive at random (Poisson) at half of what the job can serve, and their latency"
+        ),
+        "  counts from the arrival; those of `infer`, `enc1` (1 ms each 25 ms) and `enc5` (5.6 ms, half load) come with the",
+        "  clock. `decode`, `mid` and `membw` work without gaps.",
+        (
+            "- All processes of a pair are started once and held. A cell releases production and the other for a window of"
+            f" {' or '.join(f'{one:g}' for one in windows)} s (0.7 of"
+        ),
+        "  it for pairs without a goal, up to 1.4 of it where requests are rare); slices are set while both live. Under MPS",
+        "  there is one process of the other per cap. Everything is relative to the same process alone in the same minutes,",
+        "  and the arrivals are the same in each window.",
+        "- `p99 / rate / other`: production's p99 and rate, and the other's rate, each relative to alone. ± is half of the"
+        f" range over {starts} starts"
+        if starts > 1
+        else "- `p99 / rate / other`: production's p99 and rate, and the other's rate, each relative to alone. ± is half",
+        "  (all processes new), or half of the 95 % interval where there was one."
+        if starts > 1
+        else "  of the 95 % interval within the window.",
+        (
+            '- "Tune\'s choice" is the rule of `gpushare tune` applied to the measured cells: of the ways that keep the target'
+            " beyond their errors, the one in"
+        ),
+        "  which the other does the most. It was then measured again; its figures are of those measurements.",
+    ]
+
+
+def _goal_lines(rows: Rows) -> list[str]:
+    found = verdicts(rows)
+    met = sum(one.met is True for one in found)
+    return [
+        f"{met} of {len(found)} goals are met:",
+        "",
+        "| goal | measured | met | measured reason |",
+        "|---|---|---|---|",
+        *(one.line for one in found),
+    ]
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[Pair, Target], Found | None]], ...]] = (
+    ("time-slicing as it is", lambda pair, _: pair.measured(AS_IT_IS)),
+    ("MPS", lambda pair, _: pair.measured(MPS)),
+    ("MPS, low priority", lambda pair, _: pair.measured(LOW)),
+    ("caps by tune", lambda pair, target: pair.best(("mps", "caps"), target)),
+    ("slices by tune", lambda pair, target: pair.best(("timeslice", "slices", "group"), target)),
+    ("tune's choice", lambda pair, target: pair.choice(target)),
+)
+
+
+def _table(pairs: Sequence[Pair]) -> list[str]:
+    lines = [
+        "| production + other | target (rate, p99) | " + " | ".join(title for title, _ in _COLUMNS) + " |",
+        "|" + "---|" * (len(_COLUMNS) + 2),
+    ]
+    for pair in pairs:
+        for target in pair.targets:
+            cells = [_cell(title, find(pair, target), target) for title, find in _COLUMNS]
+            lines.append(f"| {pair.title} | {target.title} | " + " | ".join(cells) + " |")
+    published = "<sub>published, A100: mean of 12 pairs</sub>"
+    empty = " | ".join("" for _ in _COLUMNS[:-1])
+    for name, figures in (("Tally [1]", "1.05x / 1.00 / 0.44"), ("TGS [2]", "2.8x / 0.95 / 0.79")):
+        lines.append(f"| <sub>{name}</sub> | {published} | {empty} | <sub>{figures}</sub> |")
+    return [
+        *lines,
+        "",
+        (
+            "<sub>[1] Zhao et al., Tally: Non-Intrusive Performance Isolation for Concurrent Deep Learning Workloads, ASPLOS 2025."
+            " [2] Wu et al., Transparent GPU Sharing in Container Clouds for Deep Learning Workloads, NSDI 2023; as"
+            " re-implemented and measured by the authors of [1]. Both figures are means over the 12 pairs of the data that"
+            " they publish with Tally, computed here: other programs, another GPU, so only the order of magnitude compares.</sub>"
+        ),
+    ]
+
+
+def _cell(title: str, found: Found | None, target: Target) -> str:
+    if found is None:
+        return "-"
+    bold = "**" if title == "tune's choice" and found.meets(target) else ""
+    name = f"{found.setting.title}: " if "tune" in title else ""
+    return f"{name}{bold}{found.words}{bold}"
+
+
+def _alone_table(rows: Rows) -> list[str]:
+    alone: dict[str, list[Mapping[str, Any]]] = {}
+    others: dict[str, list[float]] = {}
+    for pair in pairs_of(rows):
+        for row in pair.rows:
+            alone.setdefault(row["production"], []).append(row["alone"]["outside"])
+            rates = row["other_alone"]["outside"]
+            others.setdefault(other_name(row["other"]), []).append(sum(rates) / len(rates))
+    lines = ["| alone | per second | p50, p99 |", "|---|---|---|"]
+    for name, found in sorted(alone.items()):
+        rate = _between([one["rate"] for one in found], "{:.1f}")
+        tails = [[one[key] for one in found if one[key] is not None] for key in ("p50_ms", "p99_ms")]
+        lines.append(f"| `{name}` | {rate} | {', '.join(_between(one, '{:.2f}') for one in tails)} ms |")
+    lines += [f"| {name}, the other | {_between(rates, '{:.1f}')} | - |" for name, rates in sorted(others.items())]
+    return lines
+
+
+def _between(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "-"
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low}-{high}"
+
+
+def render(rows: Rows, path: Path) -> None:
+    """Write the section into the document, over an earlier one."""
+    text = path.read_text()
+    start = text.find(HEADING)
+    if start >= 0:
+        end = text.find("\n## ", start + 1)
+        before, after = text[:start], text[end + 1 :] if end >= 0 else ""
+    else:
+        start = text.find(_BEFORE)
+        before, after = (text[:start], text[start:]) if start >= 0 else (text + "\n", "")
+    path.write_text(before + section(rows) + ("\n" if after else "") + after)
