@@ -176,7 +176,7 @@ _gpushare_node() {
       valued='-g --gpu --forget --host -o --output'
       ;;
     'timeslice')
-      commands='show set reset'
+      commands='show set reset keep'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -192,6 +192,10 @@ _gpushare_node() {
     'timeslice reset')
       options='-g --gpu -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
+      ;;
+    'timeslice keep')
+      options='-f --file -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --host -o --output'
       ;;
     'pause')
       options='--timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -40,6 +40,16 @@ def text_of(path: str, kind: str, hint: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BadUsage(f"{shown} cannot be read: {reason}", give, code="bad_file") from None
+    return decoded(data, shown, kind)
+
+
+def decoded(data: bytes, shown: str, kind: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        BadUsage: it is too large, or not text (code ``bad_file``).
+    """
+    give = f"give a {kind} file"
     if len(data) > _MAX_BYTES:
         raise BadUsage(f"{shown} is larger than 256 KiB", give, code="bad_file")
     try:

@@ -55,6 +55,10 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "resume": (("All that this user has paused", "resume --all"),),
     "timeslice set": (("Long slices on one GPU", "timeslice set long -g 0"),),
     "timeslice reset": (("On all GPUs", "timeslice reset -g all"),),
+    "timeslice keep": (
+        ("Which rule is for which process", "timeslice keep -f gpushare.yaml -n"),
+        ("Until Ctrl-C", "timeslice keep -f gpushare.yaml"),
+    ),
     "mps start": (
         ("Half of the SMs and 8 GiB for each client", "mps start -g 0 --threads 50 --memory 8G"),
         ("Another limit on each GPU", "mps start -g 0,1 --threads 0=25,1=50"),

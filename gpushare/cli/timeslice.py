@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.cli.options import ChangingCommand, Command, GpuOption, Group, gpus_of, settings
+from gpushare.cli.timeslice_keep import keep
 from gpushare.errors import GpushareError
 
 group = typer.Typer(
@@ -23,6 +24,9 @@ def register(app: typer.Typer) -> None:
     group.command("show", cls=Command, short_help="Show the level of each GPU.")(show)
     group.command("set", cls=ChangingCommand, short_help="Set the level.")(set_level)
     group.command("reset", cls=ChangingCommand, short_help="Restore the default level.")(reset)
+    group.command("keep", cls=ChangingCommand, short_help="Follow the rules of gpushare.yaml for single processes.")(
+        keep
+    )
 
 
 def show(gpu: GpuOption = None) -> Any:

@@ -197,6 +197,24 @@ def user_id(name: str) -> int:
         ) from None
 
 
+def group_id(name: str) -> int:
+    """Return the id of a group of this machine, given by name or id.
+
+    Raises:
+        NotFound: there is no such group.
+    """
+    import grp
+
+    try:
+        return (grp.getgrgid(int(name)) if name.isascii() and name.isdigit() else grp.getgrnam(name)).gr_gid
+    except (KeyError, OverflowError, ValueError):
+        raise NotFound(
+            f"there is no group '{name[:60]}'",
+            f"check the spelling: getent group {shlex.quote(name[:60])}",
+            code="no_group",
+        ) from None
+
+
 def user_name(uid: int) -> str:
     import pwd
 

@@ -1097,11 +1097,11 @@ class ChannelControl:
         if self._caller is not None:
             self._caller.close()
 
-    def find(self, pid: int, started: int | None = None) -> Channels:
+    def find(self, pid: int, started: int | None = None, *, seconds: float = FIND_SECONDS) -> Channels:
         """Scan a process (about 0.1 s) and probe its compute groups.
 
         ``started`` is its expected start time in clock ticks since boot (`identity.Identity`). CUDA contexts and channels
-        that it creates later are found by another scan, or by `find_again`.
+        that it creates later are found by another scan, or by `find_again`. ``seconds`` is the most that it may take.
 
         Raises:
             NotFound: it has ended, has no CUDA context, or only shares another process's.
@@ -1110,7 +1110,7 @@ class ChannelControl:
             TimedOut: the driver did not answer, or the scan took too long.
             OperationFailed: the driver failed.
         """
-        return self._found({"do": "find", "pid": pid, "started": started})
+        return self._found({"do": "find", "pid": pid, "started": started}, seconds)
 
     def find_again(self, channels: Channels) -> Channels:
         """Find the contexts and channels that known clients have now; faster than `find`, and without a probe.
@@ -1119,9 +1119,9 @@ class ChannelControl:
         """
         return self._found(_request("find", channels))
 
-    def _found(self, request: Mapping[str, Any]) -> Channels:
+    def _found(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
         pid = request["pid"]
-        reply = self._asked(request, pid, FIND_SECONDS)
+        reply = self._asked(request, pid, seconds)
         found = from_record({"pid": pid, "started": reply["started"], "groups": reply["groups"]})
         if found is None or not found.compute:
             raise _error("internal", pid, "its answer names no groups", None)

@@ -100,7 +100,10 @@ def read_bounded(path: Path) -> bytes:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
-    descriptor = _opened(path)
+    return _checked_bytes(_opened(path))
+
+
+def _checked_bytes(descriptor: int) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         why = _distrusted(found) or _open_to_others(found, 0o022)
@@ -110,6 +113,22 @@ def read_bounded(path: Path) -> bytes:
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
         return text
+
+
+def read_own(path: str, *, directory: int) -> bytes:
+    """Return the bytes of a file in an open directory that root wrote, or, unless this is root, this user.
+
+    Raises:
+        OSError: it does not exist (FileNotFoundError), or cannot be read.
+        ValueError: not a regular file, another user's, writable for others, or too long; the message says which.
+    """
+    try:
+        descriptor = os.open(os.path.basename(path), os.O_RDONLY | _SAFE, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a symbolic link") from None
+        raise
+    return _checked_bytes(descriptor)
 
 
 def read_tail(path: Path, most: int) -> str:

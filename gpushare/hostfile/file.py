@@ -35,8 +35,8 @@ from gpushare.inputs import Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
 from gpushare.model import Gpu, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
-from gpushare.timeslice.rules import ProcessMatch, Rule, format_slice
-from gpushare.units import size_option
+from gpushare.timeslice.rules import ProcessMatch, Rule
+from gpushare.units import format_slice, size_option
 
 VERSION: Final = 1
 

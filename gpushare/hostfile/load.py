@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.gpu_models import find_model
-from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_bounded, replace_file, writing
+from gpushare.host.records import read_bounded, read_own, replace_file, writing
+from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
 from gpushare.hostfile.parse import HINT, parse
-from gpushare.inputs import shown_as, text_of
+from gpushare.inputs import decoded, shown_as, text_of
+from gpushare.timeslice.rules import Names
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -33,6 +37,56 @@ def load(path: str) -> tuple[HostFile, str]:
     """
     text = text_of(path, "gpushare.yaml", HINT)
     return parse(text, shown_as(path)), text
+
+
+def load_own(path: str) -> HostFile:
+    """Return a file whose rules this process may follow: nobody else can have written it, nor put another one in its place.
+
+    It is root's, or, unless this is root, this user's; others may not write it, or a directory above it. No link in its place
+    is followed.
+
+    Raises:
+        BadUsage: it is not valid, or it is stdin.
+        NotFound, NoPermission: it cannot be read, or others may write it (code ``untrusted_file``).
+    """
+    if path == "-":
+        raise BadUsage(
+            "the rules cannot come from stdin: they are read again later", "give a file: -f FILE", code="bad_file"
+        )
+    try:
+        with directory_of(Path(path).parent, make=False) as directory:
+            text = decoded(read_own(path, directory=directory), path, "gpushare.yaml")
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}", HINT, code="no_file") from None
+    except PermissionError:
+        raise NoPermission(f"{path} cannot be read", "run as root: sudo gpushare ...", code="bad_file") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        named = shlex.quote(path)
+        owner = "root" if os.geteuid() == 0 else "its owner"
+        raise NoPermission(
+            f"the rules of {path} are not followed: {why}",
+            f"let only {owner} write it: ls -ld {named}; sudo install -m 644 {named} /etc/gpushare.yaml",
+            code="untrusted_file",
+        ) from None
+    return parse(text, path)
+
+
+def names_in(file: HostFile) -> Names:
+    """Return the ids of the users and groups that the rules of a file name.
+
+    Raises:
+        NotFound: there is no such user or group; the message has line and column.
+    """
+    users: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    for rule in file.rules:
+        try:
+            users.update({name: user_id(name) for name in rule.match.users if name not in users})
+            groups.update({name: group_id(name) for name in rule.match.groups if name not in groups})
+        except NotFound as error:
+            raise NotFound(f"{file.shown}:{rule.mark}: {error.message}", error.hint, code=error.code) from None
+    return Names(users=users, groups=groups)
 
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:

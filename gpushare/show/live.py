@@ -73,7 +73,7 @@ def _as_documents(
     while True:
         started = time.monotonic()
         result = _seen(look, command, quiet=quiet)
-        text = _one_document(result, form, stream, header=header)
+        text = one_document(result, form, stream, header=header)
         if text and form in {OutputFormat.PLAIN, OutputFormat.TABLE} and not first:
             text = "\n" + text
         if text:
@@ -85,7 +85,7 @@ def _as_documents(
         _rest(started, seconds)
 
 
-def _one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
+def one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
     if form is OutputFormat.JSON:
         from gpushare.show.render import json_text, speaks_unicode
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
+from gpushare.units import format_slice
 
 if TYPE_CHECKING:
     from gpushare.model import Gpu
@@ -201,8 +202,3 @@ def _part(part: str) -> re.Pattern[str]:
 def needs(rules: Iterable[Rule], kind: str) -> bool:
     """Return whether a rule looks at this kind of value: only then is it read."""
     return any(kind in rule.match.given() for rule in rules)
-
-
-def format_slice(microseconds: int) -> str:
-    """Return a slice as a file has it: ``500us``, ``16ms``."""
-    return f"{microseconds // 1000}ms" if microseconds % 1000 == 0 else f"{microseconds}us"

@@ -1,0 +1,105 @@
+"""``gpushare timeslice keep``: what happens to processes, one line or document each time, and what would happen."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any
+
+from gpushare.show.live import one_document
+from gpushare.show.render import resolve, write_error, write_notes
+from gpushare.show.result import Column, OutputFormat, Result, Table, failure
+from gpushare.show.text import one_line, put
+from gpushare.units import counted, format_slice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpushare.errors import GpushareError
+    from gpushare.timeslice.keep import Event, Verdict
+
+_COMMAND = "timeslice keep"
+_TEXT = frozenset({OutputFormat.TABLE, OutputFormat.PLAIN})
+
+
+def _slice(value: Any) -> str:
+    return "-" if value is None else format_slice(value)
+
+
+class Said:
+    """Tells what `timeslice keep` does: a line per event, or a document per look in which something happened."""
+
+    def __init__(self, stream: IO[str], output: OutputFormat, *, quiet: bool = False) -> None:
+        self._stream, self._quiet = stream, quiet
+        self._form = resolve(output, terminal=stream.isatty())
+        self._header = True
+        self._file: str | None = None
+        self._rules = 0
+        self._new = False
+
+    def follows(self, path: str, rules: int) -> None:
+        """Note that a file is followed from now on, to be told with the next events."""
+        self._file, self._rules, self._new = path, rules, True
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Tell what happened; nothing, if nothing did."""
+        begins, self._new = self._new, False
+        if begins and self._form in _TEXT and not self._quiet:
+            note = f"following {counted(self._rules, 'rule')} of {self._file}; Ctrl-C puts everything back"
+            write_notes([note], sys.stderr)
+        if not events and (not begins or self._form in _TEXT):
+            return
+        if self._form in _TEXT:
+            put(self._stream, "".join(f"{one_line(str(one))}\n" for one in events))
+        else:
+            rows = tuple(asdict(one) for one in events)
+            data = {"at": time.time(), "file": self._file, "rules": self._rules, "events": rows}
+            self._put(Result(command=_COMMAND, data=data, csv=Table(name="events", columns=_EVENTS, rows=rows)))
+        self._stream.flush()
+
+    def failed(self, error: GpushareError) -> None:
+        """Tell that the file was not read again; the earlier rules stay."""
+        said = error.restated(message=f"{error.message}; the earlier rules stay")
+        if self._form in {OutputFormat.JSON, OutputFormat.YAML}:
+            self._put(failure(_COMMAND, said))
+        write_error(said, sys.stderr)
+
+    def _put(self, result: Result) -> None:
+        text = one_document(result, self._form, self._stream, header=self._header)
+        self._header = False
+        put(self._stream, text)
+
+
+_EVENTS = (
+    Column(key="kind", title="event"),
+    Column(key="pid", title="PID", right=True),
+    Column(key="user", title="user"),
+    Column(key="gpu", title="GPU", right=True),
+    Column(key="before_us", title="before"),
+    Column(key="slice_us", title="slice"),
+    Column(key="rule", title="rule"),
+    Column(key="why", title="why"),
+)
+
+
+def planned_result(found: Sequence[Verdict], path: str) -> Result:
+    """Return which rule is for which process, for ``--dry-run``."""
+    rows = tuple(asdict(one) for one in found)
+    columns = (
+        Column(key="pid", title="PID", right=True),
+        Column(key="user", title="user", rank=1),
+        Column(key="name", title="name", rank=3),
+        Column(key="gpu", title="GPU", right=True),
+        Column(key="rule", title="rule"),
+        Column(key="outcome", title="gives", rank=2),
+        Column(key="slice_us", title="slice", right=True, format=_slice),
+        Column(key="why", title="why", rank=4, optional=True),
+    )
+    table = Table(name="processes", columns=columns, rows=rows, empty="no process is on a GPU")
+    notes = (
+        f"rules are named by line and column in {path}; nothing is changed",
+        "the time-slices that the processes have now were not read: the driver's default of 2048us is assumed",
+    )
+    data = {"dry_run": True, "file": path, "processes": rows}
+    return Result(command=_COMMAND, data=data, tables=(table,), notes=notes)

@@ -1,0 +1,681 @@
+"""``gpushare timeslice keep``: give each GPU process the time-slice that the rules of the host say, for as long as it runs.
+
+Once per second NVML lists the processes. Each new one is scanned and set, and looked at again from time to time: it may have
+made another CUDA context, and a slice that somebody else has set since is left alone. The work of a second is bounded, and
+the user whose processes took the least of it comes first: no user's processes keep others waiting.
+
+What is set is written down before, and put back at the end. What a killed keep left is put back by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.host.capabilities import user_name
+from gpushare.host.channels import Channels, Group, from_record
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import identity_of
+from gpushare.host.records import open_lock, read_trusted, replace_file, writing
+from gpushare.timeslice.rules import SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
+from gpushare.units import format_slice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpushare.host.channels import ChannelControl
+    from gpushare.host.host import Host
+    from gpushare.host.origin import Origin
+    from gpushare.model import Gpu
+
+LOOK_SECONDS: Final = 1.0
+# Time for calls to the driver in one look; one call may take longer, up to the limit of a scan.
+_WORK_SECONDS: Final = 0.7
+_SCAN_SECONDS: Final = 2.0
+_SCAN_AGAIN_SECONDS: Final = 5.0
+# Waits before a process whose driver did not answer is tried again; then it is given up.
+_TRY_AGAIN: Final = (5.0, 30.0, 120.0)
+# NVML lists a process a moment before its first context is complete.
+_NOT_YET: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+_FIRST_CHECK_SECONDS: Final = 1.0
+_MOST_CHECK_SECONDS: Final = 15.0
+_UNDO_SECONDS: Final = 60.0
+_MOST_PROCESSES: Final = 4096
+# The time that users have taken is halved this often.
+_FORGET_SECONDS: Final = 30.0
+_ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+_DIRECTORY: Final = "timeslice"
+_RECORD: Final = "keep.json"
+SCHEMA: Final = 1
+UNIT: Final = "gpushare-timeslice.service"
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of a host, with the ids of the users and groups that they name."""
+
+    rules: tuple[Rule, ...]
+    names: Names = field(default_factory=Names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a process.
+
+    ``kind``: ``set`` (by a rule), ``restored`` (no rule or keep any more), ``changed`` (by somebody else, and left),
+    ``skipped`` (why says the reason). ``rule`` is the place of the rule in the file.
+    """
+
+    kind: str
+    pid: int
+    user: str | None = None
+    gpu: int | None = None
+    before_us: int | None = None
+    slice_us: int | None = None
+    rule: str | None = None
+    why: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        who = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
+        where = "" if self.gpu is None else f" on GPU {self.gpu}"
+        if self.kind == "skipped":
+            return f"{who}: skipped: {self.why}"
+        now = "unknown" if self.slice_us is None else format_slice(self.slice_us)
+        if self.kind == "changed":
+            return f"{who}{where}: somebody else has set {now}; left alone"
+        before = "" if self.before_us is None else f"{format_slice(self.before_us)} -> "
+        why = f" (rule {self.rule}" + (f", limited by {self.why})" if self.why else ")") if self.rule else ""
+        return f"{who}{where}: {'restored ' if self.kind == 'restored' else ''}{before}{now}{why}"
+
+
+@dataclass
+class _Slice:
+    """The slice of one channel group: what it was before keep, what keep has set, and what keep had set before that."""
+
+    before: int
+    now: int
+    last: int
+
+
+@dataclass
+class _Process:
+    """A process that NVML lists.
+
+    ``channels`` is what was found in it; ``scan``: it has to be scanned, for the first time or because its contexts have
+    changed. ``left``: nothing is done until the rules are read again.
+    """
+
+    pid: int
+    gpus: frozenset[int]
+    mps: bool
+    origin: Origin
+    due: float
+    channels: Channels | None = None
+    scan: bool = True
+    slices: dict[Key, _Slice] = field(default_factory=dict)
+    left: bool = False
+    # By somebody else, after keep has set it.
+    changed: bool = False
+    tries: int = 0
+    wait: float = _FIRST_CHECK_SECONDS
+
+    @property
+    def owner(self) -> int:
+        return -1 if self.origin.uid is None else self.origin.uid
+
+
+class Keeper:
+    """Keeps the slices of a host's processes. ``control`` makes the driver's calls; ``clock`` is monotonic."""
+
+    def __init__(
+        self, host: Host, control: ChannelControl, policy: Policy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._host, self._control, self._policy, self._clock = host, control, policy, clock
+        self._gpus: dict[int, Gpu] = {gpu.index: gpu for gpu in host.nvml.identities()}
+        self._processes: dict[int, _Process] = {}
+        self._spent: dict[int, float] = {}
+        self._forgotten_at = clock()
+
+    def look(self) -> list[Event]:
+        """Look at the processes of all GPUs once, and do what is due; return what happened."""
+        events: list[Event] = []
+        self._follow(events)
+        now = self._clock()
+        if now - self._forgotten_at >= _FORGET_SECONDS:
+            self._forgotten_at = now
+            self._spent = {uid: spent / 2 for uid, spent in self._spent.items() if spent > 0.001}
+        end = now + _WORK_SECONDS
+        while self._clock() < end:
+            one = self._next()
+            if one is None:
+                break
+            began = self._clock()
+            self._work(one, events)
+            self._spent[one.owner] = self._spent.get(one.owner, 0.0) + self._clock() - began
+        return events
+
+    def _follow(self, events: list[Event]) -> None:
+        """Take up new processes, and forget those that have ended."""
+        listed, silent = self._listed()
+        gone = [
+            one
+            for one in self._processes.values()
+            # A GPU that does not answer for a moment must not let us forget what was set.
+            if not (one.pid in listed or one.gpus & silent) or not self._lives(one)
+        ]
+        for one in gone:
+            del self._processes[one.pid]
+        command = needs(self._policy.rules, "command")
+        for pid, (gpus, mps) in listed.items():
+            known = self._processes.get(pid)
+            if known is not None:
+                if known.gpus != gpus and not known.gpus & silent:
+                    known.gpus, known.due = gpus, self._clock()
+                continue
+            if len(self._processes) >= _MOST_PROCESSES:
+                break
+            origin = self._host.origin(pid, command=command)
+            if origin is not None:
+                self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
+        if any(one.slices for one in gone):
+            self._write(events)
+
+    def _listed(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
+        """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
+        found: dict[int, tuple[frozenset[int], bool]] = {}
+        silent = set()
+        for index in self._gpus:
+            try:
+                processes = self._host.nvml.processes(index) or ()
+            except GpushareError:
+                silent.add(index)
+                continue
+            for one in processes:
+                if one.compute or one.mps:
+                    gpus, mps = found.get(one.pid, (frozenset(), False))
+                    found[one.pid] = gpus | {index}, mps or one.mps
+        return found, silent
+
+    def _lives(self, one: _Process) -> bool:
+        return _is_same(self._host, one.pid, one.origin.started)
+
+    def _next(self) -> _Process | None:
+        """Return the process to work on: of those that are due, one of the user who took the least time."""
+        now = self._clock()
+        due = [one for one in self._processes.values() if one.due <= now and not one.left]
+        return min(due, key=lambda one: (self._spent.get(one.owner, 0.0), one.due), default=None)
+
+    def _work(self, one: _Process, events: list[Event]) -> None:
+        try:
+            if one.scan or one.channels is None:
+                self._begin(one, events)
+            else:
+                self._settle(one, self._control.find_again(one.channels), events)
+                one.wait = min(2 * one.wait, _MOST_CHECK_SECONDS)
+                one.due = self._clock() + one.wait
+        except NotFound as error:
+            # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
+            one.scan = True
+            self._later(one, _NOT_YET, error, events)
+        except TimedOut as error:
+            if one.tries == 0:
+                events.append(self._skipped(one, error))
+            self._later(one, _TRY_AGAIN, None, events)
+        except GpushareError as error:
+            self._skip(one, error, events)
+
+    def _later(self, one: _Process, waits: Sequence[float], error: GpushareError | None, events: list[Event]) -> None:
+        if one.tries < len(waits):
+            one.due = self._clock() + waits[one.tries]
+            one.tries += 1
+        elif error is not None and error.code != "process_gone":
+            self._skip(one, error, events)
+        else:
+            one.left = True
+
+    def _skip(self, one: _Process, error: GpushareError, events: list[Event]) -> None:
+        one.left = True
+        events.append(self._skipped(one, error))
+
+    def _skipped(self, one: _Process, error: GpushareError) -> Event:
+        why = error.message.removeprefix(f"process {one.pid}: ")
+        return Event(kind="skipped", pid=one.pid, user=self._user(one), why=why, code=error.code)
+
+    def _user(self, one: _Process) -> str | None:
+        return None if one.origin.uid is None else user_name(one.origin.uid)
+
+    def _begin(self, one: _Process, events: list[Event]) -> None:
+        """Scan a process, if a rule is for it, and set its slices."""
+        if not any(self._decision(one, gpu, SLICE_PER_WEIGHT_US) for gpu in one.gpus):
+            # A program that starts in this process later may be one that a rule names.
+            one.wait = min(2 * one.wait, _MOST_CHECK_SECONDS)
+            one.due = self._clock() + one.wait
+            fresh = self._host.origin(one.pid, command=needs(self._policy.rules, "command"))
+            if fresh is not None and fresh.started == one.origin.started:
+                one.origin = fresh
+            return
+        self._may_touch(one)
+        limit = _SCAN_SECONDS if one.tries == 0 else _SCAN_AGAIN_SECONDS
+        channels = self._control.find(one.pid, one.origin.started, seconds=limit)
+        if channels.under_mps:
+            raise _under_mps(one.pid)
+        one.wait = _FIRST_CHECK_SECONDS
+        self._settle(one, channels, events)
+        one.tries, one.due = 0, self._clock() + one.wait
+
+    def _may_touch(self, one: _Process) -> None:
+        if one.mps or self._is_server(one.pid):
+            raise _under_mps(one.pid)
+        if self._host.uid not in {0, one.origin.uid}:
+            raise NoPermission(f"process {one.pid}: it belongs to another user", "run as root", code="other_user")
+
+    def _is_server(self, pid: int) -> bool:
+        info = self._host.processes.describe(pid)
+        return info is not None and info.name == "nvidia-cuda-mps-server"
+
+    def _decision(self, one: _Process, gpu: int, before: int) -> Decision | None:
+        return decide(self._policy.rules, self._policy.names, one.origin, self._gpus[gpu], before)
+
+    def _gpu_of(self, one: _Process, group: Group) -> int | None:
+        if len(one.gpus) == 1:
+            return next(iter(one.gpus))
+        uuid = (group.gpu or "").lower()
+        return next((index for index in one.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
+
+    def _settle(self, one: _Process, channels: Channels, events: list[Event]) -> None:
+        """Set the groups of a process as the rules say. If somebody else has changed one that we set, leave all alone."""
+        wanted = [found for group in channels.compute if (found := self._wanted(one, group, events)) is not None]
+        if one.changed:
+            # The other groups stay in the record: they are put back at the end.
+            one.left = True
+            self._write(events)
+            return
+        if not wanted:
+            raise NotSupported(
+                f"process {one.pid}: the GPU or the time-slice of its channel groups is not known",
+                "see: gpushare doctor",
+                code="no_compute_group",
+            )
+        one.channels, one.scan = channels, False
+        earlier, one.slices = one.slices, {(group.client, group.handle): slices for group, slices, _ in wanted}
+        if one.slices != earlier:
+            # Before anything is set: if this gpushare is killed, the next one knows what to put back.
+            try:
+                self._write(None)
+            except GpushareError:
+                one.slices = earlier
+                raise
+        for group, slices, decision in wanted:
+            if group.slice_us != slices.now:
+                self._set(one, group, slices, decision, events)
+        if not any(decision for _, _, decision in wanted):
+            # It is scanned again when a rule is for it.
+            one.slices, one.channels, one.scan = {}, None, True
+            self._write(events)
+
+    def _wanted(self, one: _Process, group: Group, events: list[Event]) -> tuple[Group, _Slice, Decision | None] | None:
+        """Return what a group is to have; None: it is not known, or somebody else has changed it."""
+        key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(one, group)
+        known = one.slices.get(key)
+        if current is None or gpu is None:
+            return None
+        if known is not None and current not in {known.now, known.last}:
+            del one.slices[key]
+            one.changed = True
+            events.append(self._event("changed", one, group, slice_us=current, before_us=known.now))
+            return None
+        before = current if known is None else known.before
+        decision = self._decision(one, gpu, before)
+        wanted = before if decision is None else decision.microseconds
+        return group, _Slice(before, wanted, last=current), decision
+
+    def _event(self, kind: str, one: _Process, group: Group, **more: Any) -> Event:
+        return Event(kind=kind, pid=one.pid, user=self._user(one), gpu=self._gpu_of(one, group), **more)
+
+    def _set(self, one: _Process, group: Group, slices: _Slice, decision: Decision | None, events: list[Event]) -> None:
+        part = Channels(pid=one.pid, started=one.origin.started, groups=(group,))
+        self._control.set_slice(part, slices.now)
+        if decision is None:
+            event = self._event("restored", one, group, before_us=group.slice_us, slice_us=slices.now)
+        else:
+            rule, why = str(decision.rule.mark), decision.limited
+            event = self._event("set", one, group, before_us=group.slice_us, slice_us=slices.now, rule=rule, why=why)
+        events.append(event)
+        slices.last = slices.now
+
+    def follow(self, policy: Policy) -> None:
+        """Follow other rules from now on. What somebody else has changed stays as it is."""
+        self._policy = policy
+        self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
+        command = needs(policy.rules, "command")
+        for one in self._processes.values():
+            origin = self._host.origin(one.pid, command=command)
+            if origin is not None and origin.started == one.origin.started:
+                one.origin = origin
+            one.left, one.due, one.tries, one.wait = one.changed, self._clock(), 0, _FIRST_CHECK_SECONDS
+
+    def undo(self) -> list[Event]:
+        """Put back what was set and nobody else has changed since."""
+        events: list[Event] = []
+        end = self._clock() + _UNDO_SECONDS
+        for one in [one for one in self._processes.values() if one.slices and one.channels is not None]:
+            if self._clock() >= end:
+                # The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
+                break
+            groups = {} if one.channels is None else {(each.client, each.handle): each for each in one.channels.compute}
+            events += _put_back(self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one))
+            one.slices.clear()
+        self._write(events)
+        return events
+
+    def _write(self, events: list[Event] | None) -> None:
+        """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
+        kept = [
+            {
+                "pid": one.pid,
+                "started": one.origin.started,
+                "uid": one.origin.uid,
+                "channels": _compute_groups(one.channels).record(),
+                "slices": [
+                    [*key, slices.before, slices.now, slices.last] for key, slices in sorted(one.slices.items())
+                ],
+            }
+            for one in self._processes.values()
+            if one.slices and one.channels is not None
+        ]
+        try:
+            _write(self._host, kept)
+        except GpushareError:
+            if events is None:
+                raise
+
+
+def _is_same(host: Host, pid: int, started: int) -> bool:
+    found = host.processes.identity(pid)
+    return found is not None and found.started == started
+
+
+def _compute_groups(channels: Channels) -> Channels:
+    """Return only what it takes to read and set the slices."""
+    return replace(channels, groups=tuple(replace(group, channels=()) for group in channels.compute))
+
+
+def _under_mps(pid: int) -> NotSupported:
+    return NotSupported(
+        f"process {pid}: it is a client or server of MPS: all clients of a server share one time-slice",
+        "limit it by MPS: gpushare mps set",
+        code="under_mps",
+    )
+
+
+def _put_back(
+    control: ChannelControl,
+    pid: int,
+    started: int,
+    groups: Mapping[Key, Group],
+    slices: Mapping[Key, _Slice],
+    *,
+    user: str | None = None,
+) -> Iterator[Event]:
+    """Restore each group that still has the slice that was set."""
+    for key, one in slices.items():
+        group = groups.get(key)
+        if group is None:
+            continue
+        part = Channels(pid=pid, started=started, groups=(group,))
+        try:
+            (current,) = control.read_slices(part)
+            # What somebody else has set since stays.
+            if current == one.before or current not in {one.now, one.last}:
+                continue
+            control.set_slice(part, one.before)
+        except NotFound:
+            continue
+        except GpushareError as error:
+            yield Event(
+                kind="skipped", pid=pid, user=user, why=error.message.removeprefix(f"process {pid}: "), code=error.code
+            )
+        else:
+            yield Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=one.before)
+
+
+# -- the record, and the only keep of a host ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptProcess:
+    """What a keep has set on one process: by client and handle of a group its slice before, now, and set before now."""
+
+    pid: int
+    started: int
+    uid: int | None
+    channels: Channels
+    slices: Mapping[Key, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepRecord:
+    """The record of the keep that runs on a host, or that was killed (``pid`` does not live)."""
+
+    pid: int
+    started: int
+    processes: tuple[KeptProcess, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        found = identity_of(self.pid)
+        return found is not None and found.started == self.started
+
+
+def keep_record(host: Host) -> KeepRecord | None:
+    """Return the record of this user's keep, or else root's; one that runs first. None: there is none."""
+    found = [
+        record
+        for directory in (host.run_directory, *host.shared_run_directories)
+        if (record := _record_in(directory)) is not None
+    ]
+    return next((one for one in found if one.runs), found[0] if found else None)
+
+
+def _record_in(run_directory: Path) -> KeepRecord | None:
+    if not is_trusted_directory(run_directory, _DIRECTORY):
+        return None
+    raw = read_trusted(run_directory / _DIRECTORY / _RECORD)
+    try:
+        pid, started = raw["pid"], raw["started"]
+        if type(pid) is not int or type(started) is not int:
+            return None
+        kept = [one for each in raw["kept"] if (one := _kept_from(each)) is not None]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return KeepRecord(pid=pid, started=started, processes=tuple(kept))
+
+
+def _kept_from(raw: Any) -> KeptProcess | None:
+    try:
+        channels = from_record(raw["channels"])
+        slices = {(client, handle): (before, now, last) for client, handle, before, now, last in raw["slices"]}
+        numbers = [*(one for key in slices for one in key), *(one for values in slices.values() for one in values)]
+        uid = raw.get("uid")
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    whole = all(type(one) is int and 0 <= one < 1 << 63 for one in numbers)
+    if channels is None or not whole or not (uid is None or type(uid) is int) or raw.get("pid") != channels.pid:
+        return None
+    return KeptProcess(pid=channels.pid, started=channels.started, uid=uid, channels=channels, slices=slices)
+
+
+def _write(host: Host, kept: Sequence[Mapping[str, Any]]) -> None:
+    own = identity_of(os.getpid())
+    text = json.dumps({"schema": SCHEMA, "pid": os.getpid(), "started": own.started if own else 0, "kept": kept})
+    path = host.run_directory / _DIRECTORY / _RECORD
+    with writing(path, "the record of the time-slices that were set"):
+        replace_file(path, text)
+
+
+@contextlib.contextmanager
+def only_one(host: Host) -> Iterator[None]:
+    """Be the only keep of a host meanwhile.
+
+    Raises:
+        InUse: another one runs (code ``keep_running``).
+        NoPermission, OperationFailed: the record cannot be written.
+    """
+    for directory in host.shared_run_directories:
+        record = _record_in(directory)
+        if record is not None and record.runs:
+            raise _running(record.pid)
+    directory = host.run_directory / _DIRECTORY
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    lock = open_lock(directory / "keep.lock", "the lock of timeslice keep")
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            record = _record_in(host.run_directory)
+            raise _running(None if record is None else record.pid) from None
+        yield
+        left = _record_in(host.run_directory)
+        if left is None or not left.processes:
+            with contextlib.suppress(OSError):
+                (directory / _RECORD).unlink()
+    finally:
+        os.close(lock)
+
+
+def _running(pid: int | None) -> InUse:
+    return InUse(
+        f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
+        f"let it read its file again: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
+        f"systemctl reload {UNIT}",
+        code="keep_running",
+    )
+
+
+def recover(host: Host, control: ChannelControl) -> list[Event]:
+    """Put back what a killed keep left. Called by the only keep of a host."""
+    record = _record_in(host.run_directory)
+    events: list[Event] = []
+    for one in () if record is None else record.processes:
+        if not _is_same(host, one.pid, one.started):
+            continue
+        groups = {(group.client, group.handle): group for group in one.channels.compute}
+        slices = {key: _Slice(*values) for key, values in one.slices.items()}
+        user = None if one.uid is None else user_name(one.uid)
+        events += _put_back(control, one.pid, one.started, groups, slices, user=user)
+    _write(host, ())
+    return events
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Callable[[Sequence[Event]], None]) -> None:
+    """Keep the slices of this host's processes until SIGTERM or SIGINT; then put everything back.
+
+    ``reload`` returns the rules when SIGHUP asks for them, and reports its own errors by raising GpushareError, which ``say``
+    is not told: the earlier rules stay.
+
+    Raises:
+        InUse: another keep runs.
+    """
+    with only_one(host), _signals() as wait, host.open_channels() as control:
+        say(recover(host, control))
+        keeper = Keeper(host, control, policy)
+        try:
+            while True:
+                began = time.monotonic()
+                say(keeper.look())
+                number = wait(max(0.0, began + LOOK_SECONDS - time.monotonic()))
+                if number in _ENDS:
+                    break
+                if number == signal.SIGHUP:
+                    with contextlib.suppress(GpushareError):
+                        keeper.follow(reload())
+        finally:
+            events = keeper.undo()
+        say(events)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[float], int | None]]:
+    """Hold back SIGTERM, SIGINT and SIGHUP, so that they come between two looks; yields a wait that returns one of them."""
+    numbers = {*_ENDS, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait(seconds: float) -> int | None:
+        found = signal.sigtimedwait(numbers, seconds)
+        return None if found is None else found.si_signo
+
+    try:
+        yield wait
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- what would be done ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which rule is for a process on a GPU, without asking the driver about the process."""
+
+    pid: int
+    user: str | None
+    name: str | None
+    gpu: int
+    rule: str | None
+    outcome: str | None
+    slice_us: int | None
+    why: str | None
+
+
+def verdicts(host: Host, policy: Policy) -> list[Verdict]:
+    """Return which rule is for each process on the GPUs. Their own slices are not read: 2048 us is assumed."""
+    found = []
+    for gpu in host.nvml.identities():
+        seen: set[int] = set()
+        for one in host.nvml.processes(gpu.index) or ():
+            if one.pid in seen or not (one.compute or one.mps):
+                continue
+            seen.add(one.pid)
+            origin = host.origin(one.pid)
+            if origin is None:
+                continue
+            found.append(_verdict(host, policy, gpu, one.pid, origin, mps=one.mps))
+    return found
+
+
+def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
+    info = host.processes.describe(pid)
+    decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
+    name = None if info is None else info.name
+    why = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
+    if decision is not None and (mps or name == "nvidia-cuda-mps-server"):
+        why, untouched = "skipped: under MPS", True
+    elif decision is not None and host.uid not in {0, origin.uid}:
+        why, untouched = "skipped: it belongs to another user", True
+    else:
+        untouched = decision is None
+    return Verdict(
+        pid=pid,
+        user=None if origin.uid is None else user_name(origin.uid),
+        name=name,
+        gpu=gpu.index,
+        rule=None if decision is None else str(decision.rule.mark),
+        outcome=None if decision is None else decision.rule.outcome,
+        slice_us=None if untouched or decision is None else decision.microseconds,
+        why=why,
+    )

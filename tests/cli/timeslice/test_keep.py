@@ -1,0 +1,199 @@
+"""``gpushare timeslice keep`` as a program: signals, documents, files that are not followed, and kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare.sim import admin
+from gpushare.timeslice.keep import keep_record
+from tests.cli.conftest import Cli
+from tests.cli.drive import H200, Started, World, clear_up, start_real, until
+
+DEFAULT = 2048
+RULES = """\
+version: 1
+slices:
+- match: {command: "*train*"}
+  slice: 500us
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text(RULES)
+    path.chmod(0o644)
+    return path
+
+
+@pytest.fixture
+def keep(world: World, rules: Path) -> Iterator[Callable[..., Started]]:
+    world.run("status")
+    begun: list[Started] = []
+
+    def start(*words: str) -> Started:
+        one = start_real("timeslice", "keep", "-f", str(rules), *words)
+        begun.append(one)
+        return one
+
+    yield start
+    clear_up([one.process for one in begun], world)
+
+
+def train(command: str = "python train.py") -> int:
+    return admin.add_process(H200, command_line=command.split())
+
+
+def slice_of(world: World, pid: int) -> int:
+    return world.process(pid).slices.get("compute", DEFAULT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_puts_everything_back_when_it_ends(
+    number: int, world: World, keep: Callable[..., Started], rules: Path
+) -> None:
+    pid = train()
+    one = keep()
+    assert f"following 1 rule of {rules}" in one.says("following")
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    late = train("python -m train")
+    until(lambda: slice_of(world, late) == 500, "the slice of a later process is set")
+    one.signal(number)
+    answer = one.result().ok()
+    assert [slice_of(world, each) for each in (pid, late)] == [DEFAULT, DEFAULT]
+    assert answer.out.splitlines() == [
+        f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 3:3)",
+        f"process {late} (root) on GPU 0: 2048us -> 500us (rule 3:3)",
+        f"process {pid} (root): restored 500us -> 2048us",
+        f"process {late} (root): restored 500us -> 2048us",
+    ]
+    assert keep_record(world.host) is None
+
+
+def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started], rules: Path) -> None:
+    pid = train()
+    one = keep("-o", "json")
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    rules.write_text("version: 1\nslices: [{match: all}]\n")
+    one.signal(signal.SIGHUP)
+    one.says("the earlier rules stay")
+    assert slice_of(world, pid) == 500
+    rules.write_text(RULES.replace("500us", "300us"))
+    one.signal(signal.SIGHUP)
+    until(lambda: slice_of(world, pid) == 300, "the other rule is followed")
+    one.signal(signal.SIGTERM)
+    answer = one.result()
+    assert answer.code == 0
+    documents = [json.loads(line) for line in answer.out.splitlines()]
+    assert {document["command"] for document in documents} == {"timeslice keep"}
+    assert [document["status"] for document in documents] == ["ok", "ok", "error", "ok", "ok"]
+    events = [event for document in documents if document["data"] for event in document["data"]["events"]]
+    assert [(event["kind"], event["slice_us"]) for event in events] == [
+        ("set", 500),
+        ("set", 300),
+        ("restored", DEFAULT),
+    ]
+
+
+def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., Started]) -> None:
+    pid = train()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    one.signal(signal.SIGKILL)
+    one.result()
+    record = keep_record(world.host)
+    assert record is not None
+    assert not record.runs
+    assert slice_of(world, pid) == 500
+    again = keep()
+    assert again.process.stdout is not None
+    assert again.process.stdout.readline() == f"process {pid} (root): restored 500us -> 2048us\n"
+    until(lambda: slice_of(world, pid) == 500, "the slice is set again")
+    again.signal(signal.SIGTERM)
+    again.result().ok()
+    assert slice_of(world, pid) == DEFAULT
+
+
+def test_a_second_one_is_refused(world: World, keep: Callable[..., Started], cli: Cli, rules: Path) -> None:
+    one = keep()
+    one.says("following")
+    answer = cli("timeslice", "keep", "-f", str(rules), output="json")
+    assert (answer.code, answer.error["code"]) == (19, "keep_running")
+    assert f"(process {one.pid})" in answer.error["message"]
+
+
+def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Callable[..., Started]) -> None:
+    pid = train()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    assert one.process.stdout is not None
+    one.process.stdout.close()
+    train()
+    assert one.process.wait(60) != 0
+    assert slice_of(world, pid) == DEFAULT
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
+    world.run("status")
+    pid, other = train(), train("evil\n\x1b[2Jname")
+    (one, two) = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="json").ok().data["processes"]
+    assert (one["pid"], one["rule"], one["outcome"], one["slice_us"]) == (pid, "3:3", "500us", 500)
+    assert (two["pid"], two["rule"]) == (other, None)
+    text = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="plain").ok().out
+    assert "\x1b" not in text
+    assert slice_of(world, pid) == DEFAULT
+    assert not (world.directory / "run" / "timeslice").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("version: 1\ngpus: []\n", "no_rules", "has no rules for time-slices"),
+        ("version: 1\nslices: [{match: all, slize: 1ms}]\n", "bad_file", "2:23: item 1 of 'slices' has an unknown key"),
+        ("version: 1\nslices: [{match: {user: no-such-user-x}, slice: 1ms}]\n", "no_user", ":2:10: there is no user"),
+        ("version: 1\nslices: [{match: {group: no-such-group}, slice: 1ms}]\n", "no_group", ":2:10: there is no group"),
+        ("\x00", "bad_file", "this is not YAML"),
+        ("#" * (257 << 10), "bad_file", "larger than 256 KiB"),
+    ],
+)
+def test_a_file_that_is_wrong(text: str, code: str, said: str, cli: Cli, rules: Path) -> None:
+    rules.write_text(text)
+    answer = cli("timeslice", "keep", "-f", str(rules), output="json")
+    assert answer.error["code"] == code
+    assert said in answer.error["message"]
+    assert answer.code
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_file_that_others_may_write_is_not_followed(mode: int, cli: Cli, rules: Path) -> None:
+    rules.chmod(mode)
+    answer = cli("timeslice", "keep", "-f", str(rules), output="json")
+    assert (answer.code, answer.error["code"]) == (4, "untrusted_file")
+    assert "others may write it" in answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "missing", "stdin"])
+def test_what_is_no_file_is_not_followed(kind: str, cli: Cli, rules: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    if kind == "link":
+        path.symlink_to(rules)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    answer = cli("timeslice", "keep", "-f", "-" if kind == "stdin" else str(path), output="json")
+    assert answer.code in {2, 4, 6}
+    assert answer.error["hint"]
+
+
+def test_without_a_file_it_takes_the_applied_one(cli: Cli, world: World, rules: Path) -> None:
+    answer = cli("timeslice", "keep", "-n", output="json")
+    assert answer.error["code"] == "no_file"
+    cli("apply", "-f", str(rules)).ok()
+    assert cli("timeslice", "keep", "-n", output="json").ok().data["file"].endswith("/applied.yaml")
