@@ -87,6 +87,13 @@ def test_a_stale_output_is_replaced_and_the_rest_kept() -> None:
     assert refreshed(text) == text.replace("old", "sim:t4, GPU 0: lost")
 
 
+def test_a_shortened_output_stays_short() -> None:
+    text = (
+        "```console\n$ gpushare --host sim:t4 mps start\nold\n...\n$ gpushare --host sim:t4 sim fault lost -g 0\n```\n"
+    )
+    assert refreshed(text) == text.replace("old", "done: 4 steps").replace("-g 0\n`", "-g 0\nsim:t4, GPU 0: lost\n`")
+
+
 @pytest.mark.parametrize("line", ["rm -r x", "gpushare-x", "export", "sudo gpushare status"])
 def test_no_other_program_is_run_for_a_document(line: str) -> None:
     with pytest.raises(ValueError, match="gpushare, cat and export only"):

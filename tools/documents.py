@@ -13,6 +13,8 @@ _COLUMNS = 100
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _PROMPT = "$ "
+# The last line of an output that a document shortens: as many lines as stand above it are kept.
+_CUT = "..."
 
 
 def documents(root: Node) -> dict[str, str]:
@@ -62,9 +64,13 @@ def refreshed(text: str) -> str:
 
 
 def _run(session: Terminal, block: str) -> str:
+    """Return a block with the output of each command as it is now, cut where the document has ``...``."""
     lines = []
-    for line in block.splitlines():
-        if line.startswith(_PROMPT):
-            shown = _ESCAPE.sub("", session.type(line.removeprefix(_PROMPT))).strip("\n")
-            lines += [line, *(one.rstrip() for one in shown.split("\n") if shown)]
+    for typed in re.split(r"^(?=\$ )", block, flags=re.MULTILINE)[1:]:
+        line, *before = typed.splitlines()
+        shown = _ESCAPE.sub("", session.type(line.removeprefix(_PROMPT))).strip("\n")
+        found = [one.rstrip() for one in shown.split("\n") if shown]
+        if before[-1:] == [_CUT]:
+            found = [*found[: len(before) - 1], _CUT]
+        lines += [line, *found]
     return "".join(f"{line}\n" for line in lines)
