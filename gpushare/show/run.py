@@ -173,11 +173,13 @@ class CopyLines:
         """Say nothing."""
 
     def ended(self, copy: Copy, *, again: bool) -> None:
-        """Say how a copy failed, once for all that fail alike; the errors at the end name them."""
-        if copy.failure is not None and copy.failure not in self._failures:
+        """Say how a copy failed; not again what others have failed with."""
+        if copy.failure is not None:
             self.clear()
+            more = "; restarting it" if again else ""
+            how = " in the same way" if copy.failure in self._failures else f": {copy.failure}"
             self._failures.add(copy.failure)
-            self._note(f"copy {copy.number} failed: {copy.failure}{'; restarting it' if again else ''}")
+            self._note(f"copy {copy.number} failed{how}{more}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""
