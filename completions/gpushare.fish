@@ -54,7 +54,7 @@ function __gpushare_asked
     end
 end
 
-set -g __gpushare_groups 'mps' 'mig' 'timeslice' 'swap' 'export' 'sim'
+set -g __gpushare_groups 'mps' 'mig' 'timeslice' 'export' 'sim'
 
 function __gpushare_valued
     switch $argv[1]
@@ -97,6 +97,14 @@ function __gpushare_valued
         case --memory-action
             return 0
         case --wait-timeout
+            return 0
+        case --way
+            return 0
+        case --keep
+            return 0
+        case --metric
+            return 0
+        case --log
             return 0
         case --name
             return 0
@@ -154,8 +162,6 @@ function __gpushare_valued
             return 0
         case --mechanism
             return 0
-        case --metric
-            return 0
         case --repeat
             return 0
         case --view
@@ -173,8 +179,6 @@ function __gpushare_valued
         case --compare
             return 0
         case --plot
-            return 0
-        case --keep
             return 0
         case --p99
             return 0
@@ -260,7 +264,6 @@ complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, an
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU switches to the next one'
 complete -c gpushare -n '__gpushare_at ' -a pause -d 'Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs'
 complete -c gpushare -n '__gpushare_at ' -a resume -d 'Put a job that `gpushare pause` took off the GPU back, where its kernels stopped'
-complete -c gpushare -n '__gpushare_at ' -a swap -d 'Move a whole job out of the GPU into host memory, and back'
 complete -c gpushare -n '__gpushare_at ' -a advise -d 'Recommend a way of sharing a GPU, say why, and print the commands for this host'
 complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
 complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
@@ -337,6 +340,12 @@ complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-m
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on any GPU.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more.'
+complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With --opportunistic: share one time-slice in an MPS daemon, with production outside it; or a cap under MPS.'
+complete -c gpushare -n '__gpushare_at run' -l adapt -d 'With --opportunistic: move the time-slice so that production keeps its speed.'
+complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'With --adapt: how much of its speed production keeps. [default: 97%]'
+complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'With --production: its speed in its output, in brackets: \'rate=([0-9.]+)\'; for --adapt.'
+complete -c gpushare -n '__gpushare_at run' -l lower-is-better -l lower -l higher-is-better -d 'Whether the number is a time or a rate.'
+complete -c gpushare -n '__gpushare_at run' -l log -r -F -d 'With --production: append its output to this file; for --adapt.'
 complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Give the job a name, for --for and other commands that take a JOB.'
 complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'Run N copies; {} in CMD and GPUSHARE_COPY are the number of each.'
 complete -c gpushare -n '__gpushare_at run' -l logs -r -F -d 'With --copies: write the output of each to DIR/copy-N.log.'
@@ -350,7 +359,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --name --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --way --keep --metric --log --name --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'
@@ -681,38 +690,6 @@ complete -c gpushare -n '__gpushare_at resume' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at resume' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at resume' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at resume' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at swap' -a out -d 'Move a job out of the GPU into host memory: it holds no device memory until it comes back'
-complete -c gpushare -n '__gpushare_at swap' -a in -d 'Bring a job back to its GPU and let it continue'
-complete -c gpushare -n '__gpushare_at swap' -a list -d 'List the jobs that are out, this user\'s and root\'s'
-complete -c gpushare -n '__gpushare_at swap' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at swap' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at swap' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at swap' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at swap' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at swap' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at swap out' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
-complete -c gpushare -n '__gpushare_at swap out' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
-complete -c gpushare -n '__gpushare_at swap out' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at swap out' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at swap out' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at swap out' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at swap out' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at swap out' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at swap in' -l wait -d 'Wait until the GPU has room, first come first served.'
-complete -c gpushare -n '__gpushare_at swap in' -l wait-timeout -x -d 'With --wait: give up after this time.'
-complete -c gpushare -n '__gpushare_at swap in' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
-complete -c gpushare -n '__gpushare_at swap in' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at swap in' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at swap in' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at swap in' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at swap in' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at swap in' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at swap list' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at swap list' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at swap list' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at swap list' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at swap list' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at swap list' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
 complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'
@@ -1067,7 +1044,7 @@ complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'Do not print
 complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off not-supported refused reset-required xid no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step shm descriptors host-memory mps-version busy'
+complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off not-supported refused reset-required xid no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step shm descriptors mps-version busy'
 complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'Do not print notes.'

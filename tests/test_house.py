@@ -31,7 +31,6 @@ DOMAIN_OF = {
     "metrics": "show",
     "status": "snapshot",
     "resume": "pause",
-    "swap": "memory",
 }
 
 

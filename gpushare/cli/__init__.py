@@ -39,7 +39,6 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "timeslice": "Show and set the time-slice level.",
         "pause": "Take a job off the GPU at once; list paused jobs.",
         "resume": "Put paused jobs back on the GPU.",
-        "swap": "Move a job out of the GPU into host memory, and back.",
     },
     "Decide": {
         "advise": "Recommend a way of sharing, with its commands.",

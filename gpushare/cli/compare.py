@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -142,6 +142,7 @@ def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driv
     view = view or (View.TODAY if facts is None else View.HOST)
     driver = driver if facts is None else facts.driver
     records = [record(table, one, row.key, driver, facts) for row in table.rows for one in chosen]
+    errors = _errors(facts)
     return Result(
         command="compare",
         data=_data(view, chosen, records, driver, facts),
@@ -150,11 +151,14 @@ def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driv
                 _title(view, driver, facts),
                 [table.titles[one] for one in chosen],
                 _rows(table, chosen, view, driver, facts),
-                whole=settings.verbose,
+                whole=settings.verbose or len(chosen) == 1,
+                absent=_absent(table, chosen, facts),
             ),
         ),
         csv=csv_table(records),
         notes=_notes(facts, why_not),
+        errors=errors,
+        exit_code=1 if errors else 0,
     )
 
 
@@ -172,13 +176,34 @@ def _rows(
         return ComparedCell(text=text, disputed=cell.contradiction is not None)
 
     rows = [
-        ComparedRow(title=row.title, question=row.question, cells=tuple(said(one, row.key) for one in chosen))
+        ComparedRow(
+            title=row.title,
+            question=row.question,
+            cells=tuple(said(one, row.key) for one in chosen),
+            decides=row.key not in _BACKGROUND,
+        )
         for row in table.rows
     ]
     if facts is None:
         return rows
     here = tuple(ComparedCell(text=availability_text(one, facts, answering(facts))) for one in chosen)
     return [ComparedRow(title="on this host", question="Is it available?", cells=here), *rows]
+
+
+# Rows that a narrow screen omits.
+_BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "target_use"})
+
+
+def _absent(table: Table, chosen: Sequence[Mechanism], facts: HostFacts | None) -> frozenset[str]:
+    """Return the titles of the mechanisms that no GPU of this host is known to have."""
+    from gpushare.advice.compare import answering, availability
+
+    if facts is None:
+        return frozenset()
+    gpus = answering(facts)
+    return frozenset(
+        table.titles[one] for one in chosen if not any(availability(one, facts, gpu).usable for gpu in gpus)
+    )
 
 
 def _data(
@@ -225,9 +250,16 @@ def _names(facts: HostFacts) -> str:
 
 
 def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
-    if facts is None:
-        return (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
-    return tuple(f"GPU {gpu.index} is omitted: {gpu.error}" for gpu in facts.gpus if gpu.error is not None)
+    if facts is None and why_not:
+        return (f"showing the view today, because this host does not answer: {why_not}",)
+    return ()
+
+
+def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
+    from gpushare.model import Gpu
+    from gpushare.show.status import gpu_errors
+
+    return gpu_errors(Gpu(index=one.index, error=one.error) for one in (() if facts is None else facts.gpus))
 
 
 def _why(
@@ -249,11 +281,14 @@ def _why(
     driver = driver if facts is None else facts.driver
     entries = explanation(table, mechanism, row.key, driver, facts, why_not)
     one = record(table, mechanism, row.key, driver, facts)
+    errors = _errors(facts)
     return Result(
         command="compare",
         data={"host": None if facts is None else facts.host, "driver": driver, "cells": [one]},
         tables=(why_table(f"{row.title}, {table.titles[mechanism]}", entries),),
         csv=csv_table([one]),
+        errors=errors,
+        exit_code=1 if errors else 0,
     )
 
 

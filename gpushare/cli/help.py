@@ -53,7 +53,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Which jobs are paused", "pause list"),
     ),
     "resume": (("All that this user has paused", "resume --all"),),
-    "swap in": (("When the GPU has room", "swap in train --wait"),),
     "timeslice set": (("Long slices on one GPU", "timeslice set long -g 0"),),
     "timeslice reset": (("On all GPUs", "timeslice reset -g all"),),
     "timeslice keep": (

@@ -109,7 +109,7 @@ def status(gpu: GpuOption = None) -> Any:
     """
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import left_behind
-    from gpushare.show.mig import grouped, layout_text, status_csv, status_row
+    from gpushare.show.mig import GpuText, grouped, layout_text, silent_lines, status_csv, status_row
     from gpushare.show.render import resolve
     from gpushare.show.result import OutputFormat, Result
     from gpushare.show.status import gpu_errors
@@ -121,7 +121,8 @@ def status(gpu: GpuOption = None) -> Any:
     for one, layout in zip(gpus, layouts, strict=True):
         error = hidden.get(one.index)
         text = layout_text(layout) if error is None else f"  unknown: {error.message}"
-        texts.append((one.index, f"{one.name}   MIG {_mode(one)}", text))
+        title = f"{one.name}   MIG {_mode(one)}"
+        texts.append(GpuText(index=one.index, title=title, text=text, layout=layout if error is None else None))
         rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
     notes = [str(left) for left in left_behind(host, Journal(host))]
@@ -137,7 +138,7 @@ def status(gpu: GpuOption = None) -> Any:
     return Result(
         command="mig status",
         data={"gpus": rows},
-        text=text,
+        text=text + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
         errors=errors,
@@ -279,7 +280,7 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
 
     found = planned_or_refused(found)
     steps = shown_steps(found)
-    notes = _plan_notes(found, off, made_ids=any("-gi GI" in step.command for step in steps))
+    notes = _plan_notes(found, off, made_ids=any("-ci CI" in (step.undo or "") for step in steps))
     result = plan_result("mig plan", steps, dry_run=True, notes=notes)
     return replace(
         result,
@@ -296,7 +297,7 @@ def _plan_notes(found: MigPlan, off: Sequence[int], *, made_ids: bool) -> tuple[
         if gpu.changes and gpu.gpu in off
     ]
     if made_ids:
-        notes.append("GI is the id that the previous step prints")
+        notes.append("GI and CI are the ids that the steps print when they create an instance")
     return tuple(notes)
 
 

@@ -74,7 +74,17 @@ def observe(
             # There is no sample yet.
             file.discard()
             raise
-    return _result(recording, path)
+    from dataclasses import replace
+
+    from gpushare.model import Gpu
+    from gpushare.show.status import gpu_errors, is_lost
+
+    result = _result(recording, path)
+    # A lost GPU stays lost; one that was silent for a while has a note.
+    errors = gpu_errors(
+        Gpu(index=use.gpu.index, error=use.error) for use in recording.gpus if use.error and is_lost(use.error)
+    )
+    return replace(result, errors=errors, exit_code=1 if errors else 0)
 
 
 def _times(seconds: str, interval: str) -> tuple[float, float]:
@@ -208,6 +218,11 @@ def _process_row(use: ProcessUse) -> dict[str, Any]:
     }
 
 
+def _reason(use: GpuUse) -> str:
+    # NVML's reasons begin with the GPU already.
+    return str(use.error).removeprefix(f"GPU {use.gpu.index}: ")
+
+
 def _notes(recording: Recording, path: Path) -> list[str]:
     notes = list(recording.header.warnings)
     if recording.reason == "interrupted":
@@ -221,7 +236,7 @@ def _notes(recording: Recording, path: Path) -> list[str]:
     if recording.dropped_processes:
         notes.append(f"{counted(recording.dropped_processes, 'short-lived process')} left out")
     notes += [
-        f"GPU {use.gpu.index} did not answer {counted(use.unanswered, 'time')}: {use.error}"
+        f"GPU {use.gpu.index} did not answer {counted(use.unanswered, 'time')}: {_reason(use)}"
         for use in recording.gpus
         if use.unanswered
     ]

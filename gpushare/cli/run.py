@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,14 +16,16 @@ from gpushare.cli.options import (
     ChangingCommand,
     ClientMemory,
     ClientThreads,
+    LowerIsBetter,
     OneGpuOption,
     PriorityOption,
     gpus_of,
     note,
     settings,
 )
-from gpushare.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
+from gpushare.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, OperationFailed
 from gpushare.selection import select_one
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
     from gpushare.run.farm import Copy, FarmOptions, FarmResult
+    from gpushare.run.jobs import PrintedRate
     from gpushare.run.program import RunOptions
     from gpushare.run.queued import MemoryOptions
     from gpushare.run.roles import SparedProcess
@@ -48,6 +51,13 @@ class Roles:
     pause: bool
     # Percent; None: not given.
     duty: float | None = None
+    # "slices" or "caps"; None: not given.
+    way: str | None = None
+    adapt: bool = False
+    # Which part of its speed production keeps.
+    keep: float = 0.97
+    # Where production prints its speed.
+    rate: PrintedRate | None = None
 
     @property
     def any(self) -> bool:
@@ -74,15 +84,11 @@ def check_combination(
         raise _wrong(
             "--logs, --restart, --stall and --bench belong to --copies", "gpushare run --copies 4 --logs DIR -- CMD"
         )
-    if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
+    _check_opportunistic(roles)
+    if roles.rate is not None and roles.production is None:
         raise _wrong(
-            "--for, --pause and --duty-cycle belong to --opportunistic",
-            "gpushare run --opportunistic --for NAME -- CMD",
-        )
-    if roles.pause and roles.duty is not None:
-        raise _wrong(
-            "--pause cannot be combined with --duty-cycle",
-            "gpushare run --opportunistic --duty-cycle 50 -- CMD",
+            "--metric and --log belong to --production",
+            "gpushare run --production NAME --metric 'rate=([0-9.]+)' --log FILE -- CMD",
         )
     if roles.production is not None and name is not None:
         raise _wrong("--production gives the job its name: drop --name", "gpushare run --production NAME -- CMD")
@@ -102,6 +108,33 @@ def check_combination(
         raise BadUsage(f"--copies {farming.copies} is outside 1 to 1000", "give --copies 8", code="bad_copies")
     if farming.restart < 0:
         raise BadUsage(f"--restart {farming.restart} is below 0", "give --restart 1", code="bad_restart")
+
+
+def _check_opportunistic(roles: Roles) -> None:
+    if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
+        raise _wrong(
+            "--for, --pause and --duty-cycle belong to --opportunistic",
+            "gpushare run --opportunistic --for NAME -- CMD",
+        )
+    if not roles.opportunistic and (roles.way is not None or roles.adapt):
+        raise _wrong(
+            "--way and --adapt belong to --opportunistic", "gpushare run --opportunistic --for NAME --way slices -- CMD"
+        )
+    if roles.way is not None and (roles.pause or roles.duty is not None):
+        raise _wrong(
+            "--way cannot be combined with --pause or --duty-cycle",
+            "gpushare run --opportunistic --for NAME --way slices -- CMD",
+        )
+    if roles.adapt and (roles.pause or roles.duty is not None or roles.way == "caps"):
+        raise _wrong(
+            "--adapt moves a time-slice: it cannot be combined with --pause, --duty-cycle or --way caps",
+            "gpushare run --opportunistic --for NAME --adapt --keep 97% -- CMD",
+        )
+    if roles.pause and roles.duty is not None:
+        raise _wrong(
+            "--pause cannot be combined with --duty-cycle",
+            "gpushare run --opportunistic --duty-cycle 50 -- CMD",
+        )
 
 
 def _wrong(what: str, example: str) -> BadUsage:
@@ -195,6 +228,37 @@ def run(
         bool,
         typer.Option("--requeue", help="With --wait: if it runs out of memory, wait again for a fifth more."),
     ] = False,
+    way: Annotated[
+        str | None,
+        typer.Option(
+            "--way",
+            metavar="slices|caps",
+            help="With --opportunistic: share one time-slice in an MPS daemon, with production outside it; or a cap under MPS.",
+        ),
+    ] = None,
+    adapt: Annotated[
+        bool,
+        typer.Option("--adapt", help="With --opportunistic: move the time-slice so that production keeps its speed."),
+    ] = False,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep", metavar="PCT", help="With --adapt: how much of its speed production keeps. [default: 97%]"
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="REGEX",
+            help="With --production: its speed in its output, in brackets: 'rate=([0-9.]+)'; for --adapt.",
+        ),
+    ] = None,
+    lower: LowerIsBetter = False,
+    log: Annotated[
+        str | None,
+        typer.Option("--log", metavar="FILE", help="With --production: append its output to this file; for --adapt."),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -251,7 +315,17 @@ def run(
     duty = None
     if duty_cycle is not None:
         duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
-    roles = Roles(production=production, opportunistic=opportunistic, target=target, pause=pause, duty=duty)
+    roles = Roles(
+        production=production,
+        opportunistic=opportunistic,
+        target=target,
+        pause=pause,
+        duty=duty,
+        way=_way(way),
+        adapt=adapt,
+        keep=_kept(keep, adapt=adapt),
+        rate=_rate(metric, log, higher_is_better=not lower),
+    )
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict, name=name)
     if name is not None:
@@ -281,6 +355,42 @@ def run(
     if farming.copies is not None:
         return farm_result(host, device, command, options, farming)
     return _started(host, device, command, options, roles)
+
+
+def _way(text: str | None) -> str | None:
+    if text not in {None, "slices", "caps"}:
+        raise BadUsage(f"{quoted(text or '')} is not a way", "give --way slices or --way caps", code="bad_way")
+    return text
+
+
+def _kept(text: str | None, *, adapt: bool) -> float:
+    """Return which part of its speed production keeps."""
+    from gpushare.cli.options import percentage
+
+    if text is None:
+        return 0.97
+    if not adapt:
+        raise _wrong("--keep belongs to --adapt", "gpushare run --opportunistic --for NAME --adapt --keep 97% -- CMD")
+    percent = percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
+    if not 50 <= percent <= 99.5:
+        raise BadUsage(f"--keep {text} is outside 50 to 99.5 %", "give one: --keep 97%", code="bad_keep")
+    return percent / 100
+
+
+def _rate(metric: str | None, log: str | None, *, higher_is_better: bool) -> PrintedRate | None:
+    """Return where production prints its speed, or None."""
+    from gpushare.run.jobs import PrintedRate
+    from gpushare.run.numbers import check_pattern
+
+    if metric is None and log is None:
+        return None
+    if metric is None or log is None:
+        raise _wrong(
+            "--metric needs --log, and --log needs --metric",
+            "gpushare run --production NAME --metric 'rate=([0-9.]+)' --log FILE -- CMD",
+        )
+    check_pattern("--metric", metric)
+    return PrintedRate(os.path.abspath(log), metric, higher_is_better)
 
 
 def _started(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
@@ -382,7 +492,7 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
     if options.name is not None:
         from gpushare.run.jobs import NamedShare
 
-        share = NamedShare(share, host, options.name, options.role)
+        share = NamedShare(share, host, options.name, options.role, options.rate)
     kind = RunReport if mps else InstanceReport
     report = kind(host, share.device, sys.stderr, quiet=settings.quiet, limits=options.limits if mps else None)
     run = Run(host, share, command, options, report)
@@ -422,7 +532,7 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
 def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
     """Run a production job or an opportunistic one, and return the program's exit code."""
     if roles.production is not None:
-        return _production(host, device, command, options, roles.production)
+        return _production(host, device, command, replace(options, rate=roles.rate), roles.production)
     return _opportunistic(host, device, command, options, roles)
 
 
@@ -450,6 +560,13 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
     options = replace(options, role=OPPORTUNISTIC)
     process = spared_process(host, device, roles.target)
     outside = process is not None and not process.under_mps
+    if outside and roles.duty is not None:
+        raise BadCombination(
+            f"{process.title if process else ''} runs outside MPS, where a duty cycle is not used any more",
+            "a time-slice does better: --way slices; or pause while it works: --pause",
+        )
+    if _by_slices(host, device, roles, process):
+        return _grouped(host, device, command, options, roles, process)
     duty = roles.duty if outside else _duty(host, device, options, roles)
     timed = roles.pause or (duty is not None and duty < 100)
     if process is not None and (timed or (outside and duty is None)):
@@ -457,9 +574,126 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
     if timed:
         _demand_one(host, device)
         raise _nobody(device, roles, duty)
-    if process is not None and outside:
-        note(f"{process.title} runs outside MPS: a cap cannot protect it, and this job is never paused")
     return _capped(host, device, command, options, roles)
+
+
+def _by_slices(host: Host, device: Device, roles: Roles, process: SparedProcess | None) -> bool:
+    """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
+    from gpushare.run.group import why_not
+    from gpushare.run.results import CAPS, SLICES
+    from gpushare.run.roles import tuned_next_to
+
+    outside = process is not None and not process.under_mps
+    if roles.way == CAPS:
+        if outside:
+            raise _outside_mps(process)
+        return False
+    if roles.pause or roles.duty is not None:
+        return False
+    asked = roles.way == SLICES or roles.adapt
+    if asked and process is not None and process.under_mps:
+        raise _under_mps(process)
+    if roles.adapt and process is None:
+        _demand_one(host, device)
+        raise _nobody(device, roles, None)
+    tuned = tuned_next_to(host, device, roles.target)
+    by_tune = tuned is not None and tuned.way == SLICES
+    if not asked and by_tune and process is not None and process.under_mps:
+        note(f"tuned for time-slices, with {process.title} outside MPS; it runs under MPS, so this job gets a cap")
+        return False
+    if not (asked or outside or by_tune):
+        return False
+    reason = why_not(host, device, None if process is None else process.pid)
+    if reason is None:
+        return True
+    if asked:
+        raise reason
+    then = "this job is paused while it works" if outside else "this job gets a cap"
+    note(f"time-slices are not supported here: {reason.message}; {then}")
+    return False
+
+
+def _outside_mps(process: SparedProcess | None) -> InUse:
+    title = process.title if process is not None else "production"
+    return InUse(
+        f"{title} runs outside MPS, where a cap does not protect it",
+        "use a time-slice: --way slices; or start production without --slice",
+        code="production_outside_mps",
+    )
+
+
+def _under_mps(process: SparedProcess) -> InUse:
+    return InUse(
+        f"{process.title} runs under MPS, where all clients share one time-slice",
+        f"use caps: --way caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} --slice 16ms -- CMD",
+        code="production_under_mps",
+    )
+
+
+def _grouped(
+    host: Host,
+    device: Device,
+    command: Sequence[str],
+    options: RunOptions,
+    roles: Roles,
+    process: SparedProcess | None,
+) -> Any:
+    """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
+    from gpushare.run.group import DEFAULT_US, Adapting, GroupShare
+    from gpushare.run.production import ProductionJob
+    from gpushare.run.results import SLICES
+    from gpushare.run.roles import spare
+    from gpushare.units import format_slice
+
+    spared = spare(host, device, options.limits, roles.target, way=SLICES)
+    tuned = spared.tuned
+    slice_us = (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
+    title = "production" if process is None else process.title
+    production, adapting = None, None
+    if process is not None:
+        production = ProductionJob(host, device, process.pid, process.started_at, process.name)
+    if roles.adapt and process is not None:
+        adapting = Adapting(roles.keep, _source(host, process))
+    for text in spared.notes:
+        note(text)
+    how = (
+        f"a time-slice of {format_slice(slice_us)}"
+        if adapting is None
+        else f"a time-slice by which {title} keeps {100 * roles.keep:g} % of its speed"
+    )
+    note(
+        f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_words(spared.limits)}"
+    )
+    note("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
+    share = GroupShare(
+        host, device, spared.limits, slice_us=slice_us, production=production, title=title, adapt=adapting
+    )
+    return _carried_out(host, share, command, replace(options, limits=spared.limits))
+
+
+def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | None]:
+    """Return what finds out where production prints its speed, also after it was started again.
+
+    Raises:
+        NotFound: it is not known.
+    """
+    from gpushare.run.jobs import find_record, records
+
+    def found() -> PrintedRate | None:
+        if process.name is not None:
+            record = find_record(host, process.name)
+        else:
+            record = next((one for one in records(host) if one.pid == process.pid), None)
+        return None if record is None else record.rate
+
+    if found() is None:
+        name = process.name or "NAME"
+        raise NotFound(
+            f"the speed of {process.title} is not known, which --adapt needs",
+            f"start it so: gpushare run --production {name} --metric 'rate=([0-9.]+)' --log FILE -- CMD",
+            code="no_progress",
+        )
+    return found
 
 
 def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
@@ -482,7 +716,7 @@ def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> floa
 
 def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
     """Return the error if the production job to pause for does not run."""
-    if roles.pause or roles.duty is not None:
+    if roles.pause or roles.adapt or roles.duty is not None:
         return NotFound(
             f"no production job runs on {device.title}",
             f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",

@@ -38,7 +38,7 @@ def show(gpu: GpuOption = None) -> Any:
     """
     from gpushare.selection import select
     from gpushare.show.result import Column, Result, Table
-    from gpushare.show.status import gpu_errors
+    from gpushare.show.status import gpu_errors, silent_word
 
     host = settings.connect()
     try:
@@ -70,11 +70,16 @@ def show(gpu: GpuOption = None) -> Any:
         Column(key="compute_mode", title="compute mode", rank=1),
         Column(key="uuid", title="UUID", whole=True, rank=3),
     )
+    shown = [
+        {**row, "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else row
+        for row, device in zip(rows, devices, strict=True)
+    ]
     errors = gpu_errors(device.gpu for device in devices)
     return Result(
         command="timeslice show",
         data={"gpus": rows},
-        tables=(Table(name="gpus", columns=columns, rows=tuple(rows), empty="this host has no GPU"),),
+        tables=(Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),),
+        csv=Table(name="gpus", columns=columns, rows=tuple(rows)),
         notes=_notes(rows),
         errors=errors,
         exit_code=1 if errors else 0,

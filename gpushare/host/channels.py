@@ -464,6 +464,12 @@ def _forbidden(pid: int) -> Refused:
     return Refused("ptrace_scope", scope) if scope in {"1", "2", "3"} else Refused("no_ptrace")
 
 
+def yama_scope() -> str | None:
+    """Return Yama's ptrace_scope where it forbids this user access to processes that gpushare has not started; else None."""
+    scope = _text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return scope if scope == "3" or (scope in {"1", "2"} and os.geteuid() != 0) else None
+
+
 def _text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

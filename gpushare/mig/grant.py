@@ -338,9 +338,14 @@ def plan_names(
     """
     many = len(words) == 1 and len(wanted) > 1
     names = [f"{words[0]}-{number}" for number in range(1, len(wanted) + 1)] if many else [*words]
-    if len(names) != len(wanted) or len(set(names)) < len(names):
+    twin = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twin is not None:
         raise BadUsage(
-            f"{len(set(names))} names for {len(wanted)} instances: {', '.join(map(str, names))[:200]}",
+            f"the name {quoted(twin)} is given twice", "give each instance a name of its own", code="bad_count"
+        )
+    if len(names) != len(wanted):
+        raise BadUsage(
+            f"{len(names)} names for {len(wanted)} instances: {', '.join(map(str, names))[:200]}",
             "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
             code="bad_count",
         )
@@ -421,7 +426,10 @@ def _binding(
     said += [f"forget the name '{one.name}'" for one in forget]
     commands = [f"gpushare mig name {one.name} {one} -g {index[one.gpu_uuid]}" for one in bind]
     commands += [f"gpushare mig name --forget {one.name}" for one in forget]
-    return names_step(host, what=", ".join(said), command="\n".join(commands), bind=bind, forget=forget)
+    undo = [f"gpushare mig name {one.name} {one}" for one in forget]
+    undo += [f"gpushare mig name --forget {one.name}" for one in bind]
+    names = {"bind": bind, "forget": forget}
+    return names_step(host, what=", ".join(said), command="\n".join(commands), undo="\n".join(undo), **names)
 
 
 def _same_place(one: NamedInstance, other: NamedInstance) -> bool:
@@ -434,6 +442,7 @@ def _granting(host: Host, name: str, users: Sequence[str]) -> Step:
         "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
         # The nodes exist only when the instance does.
         [lambda user=user: plan_grant(host, name, user).steps for user in users],  # type: ignore[misc]
+        undo="\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
     )
 
 

@@ -210,17 +210,19 @@ def _destroying(call: Call, where: str, perform: Perform) -> Step:
 def _creating(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
     one, calls = new.instance, list(gpu.creating(new))
     command = f"{where} -cgi {one.profile.id}:{one.start}"
+    # By its place: its id is known only when it exists.
+    gone = f"gpushare mig destroy {one} -g {gpu.gpu}"
     if new.whole and [part.profile.slices for part in new.compute] == [one.profile.slices]:
-        yield _step(f"create {one} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform)
+        yield _step(f"create {one} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, gone)
         return
     for call in calls:
         part = call.compute
         if part is None:
-            yield _step(f"create {one} on GPU {gpu.gpu}", command, [call], perform)
+            yield _step(f"create {one} on GPU {gpu.gpu}", command, [call], perform, gone)
             continue
         place = "" if part.placement is None else f":{part.placement.start}"
         owner = "it" if new.whole else f"GPU instance {one.id} on GPU {gpu.gpu}"
         what = f"create {part.profile.name}.{one.profile.name} in {owner}"
-        # The id of a new GPU instance is known only when it is there.
-        command = f"{where} -cci {part.profile.id}{place} -gi {'GI' if new.whole else one.id}"
-        yield _step(what, command, [call], perform)
+        owner_id = "GI" if new.whole else one.id
+        command = f"{where} -cci {part.profile.id}{place} -gi {owner_id}"
+        yield _step(what, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")

@@ -291,10 +291,16 @@ class FoundDaemon:
         return f"process {daemon.pid} of user {daemon.user or 'unknown'}, {daemon.pipe_directory}"
 
     @property
+    def device(self) -> str:
+        """Return the ``-g`` value of its device: the index of a whole GPU, else the UUID."""
+        uuid, index = self.daemon.device_uuid or "", self.daemon.gpu_index
+        return uuid if index is None or uuid.startswith("MIG-") else str(index)
+
+    @property
     def stop_command(self) -> str:
         """Return the command that stops it."""
         if self.daemon.ours:
-            return f"gpushare mps stop -g {self.daemon.device_uuid}"
+            return f"gpushare mps stop -g {self.device}"
         return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')} --yes"
 
     def serves(self, host: Host, gpu: int) -> bool:

@@ -336,7 +336,7 @@ class Kill:
         if self._status == "FAULT":
             raise OperationFailed(
                 f"client {client.pid} is gone, and MPS server {server} is in state FAULT",
-                FAULT_HINT.format(gpu=daemon.device_uuid or daemon.gpu_index),
+                FAULT_HINT.format(gpu=self._client.found.device),
                 gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
                 code="server_fault",
             )

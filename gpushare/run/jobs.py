@@ -45,6 +45,18 @@ def check_job_name(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class PrintedRate:
+    """Where a job prints how fast it is: the file that its output goes to, and a pattern for the number.
+
+    ``higher_is_better`` False: the number is a time per unit of work.
+    """
+
+    log: str
+    metric: str
+    higher_is_better: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
     """One named job: its program's PID and start, its device, its role, and the most memory that was seen."""
@@ -55,7 +67,18 @@ class JobRecord:
     device_uuid: str
     memory_peak_bytes: int | None = None
     role: str = PRODUCTION
+    # Of a `PrintedRate`.
+    log: str | None = None
+    metric: str | None = None
+    higher_is_better: bool = True
     schema: int = SCHEMA
+
+    @property
+    def rate(self) -> PrintedRate | None:
+        """Return where it prints how fast it is, or None."""
+        if self.log is None or self.metric is None:
+            return None
+        return PrintedRate(self.log, self.metric, self.higher_is_better)
 
 
 def write_record(host: Host, record: JobRecord) -> None:
@@ -111,7 +134,9 @@ def is_running(host: Host, record: JobRecord) -> bool:
     return host.processes.alive(record.pid, record.started_at)
 
 
-def record_of(host: Host, device: Device, name: str, pid: int, role: str, peak: int | None = None) -> JobRecord:
+def record_of(
+    host: Host, device: Device, name: str, pid: int, role: str, peak: int | None = None, rate: PrintedRate | None = None
+) -> JobRecord:
     """Return the record of a job that runs now."""
     info = host.processes.describe(pid)
     return JobRecord(
@@ -121,6 +146,7 @@ def record_of(host: Host, device: Device, name: str, pid: int, role: str, peak: 
         device_uuid=device.uuid,
         memory_peak_bytes=peak,
         role=role,
+        **({} if rate is None else asdict(rate)),
     )
 
 
@@ -161,6 +187,7 @@ class NamedShare:
     host: Host
     name: str
     role: str = PLAIN
+    rate: PrintedRate | None = None
     _written: bool = False
 
     def __getattr__(self, attribute: str) -> Any:
@@ -186,7 +213,7 @@ class NamedShare:
         # The peak memory of this job on this device.
         same = before is not None and before.device_uuid == self.inner.device.uuid and before.role == self.role
         peak = before.memory_peak_bytes if before is not None and same else None
-        write_record(self.host, record_of(self.host, self.inner.device, self.name, pid, self.role, peak))
+        write_record(self.host, record_of(self.host, self.inner.device, self.name, pid, self.role, peak, self.rate))
         return peak
 
     def watch(self, pid: int) -> Watch:
@@ -198,7 +225,7 @@ class NamedShare:
         if self.role != PRODUCTION:
             return inner
         # The other attributes are the inner watch's.
-        return cast("Watch", PeakWatch(inner, self.name, peak))
+        return cast("Watch", PeakWatch(inner, self.name, peak, self.rate))
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the inner share back, and forget the job unless its peak memory is of use."""
@@ -215,6 +242,7 @@ class PeakWatch:
     inner: Watch
     name: str
     peak: int | None = None
+    rate: PrintedRate | None = None
     _seen: set[int] = field(default_factory=set)
     _due: float = 0.0
 
@@ -245,7 +273,8 @@ class PeakWatch:
             self.peak = held
             # A full disk must not end a production job.
             with contextlib.suppress(GpushareError):
-                write_record(host, record_of(host, device, self.name, self.inner.program_pid, PRODUCTION, self.peak))
+                pid = self.inner.program_pid
+                write_record(host, record_of(host, device, self.name, pid, PRODUCTION, self.peak, self.rate))
 
     def _held(self) -> int | None:
         host = self.inner.host

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
-from gpushare.errors import OperationFailed, system_error
+from gpushare.errors import NoPermission, OperationFailed, system_error
 from gpushare.host.process import Streams
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
+    from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
 
 
@@ -236,11 +239,18 @@ class RunOptions:
     meter: Meter | None = None
     # A descriptor that replaces its stderr.
     stderr: int | None = None
+    # Where the program prints how fast it is: it appends its output to that file itself.
+    rate: PrintedRate | None = None
     strict: bool = False
     grace_seconds: float = GRACE_SECONDS
     drain_seconds: float = DRAIN_BOUND_SECONDS
     name: str | None = None
     role: str = "plain"
+
+    @property
+    def log(self) -> Path | None:
+        """Return the file that the program's output goes to, or None."""
+        return None if self.rate is None else Path(self.rate.log)
 
 
 class Reporter(Protocol):
@@ -264,10 +274,49 @@ class Reporter(Protocol):
     def ended(self, drain: Drain) -> None:
         """The program was ended the safe way."""
 
+    def news(self, text: str) -> None:
+        """Something else to report."""
+
 
 def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     """Return a program with its variables, as a shell takes it."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
+
+
+# Python buffers what it prints to a file; a line must be there when it is printed.
+_UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
+
+
+def check_log(path: Path) -> None:
+    """Raise unless a program's output can be appended to a file of this user; nothing is created."""
+    if os.path.lexists(path):
+        os.close(_open_log(path))
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = "Permission denied" if path.parent.is_dir() else "its directory does not exist"
+        raise _bad_log(path, reason)
+
+
+def _open_log(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise _bad_log(
+            path, "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        ) from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+        os.close(descriptor)
+        raise _bad_log(path, "it is not a regular file of this user alone")
+    return descriptor
+
+
+def _bad_log(path: Path, reason: str) -> NoPermission:
+    return NoPermission(
+        f"cannot append to {path}: {reason}",
+        f"give --log a file in a directory of your own; see: ls -ld {shlex.quote(str(path.parent))} {shlex.quote(str(path))}",
+        code="not_written",
+    )
 
 
 @dataclass
@@ -284,12 +333,21 @@ class Run:
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program."""
-        self.share.check(self.command[0])
+        self._check()
         return (*self.share.steps(), self._step())
 
     def _step(self) -> Step:
+        log = self.options.log
         what = f"run {self.command[0]} {self.share.where}"
-        return Step(what=what, command=command_line(self.share.environment({}), self.command), do=self._program)
+        line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
+        if log is not None:
+            line += f" >> {shlex.quote(str(log))} 2>&1"
+        return Step(what=what, command=line, do=self._program)
+
+    def _check(self) -> None:
+        self.share.check(self.command[0])
+        if self.options.log is not None:
+            check_log(self.options.log)
 
     def carry_out(self) -> int:
         """Do the steps, and give the share back; return the program's exit code.
@@ -300,7 +358,7 @@ class Run:
         meter = self.options.meter
         try:
             try:
-                self.share.check(self.command[0])
+                self._check()
                 self.share.open()
             except BaseException:
                 self.share.close()
@@ -315,8 +373,9 @@ class Run:
 
     def _program(self) -> None:
         session = _Session(self.host, self.share, self.options, self.reporter)
+        base = os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
         try:
-            self.exit_code = session.run(self.command, self.share.environment(os.environ))
+            self.exit_code = session.run(self.command, self.share.environment(base))
         finally:
             session.close()
 
@@ -339,9 +398,8 @@ class _Session:
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
-            stderr = self._options.stderr
-            streams = None if stderr is None else Streams(0, 1, stderr)
-            child = self._child = self._host.processes.spawn(command, environment, streams, announce=guard.announce)
+            with self._streams() as streams:
+                child = self._child = self._host.processes.spawn(command, environment, streams, announce=guard.announce)
             info = self._host.processes.describe(child.pid)
             guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
@@ -356,6 +414,18 @@ class _Session:
             if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)
         return self._exit_code(status, watch)
+
+    @contextlib.contextmanager
+    def _streams(self) -> Iterator[Streams | None]:
+        stderr, log = self._options.stderr, self._options.log
+        if log is None:
+            yield None if stderr is None else Streams(0, 1, stderr)
+            return
+        descriptor = _open_log(log)
+        try:
+            yield Streams(0, descriptor, descriptor if stderr is None else stderr)
+        finally:
+            os.close(descriptor)
 
     def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
         next_look = time.monotonic() + 0.1
@@ -413,6 +483,8 @@ class _Session:
                     self._told.add(pid)
             if pids is watch.pending:
                 self._told |= set(pids) - set(watch.attached)
+        while watch.news:
+            self._say(self._reporter.news, watch.news.pop(0))
 
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number

@@ -17,7 +17,7 @@ from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
-from gpushare.run.results import Tuned, find_tuned
+from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
 from gpushare.run.share import MpsShare
 from gpushare.units import MIB, format_bytes, quoted
 
@@ -88,10 +88,10 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
             )
         name = production.name
         pid, started, title = production.pid, production.started_at, f"'{name}'"
-    return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=_under_mps(host, device, pid))
+    return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=is_under_mps(host, device, pid))
 
 
-def _under_mps(host: Host, device: Device, pid: int) -> bool:
+def is_under_mps(host: Host, device: Device, pid: int) -> bool:
     """Return whether a program is a client of our daemon on the device, or may still become one."""
     try:
         home, _ = own_daemon(host, device)
@@ -162,21 +162,45 @@ def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> 
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: Limits, target: str | None) -> Spared:
-    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority."""
+def spare(host: Host, device: Device, given: Limits, target: str | None, *, way: str = CAPS) -> Spared:
+    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
+
+    With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
+    """
     production = find_spared(host, device, target)
-    tuned = _tuned_for(host, production, target)
+    found = _tuned_for(host, production, target)
+    tuned = found if found is not None and found.way == way else None
     living = living_productions(host, device)
-    notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
+    told = tuned is None and (given.threads_percent is not None or way == SLICES)
+    notes = [] if told else _where_it_was_tuned(host, device, tuned)
     if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(one.name for one in living)}; to use the tuning for one of them: --for NAME"
+        )
+    if way == SLICES:
+        memory = _memory(device, given, production, living, found, notes)
+        return Spared(
+            limits=replace(given, memory_limit_bytes=memory), production=production, tuned=tuned, notes=tuple(notes)
         )
     threads, priority = given.threads_percent, given.priority
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
+    memory = _memory(device, given, production, living, found, notes)
+    limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
+    return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+
+
+def _memory(
+    device: Device,
+    given: Limits,
+    production: JobRecord | None,
+    living: Sequence[JobRecord],
+    tuned: Tuned | None,
+    notes: list[str],
+) -> int | None:
+    """Return the memory limit: the given one, else what production leaves."""
     memory = given.memory_limit_bytes
     # Another production job on the device needs its memory too.
     try:
@@ -191,8 +215,7 @@ def spare(host: Host, device: Device, given: Limits, target: str | None) -> Spar
             notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
     elif left is not None and memory > left:
         notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
-    limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
-    return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+    return memory
 
 
 def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list[str]:

@@ -66,6 +66,8 @@ class Watch(abc.ABC):
     # Kept waiting by the daemon, because another user's clients hold the server.
     pending: set[int] = field(default_factory=set)
     daemon_gone: bool = False
+    # What is to be reported, once.
+    news: list[str] = field(default_factory=list)
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
 

@@ -42,15 +42,31 @@ class ComparedRow:
     title: str
     question: str
     cells: tuple[ComparedCell, ...]
+    # Shown on a narrow screen, too.
+    decides: bool = True
 
 
-def grid(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool = True) -> list[Text]:
+def grid(
+    titles: Sequence[str],
+    rows: Sequence[ComparedRow],
+    width: int,
+    *,
+    whole: bool = True,
+    absent: frozenset[str] = frozenset(),
+) -> list[Text]:
+    first, each = _widths(titles, rows, width)
+    if each >= NARROWEST or len(titles) == 1:
+        return _grid(titles, rows, first, max(each, 1))
+    if whole or width < _BESIDE:
+        return _stacked(titles, rows, width, whole=whole)
+    return _stacked(titles, [row for row in rows if row.decides], width, whole=False, absent=absent)
+
+
+def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> tuple[int, int]:
+    """Return the widths of the first column of a grid and of the others."""
     first = max((len(word) for row in rows for word in row.title.split()), default=0)
     first = max(first, min(16, max((len(row.title) for row in rows), default=0)))
-    each = min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
-    if each < NARROWEST and len(titles) > 1:
-        return _stacked(titles, rows, width, whole=whole)
-    return _grid(titles, rows, first, max(each, 1))
+    return first, min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
 
 
 def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: int) -> list[Text]:
@@ -69,7 +85,9 @@ def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: 
     return lines
 
 
-def _stacked(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool) -> list[Text]:
+def _stacked(
+    titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str] = frozenset()
+) -> list[Text]:
     """Return the mechanisms below each other, the row's title to their left; on a narrow screen above them.
 
     To their left, a cell is one line unless ``whole``.
@@ -87,6 +105,7 @@ def _stacked(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, 
         cells = [
             (title if at == 0 else "", part)
             for title, cell in zip(titles, row.cells, strict=True)
+            if title not in absent or row is rows[0]
             for at, part in enumerate(_cell(cell, max(width - left, 10), short=beside and not whole))
         ]
         for at, (title, part) in enumerate(cells):
@@ -130,8 +149,13 @@ def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
     return line
 
 
-def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow], *, whole: bool) -> Table:
-    """Return the table of a comparison: drawn on a terminal, long cells cut unless ``whole``; else one record per cell."""
+def compare_table(
+    title: str, titles: Sequence[str], rows: Sequence[ComparedRow], *, whole: bool, absent: frozenset[str] = frozenset()
+) -> Table:
+    """Return the table of a comparison: drawn on a terminal, shortened unless ``whole``; else one record per cell.
+
+    ``absent`` mechanisms, which this host does not have, get one line where there is no room for a grid.
+    """
     columns = (
         Column(key="row", title="row", whole=True),
         Column(key="mechanism", title="mechanism", whole=True),
@@ -147,19 +171,20 @@ def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow]
         title=title,
         columns=columns,
         rows=records,
-        draw=lambda width: _drawn(titles, rows, width, whole=whole),
+        draw=lambda width: _drawn(titles, rows, width, whole=whole, absent=absent),
     )
 
 
-def _drawn(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool) -> list[Text]:
+def _drawn(
+    titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
+) -> list[Text]:
     from rich.text import Text
 
-    lines = grid(titles, rows, width, whole=whole)
-    if any(_CUT in line.plain for line in lines):
-        lines += [
-            Text(""),
-            *_wrapped("… is cut; all words: gpushare compare -v; one way: gpushare compare mps", width, "dim"),
-        ]
+    lines = grid(titles, rows, width, whole=whole, absent=absent)
+    if len(titles) > 1 and not whole and width >= _BESIDE and _widths(titles, rows, width)[1] < NARROWEST:
+        hidden = ", ".join(row.title for row in rows if not row.decides)
+        said = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
+        lines += [Text(""), *_wrapped(said, width, "dim")]
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
         lines += [Text(""), *_wrapped("* sources disagree: gpushare compare --why ROW MECHANISM", width, "dim")]
     return [Text(""), *lines]

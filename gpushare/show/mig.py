@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
-from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
+from gpushare.show.status import silent_word
 from gpushare.units import format_bytes, ranges
+from gpushare.values import dataclass
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
 _CELL: Final = 9
@@ -120,6 +123,16 @@ PROFILE_COLUMNS: Final = (
 )
 
 
+def _named(one: GpuInstance) -> str:
+    name = "" if one.name is None else f"  '{one.name}'"
+    return name + (f" for {', '.join(one.granted)} only" if one.granted else "")
+
+
+def _uuid_and_holders(one: ComputeInstance) -> str:
+    # An empty UUID: shown for several GPUs.
+    return "" if one.uuid == "" else f"{one.uuid or '-'}  {who(one.holders)}"
+
+
 def layout_text(layout: Layout) -> str:
     """Return one GPU: its slices, its instances as a tree, what is lost and what still fits."""
     if not layout.profiles:
@@ -128,16 +141,12 @@ def layout_text(layout: Layout) -> str:
     if layout.placed:
         lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
     for one in sorted(layout.instances, key=lambda found: found.start):
-        name = "" if one.name is None else f"  '{one.name}'"
-        name += f" for {', '.join(one.granted)} only" if one.granted else ""
         lines.append(
             f"  GI {one.id:<3} {one.profile.name:<13} at {one.placement}   "
-            f"{format_bytes(one.profile.memory_bytes)}, {_sms(one.profile)} SMs{name}"
+            f"{format_bytes(one.profile.memory_bytes)}, {_sms(one.profile)} SMs{_named(one)}"
         )
         for compute in one.compute:
-            lines.append(
-                f"    CI {compute.id:<3} {compute.profile.name:<4} {compute.uuid or '-'}  {who(compute.holders)}"
-            )
+            lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {_uuid_and_holders(compute)}".rstrip())
         if not one.compute:
             lines.append("    no compute instance: CUDA cannot use it")
         if one.holders is None or one.holders:
@@ -157,24 +166,64 @@ def layout_text(layout: Layout) -> str:
     return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
 
 
-def grouped(texts: Sequence[tuple[int, str, str]], *, uuids: bool) -> str:
-    """Return the texts of GPUs (index, title, the rest), those of equal GPUs once.
+@dataclass(frozen=True, kw_only=True)
+class GpuText:
+    """One GPU of ``mig status``; without a layout it is shown as it is."""
 
-    Without ``uuids``, GPUs whose idle instances differ in their UUIDs alone are equal too; a line says where those are.
+    index: int
+    title: str
+    text: str
+    layout: Layout | None = None
+
+
+def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
+    """Return the texts of GPUs, those of equal GPUs once.
+
+    Without ``uuids``, GPUs with the same instances are equal too: one line per GPU has names, users and programs.
     """
-    alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for index, title, text in texts:
-        alike.setdefault((title, text if uuids else re.sub(_MIG_UUID, "", text)), []).append((index, text))
+    alike: dict[tuple[str, str], list[GpuText]] = {}
+    for one in gpus:
+        common = one.text if uuids or one.layout is None else layout_text(_bare(one.layout))
+        alike.setdefault((one.title, common), []).append(one)
     blocks = []
     for (title, common), found in alike.items():
-        shown = found[0][1]
-        if len({text for _, text in found}) > 1:
-            shown = f"{common}\n  UUIDs: gpushare mig status -v"
-        blocks.append(f"GPU {ranges(index for index, _ in found)}  {title}\n{shown}")
+        lines = [f"GPU {ranges(one.index for one in found)}  {title}"]
+        if len({one.text for one in found}) == 1:
+            lines.append(found[0].text)
+        else:
+            said = [line for one in found for line in _particulars(one)]
+            lines += [common, *said, f"  {'the others are' if said else 'all are'} idle; UUIDs: gpushare mig status -v"]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-_MIG_UUID: Final = r"MIG-[0-9a-f-]{36}  "
+def _bare(layout: Layout) -> Layout:
+    """Return a layout as if nobody used it and no instance had a name or a UUID."""
+    bare = tuple(
+        replace(
+            one, name=None, granted=(), holders=(), compute=tuple(replace(c, uuid="", holders=()) for c in one.compute)
+        )
+        for one in layout.instances
+    )
+    return replace(layout, instances=bare)
+
+
+def _particulars(gpu: GpuText) -> Iterator[str]:
+    """Yield a line with the names, users and programs of the instances of one GPU, if there are any."""
+    said = []
+    for one in sorted(gpu.layout.instances if gpu.layout else (), key=lambda found: found.start):
+        parts = [one.holders, *(compute.holders for compute in one.compute)]
+        holders = None if any(part is None for part in parts) else [held for part in parts for held in part or ()]
+        if one.name is not None or one.granted or holders is None or holders:
+            used = "" if holders == [] else f"  {who(holders)}"
+            said.append(f"{one}{_named(one)}{used}")
+    if said:
+        yield from _listed(f"  GPU {gpu.index}: ", said)
+
+
+def silent_lines(gpus: Iterable[Gpu]) -> str:
+    """Return a line for each GPU that does not answer; its instances are unknown."""
+    return "".join(f"\n\nGPU {gpu.index}  {silent_word(gpu.error)}" for gpu in gpus if gpu.error is not None)
 
 
 def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> dict[str, Any]:

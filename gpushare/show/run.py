@@ -100,6 +100,10 @@ class RunReport:
         how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
         self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
+    def news(self, text: str) -> None:
+        """Say something else."""
+        self._say(text)
+
     def _client(self, pid: int) -> MpsClient | None:
         try:
             found = find_daemons(self._host, [self._device.gpu])
@@ -173,13 +177,11 @@ class CopyLines:
         """Say nothing."""
 
     def ended(self, copy: Copy, *, again: bool) -> None:
-        """Say how a copy failed; not again what others have failed with."""
-        if copy.failure is not None:
+        """Say how a copy failed, once for all that fail alike; the errors at the end name them."""
+        if copy.failure is not None and copy.failure not in self._failures:
             self.clear()
-            more = "; restarting it" if again else ""
-            how = " in the same way" if copy.failure in self._failures else f": {copy.failure}"
             self._failures.add(copy.failure)
-            self._note(f"copy {copy.number} failed{how}{more}")
+            self._note(f"copy {copy.number} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""

@@ -81,6 +81,11 @@ def is_lost(reason: str) -> bool:
     return "lost" in reason.lower() or "fallen off the bus" in reason.lower()
 
 
+def silent_word(reason: str) -> str:
+    """Return what tables show for a GPU that does not answer: the same word in every command."""
+    return "lost" if is_lost(reason) else "error"
+
+
 def container_name(value: Any) -> str:
     """Return a container's name; of a full id the 12 digits that ``docker ps`` shows."""
     text = plain_value(value)
@@ -132,7 +137,7 @@ def _gpus(snapshot: Snapshot) -> Table:
 def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
     inforce = mechanism(gpu, snapshot.daemons)
     if gpu.error is not None:
-        state: Any = "lost" if is_lost(gpu.error) else "error"
+        state: Any = silent_word(gpu.error)
     else:
         state = "unknown" if inforce is None else inforce.value
     return {
@@ -218,7 +223,8 @@ def _mps_daemons(snapshot: Snapshot) -> Table:
         Column(key="pipe_directory", title="pipe directory", rank=7, whole=True),
         Column(key="device_uuid", title="device", rank=8, whole=True),
     )
-    rows = tuple(_daemon_row(daemon) for daemon in _first_daemons(snapshot))
+    silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
+    rows = tuple(_daemon_row(daemon, silent) for daemon in _first_daemons(snapshot))
     return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=rows)
 
 
@@ -229,16 +235,15 @@ def _first_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
     return [*(daemon for daemon in snapshot.daemons if daemon.ours), *others[:_MOST_OTHERS]]
 
 
-def _daemon_row(daemon: MpsDaemon) -> Row:
+def _daemon_row(daemon: MpsDaemon, silent: Sequence[Gpu] = ()) -> Row:
     origin = "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
-    statuses = sorted({server.status or "-" for server in daemon.servers})
     clients = f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
     return {
         "gpu": daemon.gpu_index,
         "pid": daemon.pid,
         "user": daemon.user,
         "started_by": origin,
-        "status": "no answer" if daemon.error else "not asked" if daemon.unasked else ", ".join(statuses) or "none yet",
+        "status": _server_word(daemon, silent),
         "clients": None if daemon.error or daemon.unasked else clients,
         "threads_percent": daemon.threads_percent,
         "memory_limit_bytes": daemon.memory_limit_bytes,
@@ -246,6 +251,17 @@ def _daemon_row(daemon: MpsDaemon) -> Row:
         "pipe_directory": daemon.pipe_directory,
         "device_uuid": daemon.device_uuid,
     }
+
+
+def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
+    if daemon.error:
+        return "no answer"
+    if daemon.unasked:
+        return "not asked"
+    if silent and daemon.ours and daemon.gpu_index is None and not daemon.gpu_indexes:
+        # Its GPU is none of those that answer.
+        return silent_word(silent[0].error or "")
+    return ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "none yet"
 
 
 def _low(value: Any) -> str | None:

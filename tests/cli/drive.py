@@ -36,7 +36,6 @@ ASKING = (
     ("mps", "kill"),
     ("mps", "stop"),
     ("sim", "reset"),
-    ("swap", "out"),
 )
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]

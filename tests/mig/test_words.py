@@ -43,10 +43,18 @@ def test_a_change_in_words() -> None:
             f"{where} -cci 0 -gi 404",
         ),
         ("destroy GPU instance 404 (3g.40gb) on GPU 3", f"{where} -dgi -gi 404", f"{where} -cgi 9:4"),
-        ("create 3g.40gb:0 on GPU 3 with its compute instance", f"{where} -cgi 9:0 -C", None),
-        ("create 2g.20gb:4 on GPU 3", f"{where} -cgi 14:4", None),
-        ("create 1c.2g.20gb in it", f"{where} -cci 0 -gi GI", None),
-        ("create 1g.10gb:6 on GPU 3 with its compute instance", f"{where} -cgi 19:6 -C", None),
+        (
+            "create 3g.40gb:0 on GPU 3 with its compute instance",
+            f"{where} -cgi 9:0 -C",
+            "gpushare mig destroy 3g.40gb:0 -g 3",
+        ),
+        ("create 2g.20gb:4 on GPU 3", f"{where} -cgi 14:4", "gpushare mig destroy 2g.20gb:4 -g 3"),
+        ("create 1c.2g.20gb in it", f"{where} -cci 0 -gi GI", f"{where} -dci -gi GI -ci CI"),
+        (
+            "create 1g.10gb:6 on GPU 3 with its compute instance",
+            f"{where} -cgi 19:6 -C",
+            "gpushare mig destroy 1g.10gb:6 -g 3",
+        ),
     ]
 
 
@@ -70,7 +78,8 @@ def check(plan: MigPlan, board: Layout) -> None:
             assert {what for what, _ in called[before:]} == {step.what}
             assert re.match(rf"nvidia-smi mig -i {board.gpu} -(cgi|dgi|cci|dci) ", step.command), step.command
             goes = done[0].action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
-            assert (step.undo is not None) is goes
+            assert step.undo is not None
+            assert re.search(" -c[cg]i " if goes else " -dci | mig destroy ", step.undo), step.undo
             assert "None" not in f"{step.what}{step.command}{step.undo or ''}"
     # Each call is in one line, and in the order of the plan.
     assert [call for _, call in called] == list(plan.calls)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
 A100 = "sim:a100-80gb"
@@ -90,3 +93,17 @@ def test_a_failure_half_way_leaves_all_as_it_was(host: World) -> None:
     with host.fault_at(3):
         assert host.asked("mig", "apply", "2g*3", "--name", "b,a,c", "-y").code != 0
     assert (host.look(), host.names(), users(host)) == before
+
+
+def test_a_name_given_twice_is_named(refused: Callable[..., str]) -> None:
+    said = refused("mig", "apply", "2g*3", "--name", "a,b,a", code="bad_count", exit_code=2, host="sim:a100-40gb")
+    assert "the name 'a' is given twice" in said
+
+
+def test_each_step_of_a_dry_run_has_its_undo(cli: Cli) -> None:
+    words = ("mig", "apply", "1c.3g*3", "2g", "--name", "a,b", "--grant", "b=root", "-n")
+    steps = cli(*words, host="sim:a100-40gb", output="json").ok().data["steps"]
+    assert [step["what"] for step in steps if step["undo"] is None] == []
+    assert "gpushare mig destroy 2g.10gb:2 -g 0" in [step["undo"] for step in steps]
+    assert steps[0]["undo"] == "gpushare mig name --forget a\ngpushare mig name --forget b"
+    assert steps[-1]["undo"] == "gpushare mig revoke b root"

@@ -37,7 +37,7 @@ def web(world: World, monkeypatch: pytest.MonkeyPatch, works: int) -> int:
     """Let a production job 'web' run under MPS, tuned with a duty cycle; return its PID."""
     recorded(world, works)
     keep_tuned(world.host, FOUND)
-    monkeypatch.setattr("gpushare.run.roles._under_mps", lambda *_: True)
+    monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
     return works
 
 
@@ -57,13 +57,16 @@ def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
 ) -> None:
     """Also beside one that waits for its kernels without the CPU, which nobody can see in half a second."""
     assert world.host.nvml.count() == 1
-    words = ("run", "--opportunistic", "--duty-cycle", "40", "--grace", "1", "--for")
-    with process(program) as production:
-        started = real(*words, str(production), "--", sys.executable, "-c", LOOP)
-        pid = until(lambda: program_of(world), "it stands still")
-        for _ in range(3):
-            until(lambda: program_of(world) is None, "it goes on")
-            until(lambda: program_of(world) == pid, "it stands still again")
+    production = real("run", "--production", "web", "--grace", "1", "--", sys.executable, "-c", program)
+    until(lambda: peak(world) is not None, "production is known")
+    words = ("run", "--opportunistic", "--duty-cycle", "40", "--grace", "1", "--for", "web")
+    started = real(*words, "--", sys.executable, "-c", LOOP)
+    pid = until(lambda: program_of(world), "it stands still")
+    for _ in range(3):
+        until(lambda: program_of(world) is None, "it goes on")
+        until(lambda: program_of(world) == pid, "it stands still again")
+    production.signal(signal.SIGTERM)
+    production.result()
     # It is seen within a second that nobody is there to be spared.
     runs: list[bool] = []
 
@@ -79,7 +82,6 @@ def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
     assert not alive(pid)
     assert "for 60 % of the time while it runs" in answer.err
     assert "a duty cycle raises production's p99" in answer.err
-    assert "a cap cannot protect it" not in answer.err
 
 
 def test_what_was_tuned_is_taken_with_its_cap(cli: Cli, web: int) -> None:
@@ -117,17 +119,21 @@ def test_nothing_is_taken_from_the_tuning_of_another_job(cli: Cli) -> None:
             assert "no tuning result found" in planned.err
 
 
-def test_for_all_of_the_time_beside_a_job_outside_mps_is_said_to_protect_nothing(cli: Cli) -> None:
+@pytest.mark.parametrize("percent", ["50", "100"])
+def test_outside_mps_it_is_refused_with_a_hint_to_slices(refused: Callable[..., str], percent: str) -> None:
     with process("import time; time.sleep(600)") as other:
-        words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", "100", "-n", "--", "true")
-        assert f"process {other} runs outside MPS: a cap cannot protect it" in cli(*words).ok().err
+        words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", percent, "--", "true")
+        text = refused(*words, code="bad_combination", exit_code=2)
+    assert "--way slices" in text
+    assert "--pause" in text
 
 
 def test_outside_mps_what_was_tuned_under_it_means_nothing(cli: Cli, world: World, works: int) -> None:
     recorded(world, works)
     keep_tuned(world.host, FOUND)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
-    assert "paused while 'web' works" in planned.out
+    assert "paused" not in planned.out
+    assert "whose server has a time-slice of 500us" in planned.out
 
 
 @pytest.mark.parametrize(
@@ -221,11 +227,3 @@ def test_production_with_another_cap_than_the_tuned_one_is_told(cli: Cli, world:
     for more, told in (((), True), (("--threads", "50"), True), (("--threads", "96"), False)):
         answer = cli("run", "--production", "web", *more, "-n", "--", "true").ok()
         assert ("tuned with production capped at 96 %" in answer.err) is told
-
-
-def test_outside_mps_nothing_is_said_of_caps(cli: Cli) -> None:
-    with process("import time; time.sleep(600)") as other:
-        words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", "50", "-n", "--", "true")
-        err = cli(*words).ok().err
-    assert "a duty cycle raises production's p99" in err
-    assert "(MPS)" not in err

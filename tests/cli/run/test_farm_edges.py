@@ -108,3 +108,12 @@ def test_lower_is_short_for_lower_is_better(cli: Cli) -> None:
     data = cli("-o", "json", "bench", *words, "--lower", "--", "echo", "time=2").ok().data
     assert data["metric"]["higher_is_better"] is False
     assert {cell["throughput"]["mean"] for cell in data["cells"] if cell["copies"] == 2} == {1.0}
+
+
+def test_copies_that_fail_alike_are_named_once(cli: Cli) -> None:
+    done = cli("run", "--copies", "3", "--restart", "2", "--", "sh", "-c", "exit 3")
+    assert done.code == 1
+    assert [line for line in done.lines("note") if "failed" in line] == [
+        "note: copy 0 failed: exit code 3; restarting it"
+    ]
+    assert done.lines("error") == ["error: copies 0-2: exit code 3"]

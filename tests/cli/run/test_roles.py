@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.errors import NotSupported
 from gpushare.host import records
 from gpushare.run import jobs
 from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
@@ -90,9 +91,9 @@ def test_a_daemon_that_caps_every_client_is_told_of(cli: Cli) -> None:
 
 def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     recorded(world, running, 100 * GIB)
-    # It has no context and no variables of ours: as a process outside MPS it would be spared by a pause.
+    # It has no context and no variables of ours: as a process outside MPS it is spared by a time-slice.
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
-    assert "paused while it works" in answer.err
+    assert "share a time-slice of 500us; no cap, memory limit" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
     ended = JobRecord(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
     write_record(world.host, ended)
@@ -143,12 +144,21 @@ def test_settings_of_another_machine_are_told_of(cli: Cli, world: World) -> None
     assert "tuned under driver 1.0" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").err
 
 
-def test_a_job_that_runs_outside_mps_is_spared_by_a_pause(cli: Cli, running: int) -> None:
+def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
+    cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.host.nvml.count() == 1
+    refusal = NotSupported("a sandbox forbids pidfd_getfd", "run it on the host", code="seccomp")
+    monkeypatch.setattr("gpushare.run.group.why_not", lambda *_: refusal)
     text = "test -z $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-    answer = cli("run", "--opportunistic", "--for", str(running), "--", "sh", "-c", text)
+    words = ("run", "--opportunistic", "--for", str(running))
+    answer = cli(*words, "--", "sh", "-c", text)
     assert answer.code == 0
     assert f"next to process {running}: paused" in answer.err
-    assert "a cap cannot protect it" in answer.err
+    assert "time-slices are not supported here: a sandbox forbids pidfd_getfd; this job is paused" in answer.err
+    asked = cli("-o", "json", *words, "--way", "slices", "--", "true")
+    assert asked.error["code"] == "seccomp"
+    assert cli(*words, "--pause", "-n", "--", "true").ok().err.count("not supported") == 0
 
 
 def test_a_damaged_or_foreign_record_is_no_record(world: World) -> None:
@@ -248,7 +258,7 @@ def test_under_mps_without_gpm_it_is_said_what_is_not_seen(
     cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(world, running)
-    monkeypatch.setattr("gpushare.run.roles._under_mps", lambda *_: True)
+    monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
     words = ("run", "--opportunistic", "--for", "web", "--pause", "-n", "--", "true")
     assert "only work that uses the CPU" not in cli(*words).err
     monkeypatch.setattr("gpushare.host.activity.ActivityMeter.gpm", False)

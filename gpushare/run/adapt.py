@@ -1,0 +1,300 @@
+"""How large the time-slice of an opportunistic job may be, so that production keeps a part of its own speed. Pure.
+
+Production's speed is read while the other job runs, and compared with its speed while the other is held back for a moment.
+That baseline is measured again when the speed moves (production or the other job has entered another phase), and from time
+to time. The slice falls at once and rises in steps, as TGS adapts a rate of launches (NSDI 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+LEAST_US: Final = 20
+MOST_US: Final = 2048
+# The first slice after the first baseline.
+_FIRST_US: Final = 200
+# With a number per second or fewer it takes too long to see what a slice costs: then it starts at the least.
+_SELDOM_SECONDS: Final = 0.9
+
+STEP_SECONDS: Final = 1.0
+# The window in which production keeps its part, and how long the other is held back for a baseline.
+WINDOW_SECONDS: Final = 60.0
+_HOLD_SECONDS: Final = 1.0
+_LONGEST_HOLD_SECONDS: Final = 30.0
+# What was submitted before a change still runs, and a number printed right after it is about the time before.
+_SETTLE_SECONDS: Final = 0.3
+_REFRESH_SECONDS: Final = 30.0
+# Holding the other back for baselines may cost this part of its time.
+_REFRESH_PART: Final = 0.05
+# Without a number for this long, the slice is the least.
+SILENT_SECONDS: Final = 10.0
+# A slice that cost too much is not tried again for this long.
+_CEILING_SECONDS: Final = 20.0
+# Where even the least slice costs too much, the other stays held back: first this long, then twice, up to the most.
+_FIRST_BACKOFF_SECONDS: Final = 5.0
+_MOST_BACKOFF_SECONDS: Final = 60.0
+# A move by more than this, and by more than four times the noise, is another phase.
+_JUMP: Final = 0.015
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the other job gets: a time-slice in microseconds; ``held``: it is held back entirely for now."""
+
+    slice_us: int
+    held: bool
+
+
+@dataclass
+class _Spoken:
+    """Numbers with the time they cover: from the number before to their own."""
+
+    last: float | None = None
+    values: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def take(self, seen: Sequence[tuple[float, float]]) -> None:
+        before = self.last
+        for at, value in seen:
+            if self.last is None or at > self.last:
+                before, self.last = self.last, at
+            if before is not None:
+                self.values.append((before, at, value))
+
+    def since(self, start: float) -> list[tuple[float, float]]:
+        """Return time and value of those that are about the time after ``start`` only."""
+        return [(at, value) for before, at, value in self.values if before >= start]
+
+
+class Controller:
+    """Chooses the slice. ``step`` is called about once a second with the numbers that production printed since.
+
+    ``keep`` is the part of its speed that production keeps (0.97). Times are monotonic seconds, numbers speeds.
+    """
+
+    def __init__(self, keep: float, least_us: int = LEAST_US, most_us: int = MOST_US) -> None:
+        self._keep, self._least, self._most = keep, least_us, most_us
+        # Between the promise and nothing lost: what is aimed at.
+        self._goal = keep + 0.4 * (1 - keep)
+        self._slice = float(min(max(_FIRST_US, least_us), most_us))
+        self._spoken = _Spoken()
+        self._held = True
+        self._changed_at = -math.inf
+        self._held_at: float | None = None
+        self._hold_until = -math.inf
+        self.baseline: float | None = None
+        self._baseline_at = -math.inf
+        self._refresh = _REFRESH_SECONDS
+        # Relative scatter of a second's mean.
+        self._noise = 0.01
+        # Means of the seconds since the slice changed, and the last ones with their time, for the window.
+        self._kept: list[float] = []
+        self._kept_before: float | None = None
+        self._raised = False
+        self._ledger: deque[tuple[float, float, float]] = deque()
+        self._ceiling: tuple[float, float] | None = None
+        self._backoff = _FIRST_BACKOFF_SECONDS
+        # The baseline before, where even the least slice cost too much; None: it did not.
+        self._too_much: float | None = None
+        # It was measured again because the speed moved, at this time.
+        self._moved, self._jumped_at = False, math.inf
+        self._last_step: float | None = None
+        self._heard_at: float | None = None
+
+    @property
+    def out_of_reach(self) -> bool:
+        """Return whether even the least slice costs production too much now."""
+        return self._held and self._hold_until > -math.inf
+
+    @property
+    def kept(self) -> float | None:
+        """Return which part of its speed production has kept within the last minute, as far as known."""
+        seconds = math.fsum(seconds for _, seconds, _ in self._ledger)
+        return None if seconds <= 0 or self.baseline is None else 1 - self._lost() / seconds
+
+    def step(self, at: float, seen: Sequence[tuple[float, float]]) -> Setting:
+        """Take in the numbers since the last step, and return what the other job gets from now on."""
+        self._spoken.take(seen)
+        if self._heard_at is None or seen:
+            self._heard_at = at
+        seconds = 0.0 if self._last_step is None else at - self._last_step
+        self._last_step = at
+        if self._held_at is None and self._held:
+            self._held_at = self._changed_at = at
+        if self._held:
+            self._note(at, seconds, 0.0)
+            self._measure(at)
+        else:
+            self._judge(at, seconds)
+        while self._ledger and self._ledger[0][0] <= at - WINDOW_SECONDS:
+            self._ledger.popleft()
+        return Setting(slice_us=round(self._slice), held=self._held)
+
+    # -- the baseline ------------------------------------------------------------------------------------------
+
+    def _measure(self, at: float) -> None:
+        """Production runs as if alone: find its speed."""
+        held_at = self._held_at if self._held_at is not None else at
+        clean = self._spoken.since(held_at + _SETTLE_SECONDS)
+        if not clean:
+            if at - held_at >= _LONGEST_HOLD_SECONDS and self._heard_at is not None:
+                # It prints nothing: there is nothing to compare with.
+                self._go(at, self._least)
+            return
+        spaced = len({when for when, _ in clean})
+        spread = clean[-1][0] - held_at - _SETTLE_SECONDS
+        long = at - held_at >= _LONGEST_HOLD_SECONDS
+        if (spaced < 3 or spread < _HOLD_SECONDS) and not (long or (spaced >= 2 and spread >= 4 * _HOLD_SECONDS)):
+            return
+        values = [value for _, value in clean]
+        mean = math.fsum(values) / len(values)
+        if mean <= 0:
+            if long:
+                self._go(at, self._least)
+            return
+        half = len(values) // 2
+        if half >= 2 and not long:
+            first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
+            if abs(second - first) > max(_JUMP, 4 * self._noise) * mean:
+                # It has just entered another phase: only what comes from here on tells.
+                self._held_at = clean[half][0] - _SETTLE_SECONDS
+                return
+        self._found(at, mean, values, spread, at - held_at)
+
+    def _found(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
+        before = self.baseline
+        if len(values) >= 3 and before is None:
+            scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
+            per_second = max(1.0, len(values) / max(spread, 1.0))
+            self._noise = min(0.1, max(0.003, scatter / math.sqrt(per_second)))
+        if before is None and spread / max(1, len(values) - 1) > _SELDOM_SECONDS:
+            self._slice = self._least
+        same = before is not None and abs(mean / before - 1) <= max(0.03, 3 * self._noise)
+        if self._moved and before is not None and not same:
+            self._rescale(before / mean)
+        self.baseline, self._baseline_at = mean, at
+        self._refresh = max(_REFRESH_SECONDS, held / _REFRESH_PART)
+        self._moved = False
+        if not same:
+            self._ceiling, self._backoff, self._too_much = None, _FIRST_BACKOFF_SECONDS, None
+        if self._too_much is not None and (at < self._hold_until or self._lost() > 0.3 * self._allowed()):
+            return
+        if self._lost() > 0.6 * self._allowed() and same:
+            return
+        self._go(at, self._slice)
+
+    def _rescale(self, factor: float) -> None:
+        """The last entries were compared with the baseline of an earlier phase."""
+        for index in range(len(self._ledger)):
+            when, seconds, lost = self._ledger[index]
+            if when >= self._jumped_at and lost != 0.0:
+                self._ledger[index] = when, seconds, 1 - (1 - lost) * factor
+
+    # -- the slice ---------------------------------------------------------------------------------------------
+
+    def _judge(self, at: float, seconds: float) -> None:
+        """Compare production's speed with the baseline, and move the slice."""
+        clean = [value for _, value in self._spoken.since(self._changed_at + _SETTLE_SECONDS)]
+        if not clean:
+            self._silence(at)
+            return
+        if self.baseline is None:
+            # It prints by now.
+            self._hold(at, self._least)
+            return
+        self._spoken.values.clear()
+        kept = math.fsum(clean) / len(clean) / self.baseline
+        self._note(at, max(seconds, 0.0), 1 - kept)
+        before = _mean(self._kept)
+        if self._has_moved(kept, before):
+            # Production, or the other, does something else now.
+            fall = kept < (1.0 if before is None else before)
+            self._moved, self._jumped_at = True, at - seconds
+            self._hold(at, self._slice / 2 if fall else self._slice)
+            return
+        if before is not None:
+            self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - before)))
+        self._kept.append(kept)
+        if self._lost() > 0.7 * self._allowed():
+            self._hold(at, self._slice / 2)
+        elif at - self._baseline_at >= self._refresh:
+            self._hold(at, self._slice)
+        else:
+            self._move(at, kept)
+
+    def _has_moved(self, kept: float, before: float | None) -> bool:
+        limit = max(_JUMP, 4 * self._noise)
+        if kept > 1 + max(2 * _JUMP, 3 * self._noise):
+            return True
+        if before is not None:
+            return abs(kept - before) > limit
+        # With another slice than before: it cannot gain by a longer one, nor lose by a shorter one.
+        if self._kept_before is None:
+            return False
+        gain = kept - self._kept_before
+        return gain > limit if self._raised else gain < -limit
+
+    def _move(self, at: float, kept: float) -> None:
+        recent = self._kept[-3:]
+        mean = math.fsum(recent) / len(recent)
+        if kept < self._keep - max(0.005, 2 * self._noise):
+            self._lower(at, self._least if kept < self._keep - 0.1 else self._slice / 2)
+        elif len(recent) >= 3 and mean < self._goal - 0.3 * (1 - self._keep):
+            self._lower(at, 0.7 * self._slice)
+        elif len(recent) >= 2 and mean > self._goal and self._lost() < 0.6 * self._allowed():
+            self._backoff, self._too_much = _FIRST_BACKOFF_SECONDS, None
+            self._raise(at, 2.0 if mean > 1 - 0.3 * (1 - self._keep) else 1.3)
+
+    def _lower(self, at: float, wanted: float) -> None:
+        if self._slice <= self._least:
+            # Not the slice, or not the slice alone: is the baseline still right?
+            self._too_much = self.baseline
+            self._hold(at, self._least)
+            self._hold_until = at + self._backoff
+            self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
+            return
+        self._ceiling = self._slice, at + _CEILING_SECONDS
+        self._go(at, wanted)
+
+    def _raise(self, at: float, factor: float) -> None:
+        wanted = min(self._slice * factor, self._most)
+        if self._ceiling is not None and at < self._ceiling[1]:
+            wanted = min(wanted, 0.85 * self._ceiling[0])
+        if wanted > self._slice * 1.05:
+            self._go(at, wanted)
+
+    def _silence(self, at: float) -> None:
+        if self._heard_at is not None and at - self._heard_at >= SILENT_SECONDS and self._slice > self._least:
+            self._go(at, self._least)
+
+    def _go(self, at: float, wanted: float) -> None:
+        self._kept_before, self._raised = (None if self._held else _mean(self._kept)), wanted > self._slice
+        self._slice = min(max(wanted, self._least), self._most)
+        self._held, self._held_at, self._hold_until = False, None, -math.inf
+        self._changed_at, self._kept = at, []
+        self._spoken.values.clear()
+
+    def _hold(self, at: float, then: float) -> None:
+        self._slice = min(max(then, self._least), self._most)
+        self._held, self._held_at, self._hold_until = True, at, -math.inf
+        self._changed_at, self._kept = at, []
+        self._spoken.values.clear()
+
+    # -- what was lost within the window -----------------------------------------------------------------------
+
+    def _note(self, at: float, seconds: float, lost: float) -> None:
+        self._ledger.append((at, seconds, lost))
+
+    def _lost(self) -> float:
+        return math.fsum(seconds * lost for _, seconds, lost in self._ledger)
+
+    def _allowed(self) -> float:
+        return (1 - self._keep) * WINDOW_SECONDS
+
+
+def _mean(kept: Sequence[float]) -> float | None:
+    recent = kept[-8:]
+    return math.fsum(recent) / len(recent) if recent else None

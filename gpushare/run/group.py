@@ -1,0 +1,566 @@
+"""Opportunistic jobs with slices: all in one MPS daemon, whose server has one time-slice; production runs outside MPS.
+
+Next to a production job with gaps, several other jobs with a slice each starve each other. The clients of one MPS server
+share its compute channel group, so that they take one slice of the turn together. On an H100 (driver 580.159.04; a request
+of 5.6 ms at half load with a slice of 16 ms, next to two trainings): both in one daemon with 500 us 1.24x p99 with .48 in
+sum; each outside with 500 us 1.33x with .35; as it is 3.77x with .64.
+
+Only the server of this user's own daemon is touched, never the slice of a client. A server has no group before its first
+client, and a new one after a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
+from gpushare.host.channels import yama_scope
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.home import home_of
+from gpushare.run import roles
+from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
+from gpushare.run.end import CONVERSATION_SECONDS
+from gpushare.run.pause import Pauser
+from gpushare.run.progress import Progress
+from gpushare.run.roles import PausingWatch
+from gpushare.run.share import MpsShare
+from gpushare.units import format_percent, format_slice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.host import Host
+    from gpushare.run.jobs import PrintedRate
+    from gpushare.run.production import ProductionJob
+    from gpushare.run.share import Attachment
+    from gpushare.selection import Device
+
+
+# Measured beside a production job of 16 ms: below, the others lose more than production gains.
+DEFAULT_US: Final = 500
+_DIRECTORY: Final = "group"
+# A look at the slice itself; the daemon logs every conversation, so it is asked more seldom.
+_LOOK_SECONDS: Final = 1.0
+_FIRST_SECONDS: Final = 0.1
+# Production's log, so that its numbers have a time.
+_READ_SECONDS: Final = 0.1
+# A server that comes or goes is found at the next look; other refusals this often mean that it will not work.
+_PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels"})
+_MOST_TRIES: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """An opportunistic program in the group of a device, and the slice that it wants the group to have."""
+
+    pid: int
+    started_at: float | None
+    device_uuid: str
+    slice_us: int
+    # What the group's server had before.
+    before_us: int | None = None
+
+
+def write_member(host: Host, member: Member) -> None:
+    """Write the record of a member.
+
+    Raises:
+        NoPermission: the directory cannot be made.
+        OSError: the file cannot be written.
+    """
+    directory = host.run_directory / _DIRECTORY
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    replace_file(directory / f"{member.pid}.json", json.dumps(asdict(member)))
+
+
+def forget_member(host: Host, pid: int) -> None:
+    """Forget a program that has ended."""
+    with contextlib.suppress(OSError):
+        (host.run_directory / _DIRECTORY / f"{pid}.json").unlink()
+
+
+def members(host: Host, device: Device) -> tuple[Member, ...]:
+    """Return this user's living members on a device, by PID."""
+    if not is_trusted_directory(host.run_directory, _DIRECTORY):
+        return ()
+    found = []
+    with contextlib.suppress(OSError):
+        found = [record_from(Member, read_trusted(path)) for path in (host.run_directory / _DIRECTORY).glob("*.json")]
+    living = [
+        one
+        for one in found
+        if one is not None and one.device_uuid == device.uuid and host.processes.alive(one.pid, one.started_at)
+    ]
+    return tuple(sorted(living, key=lambda one: one.pid))
+
+
+def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareError | None:
+    """Return why the slices of a group cannot be set on this host; None: as far as can be told, they can.
+
+    Tries it at the server of the group where there is one, else at production's processes on the GPU. A trial leaves the
+    slices as they are.
+    """
+    try:
+        home, _ = own_daemon(host, device)
+    except NotFound:
+        servers: list[int] = []
+    except GpushareError as error:
+        return error
+    else:
+        if home.directory != home_of(host.run_directory, device.uuid).directory:
+            return NotSupported(
+                f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
+                " of its server",
+                "run as root",
+                code="not_your_daemon",
+            )
+        try:
+            servers = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).servers()
+        except GpushareError:
+            servers = []
+    scope = None if host.is_simulated else yama_scope()
+    if scope is not None:
+        return NotSupported(
+            f"Yama forbids access to the MPS server (kernel.yama.ptrace_scope is {scope})",
+            "run as root; with 3 even root may not",
+            code="ptrace_scope",
+        )
+    return _tried(host, servers or _on_gpu(host, device, production_pid))
+
+
+def _tried(host: Host, pids: Sequence[int]) -> GpushareError | None:
+    with host.open_channels() as control:
+        for pid in pids:
+            try:
+                control.find(pid)
+            except GpushareError as error:
+                # Production of another user is not touched: that says nothing about our own server.
+                if error.code not in {*_PASSING, "other_user"}:
+                    return error
+            else:
+                return None
+    return None
+
+
+def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
+    if pid is None or host.processes.namespace_is_host() is False:
+        return ()
+    family = host.processes.descendants(pid)
+    try:
+        there = {one.pid for one in host.nvml.processes(device.gpu.index) or () if one.compute}
+    except GpushareError:
+        return ()
+    return [one for one in family if one in there]
+
+
+@dataclass
+class ServerSlices:
+    """Sets the slices of MPS servers, reads them back, and sets them again where they differ. Closed by `close`."""
+
+    host: Host
+    _control: ChannelControl | None = None
+    _known: dict[int, Channels] = field(default_factory=dict)
+    # What was proved by a read-back, by server.
+    proved: dict[int, int] = field(default_factory=dict)
+    # What a server had when it was first seen.
+    found: dict[int, int | None] = field(default_factory=dict)
+
+    def apply(self, servers: Collection[int], microseconds: int) -> list[int]:
+        """Let servers have a slice, and return those where it was another one, or not known.
+
+        Raises as `ChannelControl.find` and `set_slice`.
+        """
+        if self._control is None:
+            self._control = self.host.open_channels().__enter__()
+        for gone in self._known.keys() - set(servers):
+            del self._known[gone]
+            self.proved.pop(gone, None)
+            self.found.pop(gone, None)
+        return [pid for pid in sorted(servers) if self._apply(self._control, pid, microseconds)]
+
+    def _apply(self, control: ChannelControl, pid: int, microseconds: int) -> bool:
+        known = self._known.get(pid)
+        if known is not None:
+            try:
+                if set(control.read_slices(known)) == {microseconds}:
+                    changed = self.proved.get(pid) != microseconds
+                    self.proved[pid] = microseconds
+                    return changed
+            except NotFound:
+                known = None
+        if known is None:
+            self.proved.pop(pid, None)
+            known = self._known[pid] = control.find(pid)
+            self.found[pid] = known.compute[0].slice_us
+        control.set_slice(known, microseconds)
+        self.proved[pid] = microseconds
+        return True
+
+    def close(self) -> None:
+        """End the calls; the slices stay."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+
+@dataclass
+class GroupWatch:
+    """The watch over an opportunistic program in the group, as `Watch`: it also keeps the slice of the group's server.
+
+    If the slice cannot be set, the program is paused while production works: ``instead`` makes the watch that does so.
+    """
+
+    inner: Attachment
+    member: Member
+    instead: Callable[[], PausingWatch] | None = None
+    # The slice changes all the time, which is nothing to report.
+    moves: bool = False
+    _slices: ServerSlices = field(init=False)
+    _paused: PausingWatch | None = None
+    _tries: int = 0
+    _due: float = 0.0
+    _told: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._slices = ServerSlices(self.inner.host)
+
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner watch.
+        return getattr(self.inner, name)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        if self._paused is not None:
+            return self._paused.wait()
+        return min(self.inner.wait(), _LOOK_SECONDS if self._slices.proved else _FIRST_SECONDS)
+
+    def look(self) -> None:
+        """Look for the program's processes, and for the slice of their server."""
+        if self._paused is not None:
+            self._paused.look()
+            return
+        if time.monotonic() >= self._due or self._has_new_process():
+            self.inner.look()
+            self._due = time.monotonic() + self.inner.wait()
+        self.keep()
+
+    @property
+    def gave_up(self) -> bool:
+        """Return whether the program is paused while production works, because the slice cannot be set."""
+        return self._paused is not None
+
+    def _has_new_process(self) -> bool:
+        """Return whether NVML lists a process of the program that the daemon was not asked about."""
+        host = self.inner.host
+        if host.processes.namespace_is_host() is False:
+            return False
+        try:
+            there = {one.pid for one in host.nvml.processes(self.inner.device.gpu.index) or ()}
+        except GpushareError:
+            return False
+        known = {*self.inner.attached, *self.inner.outside}
+        return bool(there & set(host.processes.descendants(self.inner.program_pid)) - known)
+
+    def want(self, microseconds: int) -> None:
+        """Want another slice for the group from now on."""
+        if microseconds != self.member.slice_us:
+            self.member = replace(self.member, slice_us=microseconds)
+            self.note()
+
+    def note(self) -> None:
+        """Write the record of this member; without it the others do not know what it wants."""
+        with contextlib.suppress(GpushareError, OSError):
+            write_member(self.inner.host, self.member)
+
+    def _others(self) -> list[Member]:
+        return [one for one in members(self.inner.host, self.inner.device) if one.pid != self.member.pid]
+
+    def keep(self) -> None:
+        """Set the slice of the program's servers where it is another one."""
+        servers = {pid for pid in self.inner.attached.values() if pid is not None and self._is_server(pid)}
+        if not servers:
+            return
+        others = self._others()
+        # The shortest that a member wants.
+        wanted = min([self.member.slice_us, *(one.slice_us for one in others)])
+        try:
+            changed = self._slices.apply(servers, wanted)
+        except GpushareError as error:
+            self._tries += 1
+            if error.code not in _PASSING and (isinstance(error, NotSupported) or self._tries >= _MOST_TRIES):
+                self._give_up(error)
+            return
+        self._tries = 0
+        self._note_before(others)
+        for pid in changed:
+            if self.moves and pid in self._told:
+                continue
+            self._told.add(pid)
+            self.inner.news.append(
+                f"the opportunistic jobs of {self.inner.device.title} share a time-slice of {format_slice(wanted)}"
+                f" (MPS server {pid}, read back)"
+            )
+
+    def _note_before(self, others: Sequence[Member]) -> None:
+        """Know what the last member is to restore: the first one saw it."""
+        known = next((one.before_us for one in others if one.before_us is not None), None)
+        found = known or next(iter(self._slices.found.values()), None)
+        if self.member.before_us is None and found is not None:
+            self.member = replace(self.member, before_us=found)
+            self.note()
+
+    def _restore(self) -> None:
+        """Give a server that goes on without members the slice that it had before."""
+        before = self.member.before_us
+        servers = [pid for pid in self._slices.proved if self._is_server(pid)]
+        if before is not None and servers and not self._others():
+            with contextlib.suppress(GpushareError):
+                self._slices.apply(servers, before)
+
+    def _is_server(self, pid: int) -> bool:
+        info = self.inner.host.processes.describe(pid)
+        return info is not None and is_server(info.name)
+
+    def _give_up(self, error: GpushareError) -> None:
+        then = "this job is not slowed"
+        if self.instead is not None:
+            self._paused = self.instead()
+            then = "this job is paused while production works"
+        self.inner.news.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
+
+    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+        """Let ``tell`` know each process before it is stopped."""
+        make, self.instead = self.instead, None
+        if make is None:
+            return
+
+        def told() -> PausingWatch:
+            watch = make()
+            watch.before_pause(tell)
+            return watch
+
+        self.instead = told
+
+    def release(self) -> None:
+        """Let the program continue for good: it is about to end."""
+        self.instead = None
+        if self._paused is not None:
+            self._paused.release()
+
+    def settle(self) -> None:
+        """Forget this member; after the last one the server gets its slice back."""
+        forget_member(self.inner.host, self.member.pid)
+        self._restore()
+        self._slices.close()
+        (self._paused or self.inner).settle()
+
+
+@dataclass
+class AdaptingWatch:
+    """The watch over an opportunistic program whose slice follows production's speed, as `Watch`; see `Controller`.
+
+    ``source`` returns where production prints now: it is asked again when production has been started again. For a
+    baseline the program is stopped (SIGSTOP), and the group has the least slice.
+    """
+
+    inner: GroupWatch
+    pauser: Pauser
+    production: ProductionJob
+    source: Callable[[], PrintedRate | None]
+    keep: float
+    title: str = "production"
+    _progress: Progress | None = None
+    _controller: Controller | None = None
+    _pid: int | None = None
+    _seen: list[tuple[float, float]] = field(default_factory=list)
+    _step_due: float = 0.0
+    _look_due: float = 0.0
+    _held: bool = False
+    _released: bool = False
+    _told: set[str] = field(default_factory=set)
+
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner watch.
+        return getattr(self.inner, name)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return min(self.inner.wait(), _READ_SECONDS)
+
+    def look(self) -> None:
+        """Read production's progress, move the slice, and look for the program's processes."""
+        at = time.monotonic()
+        if self.inner.gave_up:
+            self._hold(held=False)
+            self.inner.look()
+            return
+        self._read(at)
+        if at >= self._step_due and not self._released:
+            self._step_due = at + STEP_SECONDS
+            self._step(at)
+        if at >= self._look_due:
+            self.inner.look()
+            self._look_due = time.monotonic() + self.inner.wait()
+
+    def _read(self, at: float) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._seen += [(at, speed) for speed in self._progress.look()]
+        except TimedOut as error:
+            self._say("pattern", f"{error.message}: the time-slice stays at {format_slice(LEAST_US)}")
+            self._progress.close()
+            self._progress = None
+        except GpushareError as error:
+            self._say("log", f"{error.message}: the time-slice is {format_slice(LEAST_US)} until it can be read")
+
+    def _step(self, at: float) -> None:
+        if not self.production.lives():
+            # Nobody is there to be spared.
+            self._forget()
+            self._hold(held=False)
+            self.inner.want(MOST_US)
+            return
+        if self._pid != self.production.pid:
+            self._follow()
+        if self._controller is None:
+            return
+        seen, self._seen = self._seen, []
+        setting = self._controller.step(at, seen)
+        # Before it is on the GPU, it costs production nothing there.
+        self._hold(held=setting.held and bool(self.inner.attached))
+        self.inner.want(LEAST_US if setting.held else setting.slice_us)
+        if self._controller.out_of_reach:
+            self._say(
+                "reach",
+                f"even a time-slice of {format_slice(LEAST_US)} costs {self.title} more than {100 * (1 - self.keep):g} %:"
+                " this job is held back, and tried again from time to time",
+            )
+
+    def _follow(self) -> None:
+        """Read the log of production as it runs now."""
+        self._forget()
+        found = self.source()
+        self._pid = self.production.pid
+        self._controller = Controller(self.keep)
+        if found is None:
+            self._say("source", f"{self.title} was started again without --log and --metric: the slice is the least")
+            return
+        info = self.inner.host.processes.describe(self.production.pid)
+        owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
+        self._progress = Progress(Path(found.log), found.metric, owners, found.higher_is_better)
+
+    def _forget(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        self._progress, self._controller, self._pid, self._seen = None, None, None, []
+
+    def _hold(self, *, held: bool) -> None:
+        if held:
+            self.pauser.pause()
+        elif self._held:
+            self.pauser.resume()
+        self._held = held
+
+    def _say(self, about: str, text: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self.inner.news.append(text)
+
+    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+        """Let ``tell`` know each process before it is stopped."""
+        self.pauser.tell = tell
+        self.inner.before_pause(tell)
+
+    def release(self) -> None:
+        """Let the program continue for good: it is about to end, and must be able to."""
+        self._released = True
+        self.pauser.resume()
+        self.inner.release()
+
+    def settle(self) -> None:
+        """Continue what the program left behind, and let the inner watch settle."""
+        self.release()
+        kept = None if self._controller is None else self._controller.kept
+        if kept is not None:
+            self.inner.news.append(
+                f"{self.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
+            )
+        self._forget()
+        self.inner.settle()
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """How a slice follows production: the part of its speed that it keeps, and where it prints it."""
+
+    keep: float
+    source: Callable[[], PrintedRate | None]
+
+
+@dataclass
+class GroupShare(MpsShare):
+    """A share under MPS for an opportunistic program, whose daemon's server has one slice."""
+
+    slice_us: int = DEFAULT_US
+    production: ProductionJob | None = None
+    # The production job, for people.
+    title: str = "production"
+    adapt: Adapting | None = None
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it, and with which slice."""
+        slice_text = (
+            f"a time-slice of {format_slice(self.slice_us)}"
+            if self.adapt is None
+            else f"a time-slice by which {self.title} keeps {100 * self.adapt.keep:g} %"
+        )
+        return f"{super().where}, whose server has {slice_text}"
+
+    def check(self, program: str) -> None:
+        """Raise as `MpsShare.check`, and InUse while a production job is in the daemon."""
+        super().check(program)
+        for one in roles.living_productions(self.host, self.device):
+            if roles.is_under_mps(self.host, self.device, one.pid):
+                raise InUse(
+                    f"production job '{one.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
+                    f"use caps: --way caps; or start it outside MPS: gpushare run --production {one.name} --slice 16ms -- CMD",
+                    gpu=str(self.device.gpu.index),
+                    code="production_under_mps",
+                )
+
+    def watch(self, pid: int) -> Attachment:
+        """Return the watch over a program."""
+        host, device = self.host, self.device
+        inner = super().watch(pid)
+        info = host.processes.describe(pid)
+        started_at = None if info is None else info.started_at
+        first = LEAST_US if self.adapt is not None else self.slice_us
+        member = Member(pid=pid, started_at=started_at, device_uuid=device.uuid, slice_us=first)
+        watch = GroupWatch(inner, member, self._instead(inner, pid), moves=self.adapt is not None)
+        watch.note()
+        if self.adapt is None or self.production is None:
+            # The other attributes are the inner watch's.
+            return cast("Attachment", watch)
+        pauser = Pauser(host, device, pid, None)
+        adapting = AdaptingWatch(watch, pauser, self.production, self.adapt.source, self.adapt.keep, self.title)
+        return cast("Attachment", adapting)
+
+    def _instead(self, inner: Attachment, pid: int) -> Callable[[], PausingWatch] | None:
+        production = self.production
+        if production is None:
+            return None
+        return lambda: PausingWatch(inner, Pauser(self.host, self.device, pid, None), production)

@@ -1,0 +1,159 @@
+"""`gpushare run --opportunistic --way slices`: jobs in one MPS daemon with one time-slice, next to production outside it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpushare.run.jobs import find_record, write_record
+from gpushare.run.results import SLICES, keep_tuned
+from gpushare.sim.state import StateFile
+from tests.cli.drive import Answer, Started, World, until
+from tests.cli.run.test_roles import LOOP, TUNED, recorded, running
+
+__all__ = ["running"]
+Cli = Callable[..., Answer]
+JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need", "90")
+
+
+def server_slices(world: World) -> list[int]:
+    return [server.slices.get("compute", 2048) for one in world.state.daemons for server in one.servers]
+
+
+def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
+    real: Callable[..., Started], world: World, running: int
+) -> None:
+    assert world.host.nvml.count() == 1
+    words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
+    jobs = [real(*words), real(*words)]
+    until(lambda: len(world.state.processes) == 2 and server_slices(world) == [500], "both are in the group")
+    for one in jobs:
+        one.signal(signal.SIGTERM)
+    answers = [one.result() for one in jobs]
+    assert [answer.code for answer in answers] == [0, 0]
+    for answer in answers:
+        assert "share a time-slice of 500us (MPS server " in answer.err
+        assert "is attached to MPS server" in answer.err
+        assert f"next to process {running}: all opportunistic jobs of GPU 0 share a time-slice of 500us" in answer.err
+    assert world.state.daemons == []
+    assert list((world.host.run_directory / "group").iterdir()) == []
+
+
+def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(
+    real: Callable[..., Started], world: World, running: int
+) -> None:
+    assert world.host.nvml.count() == 1
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        words = ("run", "--opportunistic", "--for", str(busy.pid), "--grace", "1", "--", sys.executable, "-c", LOOP)
+        with StateFile(world.spec).changed() as state:
+            state.channel_fault = "ptrace_scope"
+        job = real(*words)
+        until(
+            lambda: any(
+                info is not None and info.stopped
+                for one in world.state.processes
+                if (info := world.host.processes.describe(one.pid)) is not None and one.real
+            ),
+            "it is paused",
+        )
+        job.signal(signal.SIGTERM)
+        answer = job.result()
+    finally:
+        busy.kill()
+        busy.wait()
+    assert answer.code == 143
+    assert "the time-slice of the MPS server cannot be set: process " in answer.err
+    assert "; this job is paused while production works" in answer.err
+
+
+def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, other_slice_us=200))
+    recorded(world, running)
+    planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
+    assert "whose server has a time-slice of 200us" in planned.out
+    assert "THREAD_PERCENTAGE" not in planned.out
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in planned.out
+
+
+def test_what_was_tuned_counts_before_production_runs(cli: Cli, world: World) -> None:
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, other_slice_us=200))
+    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    assert "whose server has a time-slice of 200us" in planned.out
+
+
+def test_production_under_mps_that_was_tuned_for_slices_is_told(
+    cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES))
+    recorded(world, running)
+    monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
+    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
+    assert "tuned for time-slices, with 'web' outside MPS; it runs under MPS" in planned.err
+
+
+def test_caps_next_to_production_outside_mps_are_refused(refused: Callable[..., str], running: int) -> None:
+    words = ("run", "--opportunistic", "--for", str(running), "--way", "caps", "--", "true")
+    text = refused(*words, code="production_outside_mps", exit_code=19)
+    assert "--way slices" in text
+
+
+@pytest.mark.parametrize("more", [("--way", "slices"), ("--adapt",)])
+def test_slices_next_to_production_under_mps_are_refused(
+    refused: Callable[..., str], world: World, running: int, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    recorded(world, running)
+    monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
+    text = refused(
+        "run", "--opportunistic", "--for", "web", *more, "--", "true", code="production_under_mps", exit_code=19
+    )
+    assert "gpushare run --production web --slice" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code", "hint"),
+    [
+        (("--opportunistic", "--way", "both"), "bad_way", 2, "--way slices"),
+        (("--way", "slices"), "bad_combination", 2, "--opportunistic"),
+        (("--adapt",), "bad_combination", 2, "--opportunistic"),
+        (("--opportunistic", "--way", "slices", "--pause"), "bad_combination", 2, "--way slices"),
+        (("--opportunistic", "--adapt", "--way", "caps"), "bad_combination", 2, "--adapt --keep 97%"),
+        (("--opportunistic", "--adapt", "--pause"), "bad_combination", 2, "--adapt --keep 97%"),
+        (("--opportunistic", "--keep", "97%"), "bad_combination", 2, "--adapt"),
+        (("--opportunistic", "--adapt", "--keep", "0.97"), "bad_keep", 2, "--keep 97%"),
+        (("--opportunistic", "--adapt", "--keep", "100"), "bad_keep", 2, "--keep 97%"),
+        (("--opportunistic", "--adapt"), "no_production", 6, "--production NAME"),
+        (("--metric", "a(b)", "--log", "x"), "bad_combination", 2, "--production NAME"),
+        (("--production", "web", "--metric", "a(b)"), "bad_combination", 2, "--log FILE"),
+        (("--production", "web", "--log", "x"), "bad_combination", 2, "--metric"),
+        (("--production", "web", "--metric", "ab", "--log", "x"), "bad_metric", 2, "--metric"),
+        (("--production", "web", "--metric", "a(b)", "--log", "/nowhere/x"), "not_written", 4, "ls -ld"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int, hint: str
+) -> None:
+    assert hint in refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+
+
+def test_adapt_needs_productions_progress(refused: Callable[..., str], world: World, running: int) -> None:
+    recorded(world, running)
+    for target in ("web", str(running)):
+        words = ("run", "--opportunistic", "--for", target, "--adapt", "--", "true")
+        text = refused(*words, code="no_progress", exit_code=6)
+        assert "--metric 'rate=([0-9.]+)' --log FILE" in text
+
+
+def test_adapt_is_planned_with_what_production_keeps(cli: Cli, world: World, running: int) -> None:
+    recorded(world, running)
+    before = find_record(world.host, "web")
+    assert before is not None
+    write_record(world.host, replace(before, log="/tmp/x", metric="a(b)"))
+    planned = cli("run", "--opportunistic", "--for", "web", "--adapt", "--keep", "95%", "-n", "--", "true").ok()
+    assert "whose server has a time-slice by which 'web' keeps 95 %" in planned.out

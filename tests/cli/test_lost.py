@@ -1,0 +1,59 @@
+"""A lost GPU is shown in one way: the same word in its row, the others shown, ``partial`` and exit code 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+TWO = "sim:2xa30"
+SAID = "error: GPU 1 does not answer: the GPU is lost: it fell off the bus"
+
+
+def test_each_view_shows_the_others_and_ends_with_1(cli: Cli) -> None:
+    World(TWO).fault("lost", gpu="1")
+    rows = {"status": "  1  -     lost", "timeslice show": "  1  -           lost", "mig status": "GPU 1  lost"}
+    for words in ("status", "timeslice show", "mig status", "mig profiles", "mps status", "capture", "compare"):
+        done = cli(*words.split(), host=TWO)
+        assert done.code == 1, words
+        assert SAID in done.err, words
+        assert rows.get(words, "") in done.out, words
+        found = cli(*words.split(), host=TWO, output="json")
+        assert (found.code, found.json["status"], found.json["errors"][0]["code"]) == (1, "partial", "gpu_lost")
+    assert cli("compare", "--why", "error-isolation", "mps", host=TWO).code == 1
+
+
+def test_the_level_of_a_lost_gpu_is_unknown_to_machines(cli: Cli) -> None:
+    World(TWO).fault("lost", gpu="1")
+    found = cli("timeslice", "show", host=TWO, output="json").json["data"]["gpus"]
+    assert found[1]["time_slice"] is None
+    assert "lost" not in cli("timeslice", "show", host=TWO, output="csv").out
+
+
+def test_a_daemon_of_a_lost_gpu(cli: Cli) -> None:
+    cli("mps", "start", "-g", "1", host=TWO).ok()
+    World(TWO).fault("lost", gpu="1")
+    done = cli("mps", "status", host=TWO)
+    assert done.code == 1
+    row = next(line.split() for line in done.out.splitlines() if "gpushare" in line)
+    assert row[4] == "lost"
+
+
+@pytest.mark.usefixtures("even_samples")
+def test_a_recording_of_a_lost_gpu(cli: Cli, tmp_path: Path) -> None:
+    World(TWO).fault("lost", gpu="1")
+    file = str(tmp_path / "one.jsonl")
+    done = cli("observe", "--for", "0.3s", "--interval", "0.1s", "--to", file, host=TWO)
+    assert done.code == 1
+    assert SAID in done.err
+    assert "times: the GPU is lost" in done.err
+    cli("observe", "--from", file, host=TWO).ok()
+
+
+def test_an_export_never_drops_a_gpu_in_silence(refused: Callable[..., str]) -> None:
+    World(TWO).fault("lost", gpu="1")
+    assert "see: gpushare status" in refused("export", "k8s", code="gpu_lost", exit_code=6, host=TWO)

@@ -1,0 +1,209 @@
+"""The slice of an opportunistic job follows production's speed: a model of both, with phases and noise."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare.run.adapt import LEAST_US, MOST_US, SILENT_SECONDS, WINDOW_SECONDS, Controller, Setting
+
+TICK = 0.05
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What production does for some seconds: its speed alone, and which part it loses next to a slice of many times ``half``."""
+
+    seconds: float
+    speed: float
+    harm: float
+    half: float = 500.0
+
+    def kept(self, setting: Setting) -> float:
+        slice_us = 0 if setting.held else setting.slice_us
+        return 1 - self.harm * slice_us / (slice_us + self.half)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The least part that production kept within any minute, and the settings of each second."""
+
+    worst: float
+    settings: list[Setting]
+    controller: Controller
+
+    @property
+    def used(self) -> float:
+        """Return the mean slice in microseconds."""
+        return sum(0 if one.held else one.slice_us for one in self.settings) / len(self.settings)
+
+
+def simulate(
+    phases: list[Phase],
+    *,
+    keep: float = 0.97,
+    noise: float = 0.01,
+    every: float = 0.05,
+    seconds: float = 240.0,
+    seed: int = 1,
+    speaks: tuple[float, float] = (0.0, 1e9),
+) -> Outcome:
+    scatter, controller = random.Random(seed), Controller(keep)  # noqa: S311
+    setting = Setting(slice_us=LEAST_US, held=True)
+    alone, real, since, seen, chosen = [], [], [], [], []
+    prints = every
+    whole = sum(one.seconds for one in phases)
+    for tick in range(round(seconds / TICK)):
+        at = tick * TICK
+        place = at % whole
+        phase = next(one for number, one in enumerate(phases) if place < sum(p.seconds for p in phases[: number + 1]))
+        alone.append(phase.speed)
+        real.append(phase.speed * phase.kept(setting))
+        since.append(real[-1])
+        if at + TICK >= prints - 1e-9:
+            prints += every
+            if speaks[0] <= at < speaks[1]:
+                seen.append((at + TICK, sum(since) / len(since) * (1 + scatter.gauss(0, noise))))
+            since = []
+        if (tick + 1) % round(1 / TICK) == 0:
+            setting, seen = controller.step(at + TICK, seen), []
+            chosen.append(setting)
+    minute = round(min(WINDOW_SECONDS, seconds) / TICK)
+    starts = range(0, len(real) - minute + 1, round(1 / TICK))
+    worst = min(sum(real[at : at + minute]) / sum(alone[at : at + minute]) for at in starts)
+    return Outcome(worst, chosen, controller)
+
+
+def test_it_holds_the_other_back_until_the_baseline_is_known() -> None:
+    controller = Controller(0.97)
+    assert controller.step(0.0, []).held
+    assert controller.step(1.0, [(0.1 * n, 50.0) for n in range(1, 11)]).held
+    assert not controller.step(2.0, [(1 + 0.1 * n, 50.0) for n in range(1, 11)]).held
+    assert controller.baseline == pytest.approx(50.0)
+
+
+def test_a_job_that_costs_nothing_gets_the_longest_slice() -> None:
+    outcome = simulate([Phase(1000, 50, 0.0)])
+    assert max(one.slice_us for one in outcome.settings) == MOST_US
+    assert outcome.used > 0.85 * MOST_US
+    assert outcome.worst == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.01])
+@pytest.mark.parametrize("every", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("harm", [0.05, 0.2, 0.6])
+def test_steady_production_keeps_its_part_in_every_minute(noise: float, every: float, harm: float) -> None:
+    outcome = simulate([Phase(1000, 100, harm)], noise=noise, every=every)
+    assert outcome.worst >= 0.965
+    assert outcome.used > 0.3 * LEAST_US
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("every", [0.05, 0.5])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [Phase(40, 100, 0.02), Phase(40, 60, 0.6, 300)],
+        [Phase(40, 100, 0.6, 300), Phase(40, 300, 0.02)],
+        # The speed alone stays the same.
+        [Phase(30, 100, 0.0), Phase(30, 100, 0.7, 200)],
+        [Phase(25, 100, 0.02), Phase(25, 40, 0.3), Phase(25, 160, 0.6)],
+    ],
+)
+def test_production_that_changes_phase_keeps_its_part_in_every_minute(
+    phases: list[Phase], every: float, seed: int
+) -> None:
+    assert simulate(phases, every=every, seed=seed).worst >= 0.965
+
+
+def test_a_phase_without_harm_is_used() -> None:
+    light, heavy = Phase(60, 100, 0.01), Phase(60, 60, 0.6, 300)
+    outcome = simulate([light, heavy])
+    assert outcome.worst >= 0.965
+    of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
+    of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 70]
+    assert max(of_light) > 10 * max(of_heavy)
+
+
+def test_what_even_the_least_slice_costs_too_much_stays_held_back() -> None:
+    outcome = simulate([Phase(1000, 100, 0.9, 20)])
+    assert outcome.worst >= 0.965
+    assert sum(one.held for one in outcome.settings[60:]) > 0.8 * len(outcome.settings[60:])
+    assert outcome.controller.out_of_reach
+
+
+def test_a_lower_part_gives_more() -> None:
+    used = [simulate([Phase(1000, 100, 0.5)], keep=keep).used for keep in (0.99, 0.97, 0.9)]
+    assert used == sorted(used)
+
+
+def test_without_numbers_the_slice_is_the_least() -> None:
+    outcome = simulate([Phase(1000, 100, 0.0)], seconds=100, speaks=(0.0, 60.0))
+    assert outcome.settings[58].slice_us == MOST_US
+    assert {one.slice_us for one in outcome.settings[round(62 + SILENT_SECONDS) :]} == {LEAST_US}
+
+
+def test_production_that_never_prints_leaves_the_least() -> None:
+    outcome = simulate([Phase(1000, 100, 0.5)], seconds=60, speaks=(1e9, 1e9))
+    assert outcome.controller.baseline is None
+    assert outcome.settings[-1] == Setting(slice_us=LEAST_US, held=False)
+
+
+def test_numbers_begin_late() -> None:
+    outcome = simulate([Phase(1000, 100, 0.0)], seconds=120, speaks=(50.0, 1e9))
+    assert outcome.controller.baseline == pytest.approx(100, rel=0.02)
+    assert outcome.settings[-1].slice_us == MOST_US
+
+
+@given(
+    phases=st.lists(
+        st.builds(
+            Phase,
+            seconds=st.floats(20, 90),
+            speed=st.floats(1e-3, 1e6),
+            harm=st.floats(0, 0.9),
+            half=st.floats(20, 5000),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    noise=st.floats(0, 0.1),
+    every=st.sampled_from([0.05, 0.25, 1.0, 3.0, 12.0]),
+    keep=st.floats(0.5, 0.999),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_production_does_the_slice_stays_within_its_bounds(
+    phases: list[Phase], noise: float, every: float, keep: float, seed: int
+) -> None:
+    outcome = simulate(phases, noise=noise, every=every, keep=keep, seed=seed, seconds=120)
+    assert all(LEAST_US <= one.slice_us <= MOST_US for one in outcome.settings)
+    kept = outcome.controller.kept
+    assert kept is None or kept <= 1.2 + 10 * noise or len(phases) > 1
+
+
+@given(
+    harm=st.floats(0, 0.8),
+    half=st.floats(100, 2000),
+    noise=st.floats(0, 0.01),
+    keep=st.floats(0.8, 0.98),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_steady_production_keeps_its_part(harm: float, half: float, noise: float, keep: float, seed: int) -> None:
+    outcome = simulate([Phase(1000, 100, harm, half)], noise=noise, keep=keep, seed=seed)
+    assert outcome.worst >= keep - 0.01
+
+
+@given(times=st.lists(st.floats(0, 100), max_size=30), values=st.lists(st.floats(0, 1e100), min_size=30, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_any_numbers_are_taken(times: list[float], values: list[float]) -> None:
+    controller = Controller(0.97)
+    for second in range(101):
+        seen = [(at, value) for at, value in zip(sorted(times), values, strict=False) if second - 1 < at <= second]
+        setting = controller.step(float(second), seen)
+        assert LEAST_US <= setting.slice_us <= MOST_US

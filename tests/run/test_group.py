@@ -1,0 +1,232 @@
+"""Opportunistic jobs in one MPS daemon: the slice of its server, set, read back, set again, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gpushare.errors import GpushareError
+from gpushare.host.host import Host
+from gpushare.mps.limits import Limits
+from gpushare.run import group
+from gpushare.run.group import GroupShare, GroupWatch, members, why_not
+from gpushare.selection import Device
+from gpushare.sim import admin, open_simulated
+from gpushare.sim.state import SimulatedHostState, StateFile
+
+SPEC = "sim:h200"
+
+
+@pytest.fixture
+def file() -> StateFile:
+    return open_simulated(SPEC).state_file
+
+
+@pytest.fixture
+def share(host: Host, device: Device) -> Iterator[GroupShare]:
+    """Return an open share; its daemon has no client yet."""
+    opened = GroupShare(host, device, Limits())
+    opened.open()
+    yield opened
+    opened.close()
+
+
+def client(share: GroupShare) -> int:
+    return admin.add_process(SPEC, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": str(share.home.pipe)})
+
+
+def watch_of(share: GroupShare, pid: int) -> GroupWatch:
+    found = share.watch(pid)
+    assert isinstance(found, GroupWatch)
+    found._due = 0.0
+    return found
+
+
+def look(watch: GroupWatch) -> None:
+    watch._due = 0.0
+    watch.look()
+
+
+def state_of(file: StateFile) -> SimulatedHostState:
+    state = file.read()
+    assert state is not None
+    return state
+
+
+def server_slices(file: StateFile) -> list[int]:
+    return [server.slices.get("compute", 2048) for one in state_of(file).daemons for server in one.servers]
+
+
+def fault(file: StateFile, name: str | None) -> None:
+    with file.changed() as state:
+        state.channel_fault = name
+
+
+def test_the_server_gets_the_slice_with_the_first_client_and_no_client_does(share: GroupShare, file: StateFile) -> None:
+    pid = client(share)
+    watch = watch_of(share, pid)
+    watch.look()
+    assert server_slices(file) == [500]
+    assert [one.slices for one in state_of(file).processes if one.pid == pid] == [{}]
+    server = state_of(file).daemons[0].servers[0].pid
+    assert watch.inner.news == [
+        f"the opportunistic jobs of GPU 0 share a time-slice of 500us (MPS server {server}, read back)"
+    ]
+    watch.look()
+    assert len(watch.inner.news) == 1
+
+
+def test_a_slice_that_was_changed_is_set_again(share: GroupShare, file: StateFile) -> None:
+    watch = watch_of(share, client(share))
+    watch.look()
+    with file.changed() as state:
+        state.daemons[0].servers[0].slices["compute"] = 2048
+    watch.look()
+    assert server_slices(file) == [500]
+
+
+def test_a_new_server_gets_the_slice_too(share: GroupShare, file: StateFile) -> None:
+    first = client(share)
+    watch = watch_of(share, first)
+    watch.look()
+    before = state_of(file).daemons[0].servers[0].pid
+    admin.end_process(SPEC, first)
+    with file.changed() as state:
+        state.daemons[0].servers.clear()
+    second = client(share)
+    assert state_of(file).daemons[0].servers[0].pid != before
+    watch.inner.program_pid = second
+    watch.look()
+    assert server_slices(file) == [500]
+    assert len(watch.inner.news) == 2
+
+
+def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back(
+    share: GroupShare, file: StateFile, host: Host, device: Device
+) -> None:
+    other = GroupShare(host, device, Limits(), slice_us=200)
+    first, second = watch_of(share, client(share)), watch_of(other, client(share))
+    first.look()
+    assert server_slices(file) == [200]
+    second.look()
+    assert [one.slice_us for one in members(host, device)] == [500, 200]
+    second.settle()
+    first.look()
+    assert server_slices(file) == [500]
+    first.settle()
+    assert server_slices(file) == [2048]
+    assert members(host, device) == ()
+
+
+def test_the_member_that_ends_last_knows_the_slice_of_before(
+    share: GroupShare, file: StateFile, host: Host, device: Device
+) -> None:
+    first = watch_of(share, client(share))
+    first.look()
+    second = watch_of(GroupShare(host, device, Limits(), slice_us=700), client(share))
+    second.look()
+    first.settle()
+    second.look()
+    assert server_slices(file) == [700]
+    second.settle()
+    assert server_slices(file) == [2048]
+
+
+@pytest.mark.parametrize("name", ["ptrace_scope", "seccomp", "no_pidfd_getfd"])
+def test_where_it_is_not_supported_it_is_said_and_the_job_is_paused_instead(
+    share: GroupShare, file: StateFile, name: str
+) -> None:
+    watch = watch_of(share, client(share))
+    paused: list[str] = []
+
+    class Instead:
+        def look(self) -> None:
+            paused.append("look")
+
+        def wait(self) -> float:
+            return 0.01
+
+    watch.instead = Instead  # type: ignore[assignment]
+    fault(file, name)
+    watch.look()
+    (told,) = watch.inner.news
+    assert told.startswith("the time-slice of the MPS server cannot be set: process ")
+    assert told.endswith("; this job is paused while production works")
+    watch.look()
+    assert (paused, watch.wait(), server_slices(file)) == (["look"], 0.01, [2048])
+
+
+def test_a_driver_that_fails_once_is_tried_again(share: GroupShare, file: StateFile) -> None:
+    watch = watch_of(share, client(share))
+    fault(file, "hang")
+    watch.look()
+    assert watch.inner.news == []
+    fault(file, None)
+    watch.look()
+    assert server_slices(file) == [500]
+    fault(file, "hang")
+    watch.look()
+    look(watch)
+    assert "cannot be set" in watch.inner.news[-1]
+
+
+def test_why_not_names_the_reason(share: GroupShare, file: StateFile, host: Host, device: Device) -> None:
+    assert why_not(host, device, None) is None
+    client(share)
+    assert why_not(host, device, None) is None
+    assert server_slices(file) == [2048]
+    fault(file, "seccomp")
+    reason = why_not(host, device, None)
+    assert reason is not None
+    assert reason.code == "seccomp"
+
+
+def test_without_a_server_it_is_tried_at_production(file: StateFile, host: Host, device: Device) -> None:
+    pid = admin.add_process(SPEC)
+    assert why_not(host, device, pid) is None
+    fault(file, "no_pidfd_getfd")
+    reason = why_not(host, device, pid)
+    assert reason is not None
+    assert reason.code == "no_pidfd_getfd"
+
+
+def test_the_daemon_of_another_user_is_left_alone(share: GroupShare, host: Host, device: Device) -> None:
+    elsewhere = replace(
+        host, run_directory=host.run_directory.parent / "mine", shared_run_directories=(host.run_directory,)
+    )
+    reason = why_not(elsewhere, device, None)
+    assert reason is not None
+    assert reason.code == "not_your_daemon"
+
+
+def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
+    pid = admin.add_process(SPEC)
+    one = group.Member(pid=pid, started_at=1.0, device_uuid=device.uuid, slice_us=30)
+    group.write_member(host, one)
+    assert members(host, device) == ()
+    (host.run_directory / "group" / "7.json").write_text('{"pid": "x"}')
+    (host.run_directory / "group").chmod(0o777)
+    assert members(host, device) == ()
+
+
+def test_a_directory_that_cannot_be_made_does_not_end_the_program(share: GroupShare, file: StateFile) -> None:
+    share.host.run_directory.joinpath("group").write_text("")
+    watch = watch_of(share, client(share))
+    watch.look()
+    assert server_slices(file) == [500]
+
+
+def test_production_in_the_daemon_is_refused_by_name(
+    share: GroupShare, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Web:
+        name, pid = "web", 1
+
+    monkeypatch.setattr(group.roles, "living_productions", lambda *_: [Web])
+    monkeypatch.setattr(group.roles, "is_under_mps", lambda *_: True)
+    with pytest.raises(GpushareError) as raised:
+        share.check("true")
+    assert raised.value.code == "production_under_mps"
+    assert "'web'" in raised.value.message

@@ -1,0 +1,142 @@
+"""Production's log: read as it grows, rotated, truncated, and never anything else in its place."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import GpushareError, TimedOut
+from gpushare.run.progress import Progress
+
+RATE = r"rate=([0-9.eE+-]+)"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "web.log"
+    path.write_text("rate=1\n")
+    return path
+
+
+def reader(path: Path, **more: object) -> Progress:
+    return Progress(path, RATE, {os.geteuid()}, **more)  # type: ignore[arg-type]
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_only_what_is_printed_from_now_on_counts(log: Path) -> None:
+    progress = reader(log)
+    assert progress.look() == []
+    append(log, "step 1 rate=10.5\nrate=11 rate=12\nra")
+    assert progress.look() == [10.5, 11, 12]
+    append(log, "te=13\rrate=14\n")
+    assert progress.look() == [13, 14]
+    assert progress.look() == []
+
+
+def test_a_time_per_unit_is_a_speed(log: Path) -> None:
+    progress = reader(log, higher_is_better=False)
+    progress.look()
+    append(log, "rate=0.5\nrate=0\nrate=1e-323\nrate=many\nrate=4\n")
+    assert progress.look() == [2, 0.25]
+
+
+def test_a_rotated_log_is_read_to_its_end(log: Path) -> None:
+    progress = reader(log)
+    progress.look()
+    append(log, "rate=2\n")
+    log.rename(log.with_suffix(".1"))
+    append(log.with_suffix(".1"), "rate=3\n")
+    assert progress.look() == [2, 3]
+    log.write_text("rate=4\n")
+    append(log.with_suffix(".1"), "rate=3.5\n")
+    assert progress.look() == [3.5, 4]
+
+
+def test_a_truncated_log_is_read_from_its_start(log: Path) -> None:
+    progress = reader(log)
+    append(log, "rate=2\n" * 100)
+    progress.look()
+    log.write_text("rate=5\n")
+    assert progress.look() == [5]
+
+
+def test_a_flood_is_skipped(log: Path) -> None:
+    progress = reader(log)
+    progress.look()
+    append(log, "rate=7\n" * 200_000 + "rate=8\n")
+    began = time.monotonic()
+    found = progress.look()
+    assert time.monotonic() - began < 2
+    assert found[-1] == 8
+    assert 1000 < len(found) < 100_000
+
+
+def test_a_line_without_an_end_is_not_kept_whole(log: Path) -> None:
+    progress = reader(log)
+    progress.look()
+    for _ in range(5):
+        append(log, "x" * 100_000)
+        assert progress.look() == []
+    assert len(progress._rest) <= 64 << 10
+
+
+def test_it_appears_later(tmp_path: Path) -> None:
+    progress = reader(tmp_path / "web.log")
+    with pytest.raises(GpushareError) as raised:
+        progress.look()
+    assert raised.value.code == "log_unreadable"
+    assert "does not exist" in raised.value.message
+    (tmp_path / "web.log").write_text("rate=3\n")
+    progress.look()
+    append(tmp_path / "web.log", "rate=4\n")
+    assert progress.look() == [4]
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "directory"])
+def test_nothing_else_in_its_place_is_read(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "web.log"
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "link":
+        path.symlink_to("/proc/self/stat")
+    else:
+        path.mkdir()
+    with pytest.raises(GpushareError) as raised:
+        reader(path).look()
+    assert raised.value.code == "log_unreadable"
+    assert raised.value.hint
+
+
+def test_the_file_of_a_stranger_is_not_read(log: Path) -> None:
+    with pytest.raises(GpushareError, match="belongs to user"):
+        Progress(log, RATE, {os.geteuid() + 1}).look()
+
+
+def test_a_pattern_that_takes_too_long_is_given_up(log: Path) -> None:
+    progress = Progress(log, r"((?:a+)+)b", {os.geteuid()})
+    progress.look()
+    append(log, "a" * 60 + "\n")
+    with pytest.raises(TimedOut):
+        progress.look()
+
+
+@given(chunks=st.lists(st.binary(max_size=200), max_size=20))
+def test_any_bytes_are_taken(tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("log") / "web.log"
+    path.touch()
+    progress = reader(path)
+    progress.look()
+    for chunk in chunks:
+        with path.open("ab") as file:
+            file.write(chunk)
+        assert all(value >= 0 for value in progress.look())
+    progress.close()
