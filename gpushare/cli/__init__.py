@@ -36,7 +36,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "run": "Run a program inside a share of a GPU.",
         "mps": "Start, limit, watch and stop MPS daemons.",
         "mig": "Show, plan and change MIG layouts.",
-        "timeslice": "Show and set the time-slice level.",
+        "timeslice": "Show and set time-slices, per process or per GPU.",
         "pause": "Take a job off the GPU at once; list paused jobs.",
         "resume": "Put paused jobs back on the GPU.",
     },

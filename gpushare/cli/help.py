@@ -53,8 +53,11 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Which jobs are paused", "pause list"),
     ),
     "resume": (("All that this user has paused", "resume --all"),),
-    "timeslice set": (("Long slices on one GPU", "timeslice set long -g 0"),),
-    "timeslice reset": (("On all GPUs", "timeslice reset -g all"),),
+    "timeslice set": (
+        ("A short slice for a training, next to a server", "timeslice set 500us train"),
+        ("Long slices on one GPU", "timeslice set long -g 0"),
+    ),
+    "timeslice reset": (("A job", "timeslice reset train"), ("The level of all GPUs", "timeslice reset -g all")),
     "timeslice keep": (
         ("Which rule is for which process", "timeslice keep -f gpushare.yaml -n"),
         ("Until Ctrl-C", "timeslice keep -f gpushare.yaml"),

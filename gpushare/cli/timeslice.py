@@ -1,40 +1,50 @@
-"""``gpushare timeslice``: the time-slice level; done by `gpushare/timeslice/`."""
+"""``gpushare timeslice``: time-slices of processes, and the level of a GPU; done by `gpushare/timeslice/`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import ChangingCommand, Command, GpuOption, Group, gpus_of, settings
+from gpushare.cli.options import AskingCommand, ChangingCommand, Command, GpuOption, Group, gpus_of, settings
 from gpushare.cli.timeslice_keep import keep
-from gpushare.errors import GpushareError
+from gpushare.errors import BadCombination, BadUsage, GpushareError
+from gpushare.units import quoted
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.plan import Plan
+    from gpushare.selection import Device
+    from gpushare.show.result import Table
+    from gpushare.timeslice.slices import Reading
 
 group = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Time-slice level: how long a program runs before the GPU switches to the next one.",
+    help="Time-slices: how long a program runs before the GPU switches to the next one, per process or per GPU.",
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set the time-slice level.")
-    group.command("show", cls=Command, short_help="Show the level of each GPU.")(show)
-    group.command("set", cls=ChangingCommand, short_help="Set the level.")(set_level)
-    group.command("reset", cls=ChangingCommand, short_help="Restore the default level.")(reset)
+    app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set time-slices, per process or per GPU.")
+    group.command("show", cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)
+    group.command("set", cls=AskingCommand, short_help="Set the slice of a job, or the level of GPUs.")(set_level)
+    group.command("reset", cls=AskingCommand, short_help="Restore the slice of a job, or the level.")(reset)
     group.command("keep", cls=ChangingCommand, short_help="Follow the rules of gpushare.yaml for single processes.")(
         keep
     )
 
 
 def show(gpu: GpuOption = None) -> Any:
-    """Show the time-slice level and the compute mode of each GPU.
+    """Show the time-slice level and the compute mode of each GPU, and the time-slice of each process on it.
 
-    NVIDIA does not publish the levels in milliseconds, so none are shown. Others measured waits of about 1 ms
-    (RTX 3070) and up to 2.3 ms (RTX 4090) at level default. On an H200 at level default, a small training loop next
-    to a saturating job kept 0.51 of its rate, and the other job 0.79.
+    The slices are read from the driver, which takes about 0.1 s per process: your own processes', or as root all.
+    A slice is how long the GPU runs a CUDA context while others wait. The slice of a process that nobody has set is
+    what default means on this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
+    milliseconds. MPS clients share the time-slice of their server.
     """
     from gpushare.selection import select
     from gpushare.show.result import Column, Result, Table
@@ -65,22 +75,29 @@ def show(gpu: GpuOption = None) -> Any:
     ]
     columns = (
         Column(key="gpu", title="GPU", right=True),
-        Column(key="name", title="name", rank=2),
-        Column(key="time_slice", title="time-slice"),
-        Column(key="compute_mode", title="compute mode", rank=1),
-        Column(key="uuid", title="UUID", whole=True, rank=3),
+        Column(key="name", title="name", rank=3),
+        Column(key="time_slice", title="level"),
+        Column(key="default_slice_us", title="default slice", right=True, rank=1, optional=True, format=_slice),
+        Column(key="compute_mode", title="compute mode", rank=2),
+        Column(key="uuid", title="UUID", whole=True, rank=4),
     )
+    errors = gpu_errors(device.gpu for device in devices)
+    processes = _process_rows(host, devices)
+    for row in rows:
+        row["default_slice_us"] = default_slice(one for one in processes if one["gpu"] == row["gpu"])
     shown = [
         {**row, "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else row
         for row, device in zip(rows, devices, strict=True)
     ]
-    errors = gpu_errors(device.gpu for device in devices)
     return Result(
         command="timeslice show",
-        data={"gpus": rows},
-        tables=(Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),),
+        data={"gpus": rows, "processes": processes},
+        tables=(
+            Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),
+            *((_process_table(processes),) if processes else ()),
+        ),
         csv=Table(name="gpus", columns=columns, rows=tuple(rows)),
-        notes=_notes(rows),
+        notes=(*_notes(rows), *_reasons(processes)),
         errors=errors,
         exit_code=1 if errors else 0,
     )
@@ -101,34 +118,223 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _slice(value: Any) -> str:
+    return "-" if value is None else f"{value} us"
+
+
+def _process_rows(host: Host, devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
+    from gpushare.run.jobs import is_running, records
+    from gpushare.timeslice.slices import read_slices, slice_records
+
+    gpus = {device.gpu.index: device.gpu for device in devices}
+    found = [
+        (gpu, process)
+        for gpu in gpus.values()
+        for process in {one.pid: one for one in gpu.processes or () if one.compute or one.mps}.values()
+    ]
+    if not found:
+        return []
+    names = {one.pid: one.name for one in records(host) if is_running(host, one)}
+    noted = slice_records(host)
+    readings: dict[int, Reading] = {}
+    rows = []
+    with host.open_channels() as control:
+        for gpu, process in found:
+            pid = process.pid
+            info = host.processes.describe(pid)
+            if pid not in readings:
+                readings[pid] = read_slices(control, pid, None)
+            reading, record = readings[pid], noted.get(pid)
+            slices = reading.on(gpu.uuid)
+            rows.append(
+                {
+                    "gpu": gpu.index,
+                    "pid": pid,
+                    "job": names.get(pid) or (None if record is None else record.job),
+                    "user": None if info is None else info.user,
+                    "name": None if info is None else info.name,
+                    "slice_us": slices[0] if len({*slices}) == 1 else None,
+                    "slices_us": list(slices),
+                    "set_us": None if record is None else record.slice_us,
+                    "before_us": None if record is None else min(record.befores, default=None),
+                    "under_mps": reading.under_mps or process.mps,
+                    "reason": None if reading.error is None else reading.error.code,
+                    "message": None if reading.error is None else reading.error.message,
+                }
+            )
+    return rows
+
+
+def default_slice(rows: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the slice of processes that nobody has set, and that others had before; None: none, or they differ."""
+    known = {one["slice_us"] if one["set_us"] is None else one["before_us"] for one in rows if not one["under_mps"]} - {
+        None
+    }
+    return known.pop() if len(known) == 1 else None
+
+
+def _process_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    from gpushare.show.result import Column, Table
+
+    columns = (
+        Column(key="gpu", title="GPU", right=True, group=True),
+        Column(key="pid", title="PID", right=True),
+        Column(key="job", title="job", rank=1, optional=True),
+        Column(key="user", title="user", rank=3),
+        Column(key="name", title="program", rank=4, least=8),
+        Column(key="slice", title="slice", right=True),
+        Column(key="how", title="set by", rank=2),
+    )
+    return Table(
+        name="processes",
+        title="processes",
+        columns=columns,
+        rows=tuple({**row, "slice": _shown(row), "how": _how(row)} for row in rows),
+    )
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    return ", ".join(_slice(one) for one in dict.fromkeys(row["slices_us"])) or "-"
+
+
+def _how(row: Mapping[str, Any]) -> str:
+    if row["under_mps"]:
+        return "MPS server"
+    if row["set_us"] is None:
+        return "-" if row["reason"] else "default"
+    changed = row["slices_us"] and set(row["slices_us"]) != {row["set_us"]}
+    return f"another program (gpushare set {_slice(row['set_us'])})" if changed else "gpushare"
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why slices are unknown: one line per reason."""
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["reason"]:
+            alike.setdefault(row["reason"], []).append(row)
+    return [
+        f"slice unknown: {found[0]['message']}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+        for found in alike.values()
+    ]
+
+
 def set_level(
-    level: Annotated[str, typer.Argument(metavar="LEVEL", help="default, short, medium or long (or 0 to 3).")],
+    level: Annotated[
+        str,
+        typer.Argument(
+            metavar="TIME|LEVEL", help="With a JOB its slice: 500us, 16ms. Else default, short, medium or long."
+        ),
+    ],
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
     gpu: GpuOption = None,
     beside_mps: Annotated[
-        bool, typer.Option("--beside-mps", help="Set it even if an MPS daemon of gpushare serves the GPU.")
+        bool, typer.Option("--beside-mps", help="Set the level even if an MPS daemon of gpushare serves the GPU.")
     ] = False,
+    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", hidden=True)] = None,
 ) -> Any:
-    """Set the time-slice level, and compute mode default if another mode is in the way. Needs root.
+    """Set the time-slice of a job, or the time-slice level of GPUs.
 
-    The level and the mode are read back. Both are lost at a reboot. Running programs may keep the old level, and
-    NVIDIA does not publish the levels in milliseconds: measure your own program.
+    With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
+    It needs no root for your own jobs, holds at once, is read back, and ends with the process. Of two jobs that always
+    have work each gets about its slice's share of both. A short slice next to a job that must answer fast costs
+    little; below 1ms the switch itself costs a busy pair much.
+
+    Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
+    lost at a reboot, and running programs may keep the old level.
     """
     from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
     from gpushare.timeslice.policy import level_of, plan_level
 
+    job = _job_of(job, pid)
+    if job is not None:
+        if gpu is not None or beside_mps:
+            raise BadCombination("-g and --beside-mps are for levels: a slice counts on all GPUs of a job", _EXAMPLE)
+        return _set_slice(level, job)
+    if level[:1].isdigit() and level.endswith("s"):
+        raise BadUsage(
+            f"{quoted(level)} is a time-slice, and no job is named", f"name one: {_EXAMPLE}", code="no_job_named"
+        )
     wanted = level_of(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     return carried_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
 
 
-def reset(gpu: GpuOption = None) -> Any:
-    """Restore level default, and the compute mode from before `timeslice set`. Needs root."""
+_EXAMPLE = "gpushare timeslice set 500us JOB"
+
+
+def _job_of(job: str | None, pid: str | None) -> str | None:
+    if job is not None and pid is not None:
+        raise BadUsage("the job is named twice", f"name it once: {_EXAMPLE}", code="two_names")
+    return job if pid is None else pid
+
+
+def _set_slice(text: str, job_text: str) -> Any:
+    from gpushare.host.smi import parse_level
+    from gpushare.timeslice.slices import check_slice, plan_slice
+    from gpushare.units import parse_slice
+
+    if parse_level(text) is not None:
+        raise BadCombination(
+            f"{quoted(text)} is a level, which is set for a whole GPU",
+            "give a job a time: gpushare timeslice set 500us JOB; or set the level: gpushare timeslice set short -g 0",
+        )
+    microseconds = check_slice(parse_slice(text))
+    return _with_job(
+        "timeslice set",
+        job_text,
+        lambda host, control, job, processes, consent: plan_slice(
+            host, control, job.title, job.selector, processes, microseconds, consent=consent, probe=not settings.dry_run
+        ),
+    )
+
+
+def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
+    """Plan for the processes of a job, and carry it out; again if others than agreed to would be touched."""
+    from gpushare.cli.options import carried_out
+    from gpushare.run.jobs import consent_to, find_job, gpu_processes
+
+    host = settings.connect()
+    with host.open_channels() as control:
+
+        def planned() -> Plan:
+            job = find_job(host, text)
+            consent = consent_to(host, job, "changes the time-slice of")
+            return plan(host, control, job, gpu_processes(host, job), consent)
+
+        first = planned()
+        return carried_out(command, first, again=planned if first.consent else None)
+
+
+def reset(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
+    gpu: GpuOption = None,
+    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", hidden=True)] = None,
+) -> Any:
+    """Restore the time-slice that a job had before `timeslice set`; without a JOB the level.
+
+    Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
+    """
     from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
     from gpushare.timeslice.policy import plan_reset
+    from gpushare.timeslice.slices import plan_restore
 
+    job = _job_of(job, pid)
+    if job is not None:
+        if gpu is not None:
+            raise BadCombination(
+                "-g is for levels: a slice counts on all GPUs of a job", "for example: gpushare timeslice reset JOB"
+            )
+        return _with_job(
+            "timeslice reset",
+            job,
+            lambda host, control, found, processes, consent: plan_restore(
+                host, control, found.title, found.selector, processes, consent=consent, probe=not settings.dry_run
+            ),
+        )
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     return carried_out("timeslice reset", plan_reset(host, devices))

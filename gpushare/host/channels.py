@@ -6,8 +6,8 @@ or the same user) can duplicate that file with ``pidfd_getfd`` (Linux 5.6) and m
 
 The numbers come from NVIDIA/open-gpu-kernel-modules and are the same from 515.43 to 595.45: ``ctrl/ctrla06c.h`` (groups),
 ``ctrl/ctrl0000/ctrl0000client.h`` (handles), ``ctrl/ctrl2080/ctrl2080fifo.h`` and ``ctrl2080gpu.h`` (GPU), ``nvos.h``.
-NVIDIA does not document them for users, so every scan ends with a probe: it reads each slice, writes another one, reads it
-back, and restores the first. They were first measured on an H200 and an H100 with driver 580.159.04 (2026-11-22).
+NVIDIA does not document them for users, so a scan that a change follows ends with a probe: it reads each slice, writes another
+one, reads it back, and restores the first. They were first measured on an H200 and an H100 with driver 580.159.04 (2026-11-22).
 
 What a caller must know:
 
@@ -595,7 +595,7 @@ def _find(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         else:
             groups = _scan(opened, pid, newest, began + SCAN_SECONDS)
         for group in groups:
-            if group.engine == "compute" and not known:
+            if group.engine == "compute" and not known and request.get("probe", True):
                 _probe(opened[group.descriptor], group)
         started = process.identity.started
     return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
@@ -1103,8 +1103,10 @@ class ChannelControl:
         if self._caller is not None:
             self._caller.close()
 
-    def find(self, pid: int, started: int | None = None, *, seconds: float = FIND_SECONDS) -> Channels:
-        """Scan a process (about 0.1 s) and probe its compute groups.
+    def find(
+        self, pid: int, started: int | None = None, *, probe: bool = True, seconds: float = FIND_SECONDS
+    ) -> Channels:
+        """Scan a process (about 0.1 s) and probe its compute groups. Without ``probe`` nothing is written.
 
         ``started`` is its expected start time in clock ticks since boot (`identity.Identity`). CUDA contexts and channels
         that it creates later are found by another scan, or by `find_again`. ``seconds`` is the most that it may take.
@@ -1116,7 +1118,7 @@ class ChannelControl:
             TimedOut: the driver did not answer, or the scan took too long.
             OperationFailed: the driver failed.
         """
-        return self._found({"do": "find", "pid": pid, "started": started}, seconds)
+        return self._found({"do": "find", "pid": pid, "started": started, "probe": probe}, seconds)
 
     def find_again(self, channels: Channels) -> Channels:
         """Find the contexts and channels that known clients have now; faster than `find`, and without a probe.

@@ -36,6 +36,8 @@ ASKING = (
     ("mps", "kill"),
     ("mps", "stop"),
     ("sim", "reset"),
+    ("timeslice", "set"),
+    ("timeslice", "reset"),
 )
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]

@@ -197,15 +197,15 @@ def test_a_client_that_comes_after_the_answer_is_not_ended() -> None:
     assert len(world.attached()) == 2
 
 
-@pytest.mark.parametrize(
-    "verb", ["mig create", "mig grant", "mig recover", "mps start", "mps set", "timeslice set", "run"]
-)
+@pytest.mark.parametrize("verb", ["mig create", "mig grant", "mig recover", "mps start", "mps set", "run"])
 def test_yes_is_accepted_and_not_shown_where_nothing_is_asked(verb: str) -> None:
     world = World("sim:h200")
     assert "--yes" not in world_help(world, verb)
 
 
-@pytest.mark.parametrize("verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "mps kill"])
+@pytest.mark.parametrize(
+    "verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "mps kill", "timeslice set"]
+)
 def test_yes_is_shown_where_something_is_asked(verb: str) -> None:
     assert "--yes" in world_help(World("sim:h200"), verb)
 

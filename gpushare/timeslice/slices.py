@@ -1,0 +1,435 @@
+"""Time-slices of processes: read, set with a record of the old value, restored; `status` shows the records.
+
+A slice counts for all CUDA contexts of a process, on all its GPUs. It ends with the process: nothing of the GPU is set. What
+the driver offers, and who may call it, is in `gpushare.host.channels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import Identity
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.plan import Loss, Plan, Step
+from gpushare.timeslice.rules import LEAST_US, MOST_US
+from gpushare.units import format_slice
+
+if TYPE_CHECKING:
+    from gpushare.host.channels import ChannelControl, Channels, Group
+    from gpushare.host.host import Host
+
+T = TypeVar("T")
+SCHEMA: Final = 1
+_DIRECTORY: Final = "slices"
+# A process may make or close contexts between a look and a call.
+_TRIES: Final = 3
+
+
+class OnGpu(Protocol):
+    """A process on a GPU; ``started`` is in clock ticks since boot."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def started(self) -> int: ...
+
+    @property
+    def under_mps(self) -> bool: ...
+
+
+def check_slice(microseconds: int) -> int:
+    """Return a slice that may be set. Those above 30 ms are for root, see `plan_slice`."""
+    if microseconds < LEAST_US:
+        raise BadUsage(
+            f"a time-slice of {format_slice(microseconds)} is below {format_slice(LEAST_US)}",
+            f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; below 100us little is gained",
+            code="bad_slice",
+        )
+    return microseconds
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceRecord:
+    """What gpushare set for a process; ``before`` has ``CLIENT:GROUP=MICROSECONDS`` of each group as it was found."""
+
+    pid: int
+    # In clock ticks since boot.
+    started: int
+    slice_us: int
+    before: tuple[str, ...]
+    set_at: float
+    job: str | None = None
+    schema: int = SCHEMA
+
+    def slice_before(self, group: Group) -> int | None:
+        """Return the slice that a group had; that of the first group for one that was made later."""
+        found = dict(one.split("=", 1) for one in self.before if "=" in one)
+        text = found.get(_key(group)) or next(iter(found.values()), "")
+        return int(text) if text.isdecimal() and 0 < len(text) <= 9 and int(text) > 0 else None
+
+    @property
+    def befores(self) -> set[int]:
+        """Return the slices that its groups had."""
+        return {int(text) for text in (one.partition("=")[2] for one in self.before) if text.isdecimal()}
+
+
+def _key(group: Group) -> str:
+    return f"{group.client:x}:{group.handle:x}"
+
+
+def slice_records(host: Host) -> dict[int, SliceRecord]:
+    """Return what gpushare has set for living processes, by PID: this user's records and root's, the latest of each.
+
+    No call to the driver: a slice that another program changed since then is not seen.
+    """
+    found: dict[int, SliceRecord] = {}
+    for run_directory in (host.run_directory, *host.shared_run_directories):
+        if not is_trusted_directory(run_directory, _DIRECTORY):
+            continue
+        with contextlib.suppress(OSError):
+            for path in (run_directory / _DIRECTORY).glob("*.json"):
+                one = record_from(SliceRecord, read_trusted(path))
+                if one is None or host.processes.identity(one.pid) != Identity(one.pid, one.started):
+                    continue
+                if one.pid not in found or one.set_at > found[one.pid].set_at:
+                    found[one.pid] = one
+    return found
+
+
+def _record_of(host: Host, channels: Channels) -> SliceRecord | None:
+    found = slice_records(host).get(channels.pid)
+    return found if found is not None and found.started == channels.started else None
+
+
+def _path(host: Host, pid: int) -> Path:
+    return host.run_directory / _DIRECTORY / f"{pid}.json"
+
+
+def _note(host: Host, record: SliceRecord) -> None:
+    """Write a record. Those of processes that have ended are removed."""
+    path = _path(host, record.pid)
+    make_private_directory(host.run_directory)
+    make_private_directory(path.parent)
+    with contextlib.suppress(OSError):
+        for other in path.parent.glob("*.json"):
+            if other.stem.isdecimal() and host.processes.identity(int(other.stem)) is None:
+                other.unlink(missing_ok=True)
+    with writing(path, "the record of a time-slice"):
+        replace_file(path, json.dumps(asdict(record)))
+
+
+def _forget(host: Host, pid: int) -> None:
+    path = _path(host, pid)
+    with writing(path, "the record of a time-slice"):
+        path.unlink(missing_ok=True)
+
+
+def _put_back(host: Host, pid: int, known: SliceRecord | None) -> None:
+    if known is None:
+        _forget(host, pid)
+    else:
+        _note(host, known)
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def find_channels(control: ChannelControl, process: OnGpu, *, probe: bool = True) -> Channels:
+    """Scan a process whose slice is to be set. Without a probe nothing is written.
+
+    Raises:
+        NotSupported: it is a client of MPS (``mps_client``); and as `ChannelControl.find`.
+        NotFound, NoPermission, TimedOut, OperationFailed: as `ChannelControl.find`.
+    """
+    if process.under_mps:
+        raise _under_mps(process.pid)
+    channels = control.find(process.pid, process.started, probe=probe)
+    if channels.under_mps:
+        raise _under_mps(process.pid)
+    return channels
+
+
+def _under_mps(pid: int) -> NotSupported:
+    return NotSupported(
+        f"process {pid} is a client of MPS: all clients of a server share one time-slice",
+        "limit it: gpushare mps set --threads PCT; or start it outside MPS: gpushare run --slice TIME -- CMD",
+        code="mps_client",
+    )
+
+
+def apply_slice(
+    host: Host, control: ChannelControl, channels: Channels, microseconds: int, *, job: str | None = None
+) -> Channels:
+    """Set the slice of all contexts that a process has now, and read it back; return them as they were found.
+
+    What they had is recorded before. If it fails, they have the slices of before, and so has the record.
+
+    Raises:
+        GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.
+    """
+
+    def once(found: Channels) -> Channels:
+        known = _record_of(host, found)
+        before = list(known.before) if known is not None else []
+        keys = {one.partition("=")[0] for one in before}
+        before += [f"{_key(one)}={one.slice_us}" for one in found.compute if one.slice_us and _key(one) not in keys]
+        record = SliceRecord(
+            pid=found.pid,
+            started=found.started,
+            slice_us=microseconds,
+            before=tuple(before),
+            set_at=time.time(),
+            job=job or (None if known is None else known.job),
+        )
+        # Noted first: if gpushare is killed after the call, `reset` still knows what was there.
+        _note(host, record)
+        try:
+            control.set_slice(found, microseconds)
+        except TimedOut:
+            # It may have been set.
+            raise
+        except GpushareError:
+            with contextlib.suppress(GpushareError):
+                _put_back(host, found.pid, known)
+            raise
+        return found
+
+    return _with_present(control, channels, once)
+
+
+def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> None:
+    """Give a process the slices from before the first `apply_slice`, and forget the record; nothing without a record.
+
+    Raises:
+        GpushareError: as `apply_slice`.
+    """
+    record = _record_of(host, channels)
+    if record is None:
+        return
+
+    def once(found: Channels) -> None:
+        groups = tuple(replace(one, slice_us=record.slice_before(one)) for one in found.compute)
+        control.restore_slices(replace(found, groups=groups))
+
+    _with_present(control, channels, once)
+    _forget(host, channels.pid)
+    if _record_of(host, channels) is not None:
+        # Root's, which this user cannot remove: a later one says what is so.
+        _note(host, replace(record, slice_us=min(record.befores, default=record.slice_us), set_at=time.time()))
+
+
+def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Channels], T]) -> T:
+    """Act on the contexts that a process has now; again if it makes or closes one meanwhile."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return act(control.find_again(channels))
+        except NotFound as error:
+            if error.code != "stale_channels" or not left:
+                raise
+    raise AssertionError
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def plan_slice(
+    host: Host,
+    control: ChannelControl,
+    title: str,
+    selector: str,
+    processes: Sequence[OnGpu],
+    microseconds: int,
+    *,
+    consent: Sequence[Loss] = (),
+    probe: bool = True,
+) -> Plan:
+    """Return the plan that sets the slice of all processes of a job; ``selector`` is the JOB as typed.
+
+    Without ``probe`` (a dry run) nothing is written. ``control`` must be open while the plan is carried out.
+
+    Raises:
+        NoPermission: more than 30 ms, and this is not root (``slice_too_long``).
+        GpushareError: as `find_channels`, for any of them.
+    """
+    wanted = format_slice(check_slice(microseconds))
+    asked = list(consent)
+    if microseconds > MOST_US:
+        if host.uid != 0:
+            raise NoPermission(
+                f"a time-slice of {wanted} is above {format_slice(MOST_US)}: it freezes the other programs on the GPU that long",
+                f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; or run as root: sudo gpushare ...",
+                code="slice_too_long",
+            )
+        asked.append(Loss(action="may freeze", what=f"the other programs on its GPU for {wanted} at a time"))
+    records = slice_records(host)
+    steps, earlier = [], set()
+    for process in processes:
+        channels = find_channels(control, process, probe=probe)
+        now = {one.slice_us for one in channels.compute}
+        record = records.get(process.pid)
+        earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
+        if now != {microseconds}:
+            steps.append(_set_step(host, control, channels, microseconds, selector))
+    before = next(iter(earlier)) if len(earlier) == 1 else None
+    undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
+    return Plan(
+        title=f"time-slice {wanted} for {title}",
+        steps=tuple(steps),
+        undo=undo,
+        consent=tuple(asked),
+        notes=() if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
+    )
+
+
+def _set_step(host: Host, control: ChannelControl, channels: Channels, microseconds: int, selector: str) -> Step:
+    known = _record_of(host, channels)
+    done: list[Channels] = []
+
+    def act() -> None:
+        # What is found now comes back, and not the value of a record, which another program may have changed since.
+        done.append(control.find_again(channels))
+        apply_slice(host, control, channels, microseconds, job=None if selector.isdecimal() else selector)
+
+    def back() -> None:
+        while done:
+            found = done.pop()
+            # If it has ended, its slice has ended with it.
+            with contextlib.suppress(NotFound):
+                control.restore_slices(found)
+            _put_back(host, found.pid, known)
+
+    now = _listed({one.slice_us for one in channels.compute})
+    return Step(
+        what=f"set the time-slice of process {channels.pid} from {now} to {format_slice(microseconds)}",
+        command=_command(channels, str(microseconds)),
+        undo=_command(channels, " or ".join(sorted({str(one.slice_us) for one in channels.compute}))),
+        do=act,
+        revert=back,
+    )
+
+
+def plan_restore(
+    host: Host,
+    control: ChannelControl,
+    title: str,
+    selector: str,
+    processes: Sequence[OnGpu],
+    *,
+    consent: Sequence[Loss] = (),
+    probe: bool = True,
+) -> Plan:
+    """Return the plan that gives the processes of a job the slices from before `plan_slice`."""
+    steps = []
+    records = slice_records(host)
+    slices = set()
+    for process in processes:
+        record = records.get(process.pid)
+        if record is None or record.started != process.started:
+            continue
+        channels = find_channels(control, process, probe=probe)
+        befores = {record.slice_before(one) for one in channels.compute}
+        now = {one.slice_us for one in channels.compute}
+        slices |= now
+        if now != befores:
+            steps.append(_restore_step(host, control, channels, record, befores))
+        else:
+            steps.append(_forget_step(host, channels, record))
+    (only,) = slices if len(slices) == 1 else (None,)
+    return Plan(
+        title=f"the time-slice of {title} as it was",
+        steps=tuple(steps),
+        undo=None if only is None else f"gpushare timeslice set {only}us {selector}",
+        consent=tuple(consent) if steps else (),
+        notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
+    )
+
+
+def _restore_step(
+    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, befores: Iterable[int | None]
+) -> Step:
+    done: list[Channels] = []
+
+    def act() -> None:
+        done.append(channels)
+        restore_slice(host, control, channels)
+
+    def back() -> None:
+        while done:
+            with contextlib.suppress(NotFound):
+                control.restore_slices(done.pop())
+            _note(host, record)
+
+    now = _listed({one.slice_us for one in channels.compute})
+    return Step(
+        what=f"set the time-slice of process {channels.pid} from {now} back to {_listed(befores)}",
+        command=_command(channels, " or ".join(sorted(str(one) for one in befores))),
+        undo=_command(channels, " or ".join(sorted({str(one.slice_us) for one in channels.compute}))),
+        do=act,
+        revert=back,
+    )
+
+
+def _forget_step(host: Host, channels: Channels, record: SliceRecord) -> Step:
+    """Its slices are the old ones already: only the record is there."""
+    return Step(
+        what=f"forget the record of process {channels.pid}, whose time-slice is the old one",
+        command=f"rm {_path(host, channels.pid)}",
+        do=lambda: _forget(host, channels.pid),
+        revert=lambda: _note(host, record),
+    )
+
+
+def _command(channels: Channels, value: str) -> str:
+    # NVIDIA has no program for it.
+    return f"ioctl NVA06C_CTRL_CMD_SET_TIMESLICE {value}, on the channel groups of process {channels.pid}"
+
+
+def _listed(slices: Iterable[int | None]) -> str:
+    known = sorted(one for one in set(slices) if one is not None)
+    return " and ".join(format_slice(one) for one in known) or "unknown"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The slices of the CUDA contexts of a process by GPU (UUID; None: not told), or why they are unknown."""
+
+    slices: Mapping[str | None, tuple[int, ...]]
+    error: GpushareError | None = None
+    under_mps: bool = False
+
+    def on(self, uuid: str | None) -> tuple[int, ...]:
+        """Return the slices on a GPU. Groups whose GPU the driver does not tell, or tells as a MIG device, count for all."""
+        return tuple(
+            one
+            for gpu, slices in self.slices.items()
+            for one in slices
+            if gpu is None or gpu.startswith("MIG-") or gpu == uuid
+        )
+
+
+def read_slices(control: ChannelControl, pid: int, started: int | None) -> Reading:
+    """Return the slices of a process as the driver reads them; nothing is written."""
+    try:
+        channels = control.find(pid, started, probe=False)
+    except GpushareError as error:
+        return Reading(slices={}, error=error)
+    found: dict[str | None, tuple[int, ...]] = {}
+    for group in channels.compute:
+        if group.slice_us is not None:
+            found[group.gpu] = (*found.get(group.gpu, ()), group.slice_us)
+    return Reading(slices=found, under_mps=channels.under_mps)

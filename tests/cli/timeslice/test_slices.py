@@ -1,0 +1,270 @@
+"""`gpushare timeslice show|set|reset` for processes: what is set, read back, recorded, restored, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpushare.errors import Interrupted, OperationFailed, TimedOut
+from gpushare.host import channels
+from gpushare.host.channels import ChannelControl
+from gpushare.run.jobs import JobRecord, write_record
+from gpushare.sim import admin
+from gpushare.timeslice.slices import slice_records
+from tests.cli.drive import H200, Answer, World
+
+Cli = Callable[..., Answer]
+
+
+@pytest.fixture
+def pid() -> int:
+    return admin.add_process(H200)
+
+
+def slice_of(world: World, pid: int) -> int:
+    return world.process(pid).slices.get("compute", 2048)
+
+
+def shown(world: World, pid: int) -> dict[str, Any]:
+    (row,) = (one for one in world.run("timeslice", "show").data["processes"] if one["pid"] == pid)
+    return dict(row)
+
+
+def test_a_slice_is_set_shown_and_restored(cli: Cli, world: World, pid: int) -> None:
+    before = shown(world, pid)
+    assert (before["slice_us"], before["set_us"], before["reason"]) == (2048, None, None)
+    done = world.run("timeslice", "set", "500us", str(pid)).ok()
+    assert done.data["undo"] == f"gpushare timeslice reset {pid}"
+    assert slice_of(world, pid) == 500
+    after = shown(world, pid)
+    assert (after["slice_us"], after["set_us"], after["before_us"], after["slices_us"]) == (500, 500, 2048, [500])
+    # Set again: the undo is the earlier one, and the first value is still the one that a reset restores.
+    assert world.run("timeslice", "set", "2ms", str(pid)).data["undo"] == f"gpushare timeslice set 500us {pid}"
+    assert "already has a time-slice of 2ms" in world.run("timeslice", "set", "2000us", str(pid)).ok().err
+    world.run("timeslice", "reset", str(pid)).ok()
+    assert slice_of(world, pid) == 2048
+    assert slice_records(world.host) == {}
+    assert "nothing to do" in world.run("timeslice", "reset", str(pid)).ok().err
+
+
+def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: World, pid: int) -> None:
+    assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
+    world.run("timeslice", "set", "1ms", str(pid)).ok()
+    assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
+    other = admin.add_process(H200)
+    with world.file.changed() as state:
+        next(one for one in state.processes if one.pid == other).slices["compute"] = 700
+    # Somebody else has set it, or the level has changed: they differ, so nothing is claimed.
+    assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] is None
+
+
+def test_without_processes_nothing_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("no process to read"))
+    data = world.run("timeslice", "show").data
+    assert (data["processes"], data["gpus"][0]["default_slice_us"]) == ([], None)
+
+
+def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
+    info = world.host.processes.describe(pid)
+    assert info is not None
+    write_record(world.host, JobRecord(name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid()))
+    assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
+    assert shown(world, pid)["job"] == "web"
+    assert slice_records(world.host)[pid].job == "web"
+    world.run("timeslice", "reset", "--pid", str(pid)).ok()
+    assert slice_of(world, pid) == 2048
+
+
+def test_a_dry_run_writes_nothing(cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden = {channels.SET_TIMESLICE}
+    real = channels._File.control
+
+    def control(self: Any, client: int, thing: int, command: int, parameters: bytearray) -> int:
+        assert command not in forbidden
+        return real(self, client, thing, command, parameters)
+
+    monkeypatch.setattr(channels._File, "control", control)
+    answer = world.run("timeslice", "set", "500us", str(pid), "-n").ok()
+    assert (answer.data["dry_run"], len(answer.data["steps"])) == (True, 1)
+    world.run("timeslice", "show").ok()
+    assert slice_records(world.host) == {}
+
+
+def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: int) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    with world.file.changed() as state:
+        next(one for one in state.processes if one.pid == pid).slices["compute"] = 700
+    assert "another program (gpushare set 500 us)" in cli("timeslice", "show").out
+    assert world.run("timeslice", "set", "1ms", str(pid)).data["undo"] == f"gpushare timeslice reset {pid}"
+
+
+def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: World, pid: int) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    (path,) = (world.host.run_directory / "slices").iterdir()
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "started": record["started"] - 100}))
+    assert slice_records(world.host) == {}
+    assert shown(world, pid)["set_us"] is None
+    assert "nothing to do" in world.run("timeslice", "reset", str(pid)).ok().err
+    # The next record removes those of processes that have ended.
+    stale = path.with_name("999999.json")
+    stale.write_text(json.dumps(record))
+    world.run("timeslice", "set", "600us", str(pid)).ok()
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "[" * 5000])
+def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    (path,) = (world.host.run_directory / "slices").iterdir()
+    path.write_text(text)
+    assert slice_records(world.host) == {}
+    assert shown(world, pid)["slice_us"] == 500
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("10us", "PID"), "bad_slice", 2),
+        (("0us", "PID"), "bad_slice", 2),
+        (("-5us", "PID"), "usage", 2),
+        (("500", "PID"), "bad_slice", 2),
+        (("2s", "PID"), "bad_slice", 2),
+        (("short", "PID"), "bad_combination", 2),
+        (("2", "PID"), "bad_combination", 2),
+        (("500us",), "no_job_named", 2),
+        (("500us", "PID", "-g", "0"), "bad_combination", 2),
+        (("500us", "PID", "--beside-mps"), "bad_combination", 2),
+        (("500us", "PID", "--pid", "PID"), "two_names", 2),
+        (("500us", "nobody"), "no_job", 6),
+        (("500us", "999999"), "no_job", 6),
+        (("500us", "1nobody"), "bad_name", 2),
+        (("500us", str(os.getpid())), "no_context", 6),
+    ],
+)
+def test_wrong_words_change_nothing(
+    refused: Callable[..., str], world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    words = tuple(str(pid) if one == "PID" else one for one in words)
+    refused("timeslice", "set", *words, code=code, exit_code=exit_code)
+    assert slice_of(world, pid) == 2048
+    assert slice_records(world.host) == {}
+
+
+def test_a_client_of_mps_is_refused(cli: Cli, refused: Callable[..., str], world: World, pid: int) -> None:
+    cli("mps", "start").ok()
+    client = world.client()
+    said = refused("timeslice", "set", "500us", str(client), code="mps_client", exit_code=3)
+    assert "share one time-slice" in said
+    rows = {one["pid"]: one for one in world.run("timeslice", "show").data["processes"]}
+    assert (rows[client]["under_mps"], rows[pid]["under_mps"]) == (True, False)
+    assert not any(one.slices for one in world.state.processes)
+
+
+def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
+    other = admin.add_process(H200, user="4242")
+    asked = world.asked("timeslice", "set", "500us", str(other))
+    assert (asked.code, asked.error["code"]) == (19, "needs_consent")
+    assert slice_of(world, other) == 2048
+    world.run("timeslice", "set", "500us", str(other), "-y").ok()
+    assert slice_of(world, other) == 500
+    assert world.asked("timeslice", "reset", str(other)).code == 19
+    world.fault("user", "4243")
+    for words in (("set", "500us", str(other)), ("reset", str(other))):
+        answer = world.run("timeslice", *words, "-y")
+        assert (answer.code, answer.error["code"]) == (4, "other_user"), answer
+    row = next(one for one in world.run("timeslice", "show").data["processes"] if one["pid"] == other)
+    assert (row["slice_us"], row["reason"]) == (None, "other_user")
+
+
+def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
+    assert world.asked("timeslice", "set", "40ms", str(pid)).error["code"] == "needs_consent"
+    world.run("timeslice", "set", "40ms", str(pid), "-y").ok()
+    assert slice_of(world, pid) == 40_000
+    with world.file.changed() as state:
+        next(one for one in state.processes if one.pid == pid).uid = 4242
+    world.fault("user", "4242")
+    answer = world.run("timeslice", "set", "50ms", str(pid), "-y")
+    assert (answer.code, answer.error["code"]) == (4, "slice_too_long")
+    assert slice_of(world, pid) == 40_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("seccomp", "seccomp"), ("ptrace_scope", "ptrace_scope"), ("gvisor", "gvisor"), ("wsl", "wsl"), ("forged", None)],
+)
+def test_where_it_is_not_supported_the_reason_is_named(
+    cli: Cli, refused: Callable[..., str], world: World, pid: int, fault: str, code: str | None
+) -> None:
+    with world.file.changed() as state:
+        state.channel_fault = fault
+    refused("timeslice", "set", "500us", str(pid), code=code or "forged_descriptor", exit_code=3)
+    answer = world.run("timeslice", "show")
+    assert answer.code == 0
+    assert answer.data["processes"][0]["reason"] == code or "forged_descriptor"
+    assert "slice unknown: process" in cli("timeslice", "show").err
+    assert slice_records(world.host) == {}
+
+
+def test_a_value_that_the_driver_does_not_keep_is_an_error_and_undone(
+    refused: Callable[..., str], world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> float:
+        raise OperationFailed("the driver did not take it", "see: sudo dmesg | tail", code="not_taken")
+
+    monkeypatch.setattr(ChannelControl, "set_slice", broken)
+    refused("timeslice", "set", "500us", str(pid), code="not_taken", exit_code=1)
+    assert slice_records(world.host) == {}
+
+
+def test_after_a_time_out_the_record_stays_until_it_is_restored(
+    cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ChannelControl.set_slice
+
+    def late(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
+        real(self, found, microseconds)
+        raise TimedOut("the driver does not answer", "see: sudo dmesg | tail", code="driver_hangs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChannelControl, "set_slice", late)
+        answer = world.run("timeslice", "set", "500us", str(pid))
+    assert answer.error["code"] == "driver_hangs"
+    assert "could not be undone" in answer.error["message"]
+    # It was set, and the undo timed out as well: what was there is still known.
+    assert slice_records(world.host)[pid].befores == {2048}
+    world.run("timeslice", "reset", str(pid)).ok()
+    assert slice_of(world, pid) == 2048
+
+
+def test_ctrl_c_in_the_middle_restores_the_slice(
+    cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ChannelControl.set_slice
+    calls: list[int] = []
+
+    def interrupted(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
+        took = real(self, found, microseconds)
+        calls.append(microseconds)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return took
+
+    monkeypatch.setattr(ChannelControl, "set_slice", interrupted)
+    answer = world.run("timeslice", "set", "500us", str(pid))
+    assert answer.code == 128 + signal.SIGINT
+    assert answer.error["code"] == Interrupted.code
+    assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
+
+
+def test_what_was_restored_elsewhere_needs_only_its_record_removed(cli: Cli, world: World, pid: int) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    with world.file.changed() as state:
+        next(one for one in state.processes if one.pid == pid).slices.clear()
+    assert "forget the record" in world.run("timeslice", "reset", str(pid)).ok().out
+    assert slice_records(world.host) == {}
