@@ -222,6 +222,25 @@ def test_bash_asks_for_names_profiles_and_clients(cut: Path) -> None:
     assert offered("mps kill ") == [(cut / "pid").read_text()]
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("gpushare mps st", ["start", "status", "stop"]),
+        ("gpushare --host sim:h200 mps start --priority ", ["low", "normal"]),
+        ("gpushare mps start --prio", ["--priority"]),
+        ("gpushare mps stop -g GPU-b", ["GPU-bbbb"]),
+        ("gpushare advise --users d", ["different"]),
+        ("gpushare export k8s --mig-strategy m", ["mixed"]),
+    ],
+)
+def test_fish_offers(line: str, offered: list[str], programs: Path) -> None:
+    script = f"source {PROJECT / 'completions' / 'gpushare.fish'}; complete -C $argv[1]"
+    done = run(["fish", "--no-config", "-c", script, line], PATH=f"{programs}:{os.environ['PATH']}")
+    assert done.stderr == ""
+    assert [found.split("\t")[0] for found in done.stdout.splitlines()] == offered
+
+
 def test_every_option_with_a_file_offers_files(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "some.yaml").touch()
     for node in command_tree().walk():
