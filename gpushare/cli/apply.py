@@ -56,14 +56,16 @@ def apply(
     What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be
     applied here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in
     use is refused, the others are changed. It asks before a name, a grant, or an instance that gpushare did not make
-    goes. An applied file is kept: `gpushare export systemd` applies it at boot.
+    goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
+    (slices:) are followed by `gpushare timeslice keep`.
     """
-    from gpushare.hostfile.load import load
+    from gpushare.hostfile.load import load, names_in
     from gpushare.mig.journal import Journal
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))
+    names_in(wanted)
     host = settings.connect()
     journal = Journal(host)
     undone = () if settings.dry_run else _undone(host, journal)
@@ -83,7 +85,7 @@ def apply(
     found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
-        found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
+        found = replace(found, notes=(*found.notes, *_forgotten(host, found), *_followed(host, wanted)))
     return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
 
 
@@ -231,6 +233,22 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
     which = f"it has no entry for GPU {', '.join(gone)}, which the previous file had"
     fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
     return [f"only this file is applied at boot, and {which}; {fix}"] if gone else []
+
+
+def _followed(host: Host, wanted: HostFile) -> list[str]:
+    """Return a note on what follows the rules for time-slices: `apply` itself sets no process's slice."""
+    from gpushare.timeslice.rules import KEEP_UNIT
+
+    if not wanted.rules:
+        return []
+    from gpushare.timeslice.keep import keep_record
+
+    record = keep_record(host)
+    if record is not None and record.runs:
+        how = f"gpushare timeslice keep runs (process {record.pid}); let it read the file: kill -HUP {record.pid}, or, as a unit, systemctl reload {KEEP_UNIT}"
+    else:
+        how = "run gpushare timeslice keep; as a unit: gpushare export systemd"
+    return [f"the rules for time-slices are followed by another command: {how}"]
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:

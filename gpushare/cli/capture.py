@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import typer
@@ -57,6 +58,13 @@ def capture(
     if not gpus:
         raise no_gpu()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
+    from gpushare.hostfile.load import kept_file
+
+    kept = kept_file(state.host)
+    if kept is not None and kept.rules:
+        # What processes get cannot be seen on the host.
+        file = replace(file, rules=kept.rules)
+        notes = [*notes, "the rules for time-slices (slices) are those of the file that was applied last"]
     notes = [*notes, *_AT_BOOT]
     text, errors = text_of(file), gpu_errors(gpus.values())
     return Result(

@@ -12,9 +12,11 @@ from gpushare.errors import GpushareError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpushare.host.host import Host
     from gpushare.hostfile.diff import Point
-    from gpushare.hostfile.file import Entry
+    from gpushare.hostfile.file import Entry, HostFile
     from gpushare.hostfile.live import LiveGpu
+    from gpushare.timeslice.keep import Deviation
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +28,9 @@ def register(app: typer.Typer) -> None:
 def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 
-    Exit code 0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
+    With rules for time-slices (slices:) it also names the processes that they are for and that have another slice, as far
+    as `gpushare timeslice keep` has noted it. Exit code 0: everything is as in the file; 7: something differs. Changes
+    nothing; only root sees all of it.
     """
     import shlex
 
@@ -43,17 +47,37 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
     rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
-    good = all(row["as_requested"] for row in rows)
+    processes = _processes(state.host, wanted)
+    good = all(row["as_requested"] for row in rows) and not processes
     # A GPU with a problem would be refused by apply, too.
     fixable = any(not row["as_requested"] and row["problem"] is None for row in rows)
     notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else found.notes
+    if processes:
+        notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
+    lines = [*map(_lines, rows), *map(str, processes)]
     return Result(
         command="diff",
-        data={"as_requested": good, "gpus": rows},
-        text="\n".join(_lines(row) for row in rows) or "no entry of the file matches a GPU of this host",
+        data={"as_requested": good, "gpus": rows, "processes": processes},
+        text="\n".join(lines) or _nothing(wanted),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
+
+
+def _processes(host: Host, wanted: HostFile) -> list[Deviation]:
+    """Return the processes whose time-slice is not what the rules say."""
+    if not wanted.rules:
+        return []
+    from gpushare.hostfile.load import names_in
+    from gpushare.timeslice.keep import Policy, deviations
+
+    return deviations(host, Policy(wanted.rules, names_in(wanted)))
+
+
+def _nothing(wanted: HostFile) -> str:
+    if wanted.rules and not wanted.entries:
+        return "every process has the time-slice that the rules give it"
+    return "no entry of the file matches a GPU of this host"
 
 
 def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, Any]:

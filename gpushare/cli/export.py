@@ -207,6 +207,8 @@ def systemd(
 ) -> Any:
     """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon that runs now or is in the file.
 
+    If the file has rules for time-slices (slices:), another unit follows them: gpushare timeslice keep.
+
     Such a daemon runs in the foreground, so systemd notices its end; stopping the unit waits for its clients.
     The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
     """
@@ -216,7 +218,20 @@ def systemd(
 
     where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
     found = described(gpu, file=file, for_daemons=True)
-    return exported("systemd", units_export(found, program=where, file=at_boot or FILE), to)
+    rules = _has_rules(at_boot, file)
+    return exported("systemd", units_export(found, program=where, file=at_boot or FILE, rules=rules), to)
+
+
+def _has_rules(at_boot: str | None, file: str | None) -> bool:
+    """Return whether the file for the boot has rules; if it is not on this host, whether the given one has."""
+    from gpushare.hostfile.load import kept_file, load
+
+    if file is not None:
+        return bool(load(file)[0].rules)
+    if at_boot is not None and os.path.exists(at_boot):
+        return bool(load(at_boot)[0].rules)
+    kept = kept_file(settings.connect())
+    return kept is not None and bool(kept.rules)
 
 
 group = typer.Typer(

@@ -19,12 +19,13 @@ from gpushare.host.machine import Xid
 from gpushare.host.records import read_bounded
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.load import applied_path
+from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.model import ComputeMode, Gpu, Sharing
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
+from gpushare.timeslice.rules import KEEP_UNIT
 from gpushare.units import counted
 
 if TYPE_CHECKING:
@@ -585,6 +586,34 @@ def _pauses(seen: Examination) -> Iterator[Check]:
         )
 
 
+def _rules(seen: Examination) -> Iterator[Check]:
+    """Check that something follows the rules for time-slices of the file that was applied last."""
+    from gpushare.timeslice.keep import keep_record
+
+    kept, record = kept_file(seen.host), keep_record(seen.host)
+    rules = 0 if kept is None else len(kept.rules)
+    remedy = (
+        f"sudo systemctl enable --now {KEEP_UNIT}; gpushare export systemd writes it; or: sudo gpushare timeslice keep"
+    )
+    if record is not None and not record.runs and record.processes:
+        yield Check.warning(
+            "timeslice.rules",
+            seen=f"gpushare timeslice keep was killed, and {counted(len(record.processes), 'process')} may still have its slices",
+            why="nothing puts them back before the processes end",
+            remedy=remedy,
+        )
+    elif rules and (record is None or not record.runs):
+        yield Check.warning(
+            "timeslice.rules",
+            seen=f"{counted(rules, 'rule')} for time-slices in {applied_path(seen.host)}, and no gpushare timeslice keep runs",
+            why="without it the rules have no effect",
+            remedy=remedy,
+        )
+    elif record is not None and record.runs:
+        number = counted(len(record.processes), "process")
+        yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {record.pid}), for {number}")
+
+
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
@@ -602,6 +631,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _pid_namespace,
     _units,
     _pauses,
+    _rules,
 )
 
 

@@ -21,6 +21,7 @@ from gpushare.mps.home import (  # moved
     pipe_directory,
     unit_name,
 )
+from gpushare.timeslice.rules import KEEP_UNIT
 from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
 
 # The last file that held, as `gpushare apply` keeps it.
@@ -66,8 +67,13 @@ fi
 """
 
 
-def units_export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:
-    """Return the units; ``program`` is the absolute path of gpushare on the host, ``file`` the gpushare.yaml for boot."""
+def units_export(
+    host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE, rules: bool = False
+) -> Export:
+    """Return the units; ``program`` is the absolute path of gpushare on the host, ``file`` the gpushare.yaml for boot.
+
+    ``rules``: the file has rules for time-slices, which a unit of its own follows.
+    """
     for option, path in (("--program", program), ("--at-boot", file)):
         _check_path(option, path)
     daemons = _daemons(host)
@@ -79,6 +85,8 @@ def units_export(host: HostDescription, *, program: str = "/usr/bin/gpushare", f
         Document(name=HOST_UNIT, text=_host_unit(host, program, file, [name for name, _ in units]), kind="unit")
     ]
     documents += [Document(name=name, text=text, kind="unit") for name, text in units]
+    if rules:
+        documents.append(Document(name=KEEP_UNIT, text=_keep_unit(program, file), kind="unit"))
     if units:
         documents.append(Document(name=READY, text=_READY_SCRIPT.replace("@LIMIT@", LIMIT_FILE), kind="sh"))
     return Export(
@@ -140,6 +148,35 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
         f"TimeoutStartSec={APPLY_SECONDS}",
         # A restart applies the file again; MPS daemons that it started keep running, and so do their clients.
         "KillMode=process",
+        "",
+        "[Install]",
+        "WantedBy=multi-user.target",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _keep_unit(program: str, file: str) -> str:
+    lines = [
+        "# Written by gpushare.",
+        "[Unit]",
+        f"Description=Time-slices of GPU processes as {file} says",
+        "Documentation=man:gpushare-timeslice(1)",
+        "Wants=nvidia-persistenced.service",
+        f"After=nvidia-persistenced.service {HOST_UNIT}",
+        f"ConditionPathExists={file}",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"ExecStart={program} timeslice keep -f {file}",
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        "Restart=on-failure",
+        "RestartSec=5",
+        # A file that is wrong, or that others may write: another start does not make it better.
+        "RestartPreventExitStatus=2 4 6",
+        # It puts all slices back before it ends; its helper process must not end before it.
+        "KillMode=mixed",
+        "TimeoutStopSec=90",
+        "NoNewPrivileges=yes",
         "",
         "[Install]",
         "WantedBy=multi-user.target",

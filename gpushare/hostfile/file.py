@@ -146,7 +146,7 @@ def text_of(file: HostFile) -> str:
 def _flow(value: object) -> str:
     import yaml
 
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
     return str(text).removesuffix("...\n").strip()
 
 

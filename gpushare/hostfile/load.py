@@ -116,6 +116,16 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
     return found.entries, next(iter(found.missing), None)
 
 
+def kept_file(host: Host) -> HostFile | None:
+    """Return the kept gpushare.yaml; None: none was kept, it is no longer valid, or this user may not read it."""
+    if not is_trusted_directory(host.state_directory):
+        return None
+    try:
+        return load(str(applied_path(host)))[0]
+    except GpushareError:
+        return None
+
+
 def _same_model(written: str, name: str) -> bool:
     """Return whether a model in a file (product name or catalogue alias) is that of a GPU with this name."""
 

@@ -25,7 +25,7 @@ from gpushare.host.channels import Channels, Group, from_record
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import identity_of
 from gpushare.host.records import open_lock, read_trusted, replace_file, writing
-from gpushare.timeslice.rules import SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
+from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 _DIRECTORY: Final = "timeslice"
 _RECORD: Final = "keep.json"
 SCHEMA: Final = 1
-UNIT: Final = "gpushare-timeslice.service"
 
 Key = tuple[int, int]
 
@@ -559,7 +558,7 @@ def _running(pid: int | None) -> InUse:
     return InUse(
         f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
         f"let it read its file again: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
-        f"systemctl reload {UNIT}",
+        f"systemctl reload {KEEP_UNIT}",
         code="keep_running",
     )
 
@@ -679,3 +678,61 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
         slice_us=None if untouched or decision is None else decision.microseconds,
         why=why,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """A process that has another slice than its rule says; ``found_us`` None: no keep has set one, so it is not known."""
+
+    pid: int
+    user: str | None
+    gpu: int
+    rule: str
+    found_us: int | None
+    wanted_us: int
+
+    def __str__(self) -> str:
+        who = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
+        found = "not set by a rule" if self.found_us is None else format_slice(self.found_us)
+        return (
+            f"{who} on GPU {self.gpu}: time-slice {found}; the file: {format_slice(self.wanted_us)} (rule {self.rule})"
+        )
+
+
+def deviations(host: Host, policy: Policy) -> list[Deviation]:
+    """Return the processes with another slice than their rule says. Only what a keep has set is read, and nothing is probed."""
+    record = keep_record(host)
+    kept = {
+        one.pid: one for one in (() if record is None else record.processes) if _is_same(host, one.pid, one.started)
+    }
+    found = []
+    with host.open_channels() as control:
+        for one in verdicts(host, policy):
+            if one.slice_us is None or one.rule is None:
+                continue
+            mine = kept.get(one.pid)
+            slices = [] if mine is None else list(_slices(control, mine).values())
+            # A rule that is limited may give less than was assumed.
+            wrong = [each for each in slices if each > one.slice_us or (each < one.slice_us and one.why is None)]
+            # A rule that gives the default needs nothing to be set.
+            if wrong or (not slices and one.slice_us != SLICE_PER_WEIGHT_US):
+                other = wrong[0] if wrong else None
+                found.append(
+                    Deviation(
+                        pid=one.pid, user=one.user, gpu=one.gpu, rule=one.rule, found_us=other, wanted_us=one.slice_us
+                    )
+                )
+    return found
+
+
+def _slices(control: ChannelControl, kept: KeptProcess) -> dict[Key, int]:
+    """Return the slices that a process has now; where they cannot be read, those that were set."""
+    found = {}
+    for group in kept.channels.compute:
+        key = group.client, group.handle
+        if key not in kept.slices:
+            continue
+        found[key] = kept.slices[key][1]
+        with contextlib.suppress(GpushareError):
+            (found[key],) = control.read_slices(Channels(pid=kept.pid, started=kept.started, groups=(group,)))
+    return found

@@ -21,6 +21,8 @@ from gpushare.units import format_slice
 if TYPE_CHECKING:
     from gpushare.model import Gpu
 
+# The unit of `gpushare export systemd` that follows the rules.
+KEEP_UNIT: Final = "gpushare-timeslice.service"
 # One weight: the slice of a compute group on an H100 and an H200 (driver 580).
 SLICE_PER_WEIGHT_US: Final = 2048
 LEAST_US: Final = 20

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import ROOT
+from tests.cli.drive import ROOT, World
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,3 +32,16 @@ def test_the_sample_workload_gets_an_answer(cli: Cli) -> None:
     answer = cli("advise", "-f", str(EXAMPLES / "workload.yaml"), "--yes", host="sim:h100").ok()
     assert "gpushare run -g 0 -- ./serve" in answer.out
     assert "--priority low -- python batch.py" in answer.out
+
+
+def test_the_sample_rules_are_understood(cli: Cli, world: World) -> None:
+    for command, user in (("python serve.py", "www-data"), ("python train.py", "root"), ("bash", "nobody")):
+        admin.add_process("sim:h200", command_line=command.split(), user=user)
+    found = cli("timeslice", "keep", "-f", str(EXAMPLES / "slices.yaml"), "-n", output="json").ok().data["processes"]
+    assert [(one["outcome"], one["slice_us"]) for one in found] == [
+        ("role production", 16_000),
+        ("500us", 500),
+        ("1ms", 1000),
+    ]
+    cli("apply", "-f", str(EXAMPLES / "slices.yaml")).ok()
+    assert "role: production" in cli("capture").ok().out

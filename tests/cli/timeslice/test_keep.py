@@ -197,3 +197,72 @@ def test_without_a_file_it_takes_the_applied_one(cli: Cli, world: World, rules: 
     assert answer.error["code"] == "no_file"
     cli("apply", "-f", str(rules)).ok()
     assert cli("timeslice", "keep", "-n", output="json").ok().data["file"].endswith("/applied.yaml")
+
+
+def test_apply_keeps_the_rules_and_says_who_follows_them(
+    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
+) -> None:
+    answer = cli("apply", str(rules)).ok()
+    assert "the rules for time-slices are followed by another command: run gpushare timeslice keep" in answer.err
+    assert "match: {command: '*train*'}\n    slice: 500us" in cli("capture").ok().out
+    one = keep()
+    one.says("following")
+    assert f"kill -HUP {one.pid}" in cli("apply", str(rules)).ok().err
+
+
+def test_apply_refuses_rules_for_nobody(cli: Cli, rules: Path) -> None:
+    rules.write_text("version: 1\nslices: [{match: {user: no-such-user-x}, slice: 1ms}]\n")
+    answer = cli("apply", str(rules), output="json")
+    assert (answer.code, answer.error["code"]) == (6, "no_user")
+
+
+def test_diff_names_the_processes_that_deviate(
+    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
+) -> None:
+    pid, _ = train(), train("python eval.py")
+    answer = cli("diff", str(rules), output="json")
+    (one,) = answer.data["processes"]
+    assert (answer.code, answer.data["as_requested"]) == (7, False)
+    assert one == {"pid": pid, "user": "root", "gpu": 0, "rule": "3:3", "found_us": None, "wanted_us": 500}
+    keeper = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    assert cli("diff", str(rules), output="json").ok().data["processes"] == []
+    with world.host.open_channels() as control:
+        control.set_slice(control.find(pid), 7000)
+    text = cli("diff", str(rules))
+    assert text.code == 7
+    assert f"process {pid} (root) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
+    keeper.signal(signal.SIGTERM)
+    keeper.result()
+
+
+def test_doctor_says_whether_the_rules_are_followed(
+    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
+) -> None:
+    def check() -> tuple[str, str]:
+        found = cli("doctor", output="json").data["checks"]
+        return next(((one["verdict"], one["seen"]) for one in found if one["id"] == "timeslice.rules"), ("", ""))
+
+    assert check() == ("", "")
+    cli("apply", str(rules)).ok()
+    assert check()[0] == "warn"
+    pid = train()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    assert check() == ("pass", f"gpushare timeslice keep runs (process {one.pid}), for 1 process")
+    one.signal(signal.SIGKILL)
+    one.result()
+    assert check() == ("warn", "gpushare timeslice keep was killed, and 1 process may still have its slices")
+
+
+def test_the_unit_is_written_if_the_file_has_rules(cli: Cli, world: World, rules: Path) -> None:
+    def units(*words: str) -> dict[str, str]:
+        found = cli("export", "systemd", *words, output="json").ok().data["documents"]
+        return {one["name"]: one["text"] for one in found}
+
+    assert list(units()) == ["gpushare.service"]
+    unit = units("-f", str(rules))["gpushare-timeslice.service"]
+    assert "ExecStart=/usr/bin/gpushare timeslice keep -f /var/lib/gpushare/applied.yaml\n" in unit
+    assert "ExecReload=/bin/kill -HUP $MAINPID\n" in unit
+    cli("apply", str(rules)).ok()
+    assert list(units()) == ["gpushare.service", "gpushare-timeslice.service"]
