@@ -206,8 +206,8 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'advise')
-      options='--processes --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
+      options='--like --processes --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--like --processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
       ;;
     'compare')
       options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -348,6 +348,7 @@ _gpushare_values() {
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;
     --evict) printf '%s\n' '@instances' ;;
     --forget) printf '%s\n' '@names' ;;
+    --like) printf '%s\n' 'jupyter spark ci rendering hpc serving training' ;;
     --users) printf '%s\n' 'same different' ;;
     --isolation) printf '%s\n' 'none quota fault full' ;;
     --pattern) printf '%s\n' 'interactive bursty steady' ;;

@@ -138,6 +138,8 @@ function __gpushare_valued
             return 0
         case --timeout
             return 0
+        case --like
+            return 0
         case --processes
             return 0
         case --sms
@@ -692,6 +694,7 @@ complete -c gpushare -n '__gpushare_at resume' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at resume' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at resume' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at resume' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at advise' -l like -x -a 'jupyter spark ci rendering hpc serving training' -d 'The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
 complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'

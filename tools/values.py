@@ -53,7 +53,7 @@ def pipeline(asked: Asked, host: str) -> str:
 
 def option_values(option: Option) -> tuple[str, ...]:
     """Return the values of an option: words, one of the ``@`` marks, or nothing."""
-    from gpushare.advice.case import NEEDS
+    from gpushare.advice.case import LIKE, NEEDS
     from gpushare.advice.ways import Way
     from gpushare.gpu_models import load_models
     from gpushare.model import Priority
@@ -74,6 +74,7 @@ def option_values(option: Option) -> tuple[str, ...]:
         "--fail-on": ("failure", "warning"),
         "--users": ("same", "different"),
         "--isolation": ("none", "quota", "fault", "full"),
+        "--like": tuple(LIKE),
         "--pattern": ("interactive", "bursty", "steady"),
         "--role": ("production", "opportunistic"),
         "--needs": tuple(name.replace("_", "-") for name in NEEDS),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.case import Isolation, Pattern, Role, any_of
+from gpushare.advice.case import Isolation, Pattern, Role, any_of, flags_like
 from gpushare.advice.recipe import Line, Recipe, limits_sum, recipe
 from gpushare.advice.rules import Kind, Outcome, Verdict, verdicts, winner
 from gpushare.advice.situation import Situation, instances_sentence
@@ -374,8 +374,12 @@ def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _kinds(situation: Situation) -> list[str]:
+    return list(dict.fromkeys(one.like for one in situation.case.workloads if one.like is not None))
+
+
 def _notes(situation: Situation) -> tuple[str, ...]:
-    notes = []
+    notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in _kinds(situation)]
     idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None and not gpu.mig_enabled]
     processes = situation.case.processes
     if processes is not None and 1 < processes <= len(idle) and not situation.gpu.instance:

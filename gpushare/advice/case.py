@@ -59,6 +59,8 @@ class Workload:
     """Identical processes. None means unknown."""
 
     name: str | None = None
+    # The kind of work whose usual properties were taken, such as jupyter.
+    like: str | None = None
     command: str | None = None
     processes: int | None = None
     # Per process, at its peak, without the CUDA context.
@@ -207,7 +209,7 @@ def checked(case: Case) -> Case:
 
 _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
 _COUNTS: Final = ("processes", "sms", "groups")
-_TEXTS: Final = ("name", "command", "user")
+_TEXTS: Final = ("name", "like", "command", "user")
 _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 # Properties given as a list: needs: [nccl, no-p2p]; each may also be a property of its own.
 NEEDS: Final = (
@@ -225,6 +227,26 @@ KEYS: Final = (
     "needs",
 )
 _MOST_PROCESSES: Final = 100_000
+# The usual properties of well-known kinds of work; what a user says about them counts instead. Sources: the examples of AWS
+# for EKS (notebooks, Spark, CI, rendering, HPC, serving), the course CIP203 (training fills the GPU).
+LIKE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "jupyter": {"pattern": "interactive", "saturating": False},
+    "spark": {"users": "same", "cooperating": False, "saturating": False},
+    "ci": {"pattern": "bursty", "saturating": False},
+    "rendering": {"pattern": "bursty", "needs": "graphics"},
+    "hpc": {"users": "same", "cooperating": True, "saturating": False},
+    "serving": {"latency": "yes", "saturating": False},
+    "training": {"pattern": "steady", "saturating": True},
+}
+
+
+def flags_like(kind: str) -> str:
+    """Return the options that a kind of work stands for."""
+    words = []
+    for key, value in LIKE[kind].items():
+        name = f"--{key}" if value is not False else f"--no-{key}"
+        words.append(name if isinstance(value, bool) else f"{name} {value}")
+    return " ".join(words)
 
 
 def workload_of(words: Mapping[str, Any]) -> Workload:
@@ -234,6 +256,12 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         BadUsage: an unknown key (`unknown_key`) or an invalid value.
     """
     values: dict[str, Any] = {}
+    if words.get("like") is not None:
+        kind = _choice("like", words["like"], list(LIKE), str)
+        words = {**LIKE[kind], **{key: value for key, value in words.items() if value is not None}, "like": kind}
+        needs = LIKE[kind].get("needs")
+        if needs is not None and words["needs"] != needs:
+            words["needs"] = [needs, *_listed(words["needs"])]
     for key, value in words.items():
         if key not in KEYS:
             raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key, KEYS), code="unknown_key")

@@ -63,6 +63,11 @@ if TYPE_CHECKING:
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
+    (
+        "--like",
+        "KIND",
+        "The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.",
+    ),
     ("--processes", "N", "Number of processes."),
     (
         "--memory",

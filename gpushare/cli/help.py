@@ -11,7 +11,7 @@ COMMON_LINE: Final = "Common options: --host -o -q -v --debug (gpushare --help)"
 # The groups of a command with many options. Options that no group names are listed last, as "Options".
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "advise": {
-        "Workload": "processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
+        "Workload": "like processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
         "Users and protection": "users trusted isolation groups",
         "Roles": "production opportunistic role production-saturating",
         "What is possible": "root destroy one-application cooperating code running",
@@ -116,6 +116,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "advise": (
         ("Four processes of one user", "advise --processes 4 --memory 6G --no-saturating"),
         ("Users who do not trust each other", "advise --processes 3 --users different --untrusted"),
+        ("Notebooks of five people", "advise --like jupyter --processes 5 --users different"),
         ("What runs now", "advise -g 0 --live"),
         ("Measure first", "advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py"),
     ),

@@ -276,3 +276,35 @@ def test_apply_starts_mps_in_each_instance_that_exists(cli: Any) -> None:
     assert len({one["device_uuid"] for one in daemons}) == 2
     assert {one["threads_percent"] for one in daemons} == {66.6}
     assert answer.err.count("undo: gpushare mps stop -g MIG-") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "way", "flags"),
+    [
+        (
+            ("--like", "jupyter", "--processes", "5", "--users", "different", "--trusted"),
+            "timeslice",
+            "--pattern interactive",
+        ),
+        (("--like", "spark", "--processes", "12", "--memory", "700M"), "mps", "--users same"),
+        (("--like", "ci", "--processes", "5", "--memory", "2G"), "timeslice", "--pattern bursty"),
+        (("--like", "rendering", "--processes", "2", "--memory", "4G"), "timeslice", "--needs graphics"),
+        (("--like", "hpc", "--processes", "8", "--memory", "1G"), "mps", "--cooperating"),
+        (("--like", "training", "--processes", "2", "--memory", "4G"), "whole-gpu", "--saturating"),
+        (("--like", "training", "--no-saturating", "--processes", "2", "--memory", "4G"), "mps", "--saturating"),
+    ],
+)
+def test_kinds_of_work_have_their_usual_properties(cli: Any, words: tuple[str, ...], way: str, flags: str) -> None:
+    data = advice(cli, *words, *(() if "--users" in words else ("--users", "same")), host="sim:t4")
+    assert data["winner"] == way
+    (said,) = (note for note in data["notes"] if note.startswith(f"like {words[1]}: "))
+    assert flags in said
+
+
+def test_a_kind_of_work_in_a_file_and_with_needs_of_its_own(cli: Any) -> None:
+    Path("w.yaml").write_text("workloads: [{like: rendering, processes: 2, needs: [no-graphics, ipc]}]")
+    case = advice(cli, "-f", "w.yaml", host="sim:t4")["case"]["workloads"][0]
+    assert (case["like"], case["graphics"], case["ipc"], case["pattern"]) == ("rendering", False, True, "bursty")
+    answer = cli("advise", "--like", "games", host="sim:t4")
+    assert answer.code == 2
+    assert "jupyter, spark, ci, rendering, hpc, serving, training" in answer.err
