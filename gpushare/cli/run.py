@@ -755,7 +755,7 @@ def _paused(
 
     limits, mps = options.limits, process.under_mps
     checkpoint = None if mps else checkpoint_of(host)
-    how = "by the driver's lock" if checkpoint is not None else "by SIGSTOP"
+    how = "by SIGSTOP" if mps else "by its GPU channels"
     if not roles.pause and roles.duty is None:
         note(f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works")
     when = when_paused("it", roles.duty)
@@ -784,6 +784,8 @@ def _paused(
         recorder,
         roles.duty,
         process.title,
+        by_channels=not mps,
+        say=note,
     )
     return _carried_out(host, share, command, replace(options, limits=limits), mps=mps)
 

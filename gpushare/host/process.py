@@ -516,10 +516,12 @@ def started(
 
     ``announce`` is called in the new process with its PID before the program runs; if it fails, the program does not run.
     """
+    allow_tracing = _allowing_tracing()
 
     def before_it_runs() -> None:
         # process_group= needs Python 3.11.
         os.setpgrp()
+        allow_tracing()
         if announce is not None:
             announce(os.getpid())
         # Python ignores these only for itself. Reset them after announce, whose broken pipe must raise, not kill.
@@ -558,6 +560,23 @@ def started(
             f"cannot execute {quoted(argv[0], 200)}: {error.strerror}", "give a program that this machine can run"
         ) from None
     return Child(process)
+
+
+_PR_SET_PTRACER: Final = 0x59616D61
+
+
+def _allowing_tracing() -> Callable[[], object]:
+    """Return what a new process calls so that gpushare's child, which is no ancestor of it, may reach its channels.
+
+    Where Yama restricts ptrace to ancestors (ptrace_scope 1); elsewhere nothing. It names this gpushare and its children,
+    and ends with it. It survives exec.
+    """
+    if (_read("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
+        return lambda: None
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def known(processes: Processes, pids: Iterable[int] | Mapping[int, float]) -> dict[int, float]:

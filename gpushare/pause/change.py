@@ -334,6 +334,11 @@ def enable(control: ChannelControl, channels: Channels) -> float:
         return 0.0
 
 
+def names_of(channels: Channels) -> frozenset[tuple[int, int, int]]:
+    """Return what tells the channels of a process from others of it: client, group, channel."""
+    return frozenset((group.client, group.handle, one) for group in channels.compute for one in group.channels)
+
+
 def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     """Resume a job and remove its record; return the seconds spent in the driver. The caller holds the lock.
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotFound
-from gpushare.pause.change import free
+from gpushare.pause.change import free, names_of
 from gpushare.pause.record import RESUMING, PausedJob, forget, locked, read, write
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Keeper:
         self._control = host.open_channels() if control is None else control
         self._deadline: float | None = None
         self._next: dict[int, float] = {}
+        # Recorded, and not off yet.
+        self._missed: dict[int, Channels] = {}
 
     def keep(self) -> None:
         """Look at the record and the job until the pause is over."""
@@ -89,7 +91,8 @@ class Keeper:
     def _look(self, job: PausedJob) -> None:
         """Pause channels and processes that the job has created."""
         known = {one.pid: one for one in job.living(self._host)}
-        found = [new for one in known.values() if (new := self._grown(one)) is not None]
+        found = [one for pid, one in self._missed.items() if pid in known]
+        found += [new for one in known.values() if (new := self._grown(one)) is not None]
         now = time.monotonic()
         for pid in list(self._host.processes.descendants(job.pause.pid))[:_MOST_PROCESSES]:
             if pid not in known and self._next.get(pid, 0.0) <= now:
@@ -107,7 +110,7 @@ class Keeper:
             now = self._control.find_again(channels)
         except NotFound:
             return None
-        return now if _named(now) - _named(channels) else None
+        return now if names_of(now) - names_of(channels) else None
 
     def _add(self, found: list[Channels]) -> None:
         with locked(self._path.parent):
@@ -117,9 +120,7 @@ class Keeper:
             pids = {one.pid for one in found}
             kept = tuple(one for one in job.channels if one.pid not in pids)
             write(replace(job, channels=(*kept, *found)))
-            for one in found:
+            self._missed = {one.pid: one for one in found}
+            for pid, one in list(self._missed.items()):
                 self._control.disable(one)
-
-
-def _named(channels: Channels) -> set[tuple[int, int, int]]:
-    return {(group.client, group.handle, one) for group in channels.compute for one in group.channels}
+                del self._missed[pid]

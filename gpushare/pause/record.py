@@ -103,6 +103,13 @@ def directory_of(host: Host) -> Path:
     return host.run_directory / _NAME
 
 
+def make(directory: Path) -> None:
+    """Create a directory of records."""
+    # One by one: the mode applies to the last directory of a path only.
+    make_private_directory(directory.parent)
+    make_private_directory(directory)
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory of records, which is created.
@@ -110,9 +117,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
         NoPermission, OperationFailed: it cannot be created.
     """
-    # One by one: the mode applies to the last directory of a path only.
-    make_private_directory(directory.parent)
-    make_private_directory(directory)
+    make(directory)
     descriptor = open_lock(directory / "lock", "the lock of the pauses")
     try:
         with writing(directory / "lock", "the lock of the pauses"):
@@ -123,7 +128,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def write(job: PausedJob) -> None:
-    """Write a record to the disk. The caller holds the lock.
+    """Write a record to the disk. The caller holds the lock, or is the living `gpushare run` that the record names.
 
     Raises:
         NoPermission, OperationFailed: it cannot be written; an earlier one stays.

@@ -1,32 +1,37 @@
 """Pause a program's processes and let them continue.
 
-Outside MPS the driver locks them (cuCheckpointProcessLock: 1 to 10 ms; new CUDA calls wait, submitted work is drained).
-They are stopped (SIGSTOP) where the driver has no lock, or the job has several CUDA processes, which might wait for each
-other. Inside MPS they are stopped, because the driver refuses the lock there. Never both: a stopped process hangs the
-lock.
+Outside MPS their channels are taken off the GPU (`gpushare.host.channels`: 1 ms, in the middle of kernels), all of any
+number of processes and contexts. Where that is not possible, the driver locks them (cuCheckpointProcessLock: 1 to 10 ms
+and the rest of the queue; new CUDA calls wait, submitted work is drained). They are stopped (SIGSTOP) where the driver has
+no lock, or the job has several CUDA processes, which might wait for each other. Inside MPS they are stopped, because the
+driver refuses the lock there, and clients share channels. Never two ways at once: a stopped process hangs the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed
+from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.pause.change import enable, names_of
+from gpushare.pause.record import PAUSED, RUNNING, Pause, PausedJob, directory_of, forget, make, write
 from gpushare.run.results import DUTY_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.host.channels import Channels
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
@@ -39,11 +44,22 @@ _STOP_ROUNDS: Final = 3
 _CUDA_NODE: Final = "/dev/nvidia-uvm"
 
 
-class Pauser:
-    """Pauses a program's processes and lets them continue, by the driver's lock or by SIGSTOP."""
+CHANNELS, LOCK, STOP = "channels", "lock", "stop"
 
-    def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
+
+class Pauser:
+    """Pauses a program's processes and lets them continue: by their channels, by the driver's lock, or by SIGSTOP."""
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        pid: int,
+        checkpoint: Checkpoint | None,
+        channels: ChannelPauser | None = None,
+    ) -> None:
         self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
+        self._channels = channels
         self._on_gpu: list[int] = []
         self._locked: list[int] = []
         # With their start times, because PIDs are reused.
@@ -52,20 +68,26 @@ class Pauser:
         self._told: set[tuple[int, float | None]] = set()
         # Called with PID and start time of each process before it is paused, once each.
         self.tell: Callable[[int, float | None], None] = lambda _pid, _started: None
+        # Called with the reason when another way has to be taken.
+        self.say: Callable[[str], None] = lambda _text: None
 
     @property
     def paused(self) -> bool:
         """Return whether it is paused."""
-        return bool(self._locked or self._stopped)
+        return bool(self._locked or self._stopped or (self._channels is not None and self._channels.off))
 
     @property
     def by(self) -> str:
-        """Return how it is paused: ``lock`` or ``stop``."""
-        return "stop" if self._checkpoint is None else "lock"
+        """Return how it is paused: ``channels``, ``lock`` or ``stop``."""
+        return CHANNELS if self._channels is not None else STOP if self._checkpoint is None else LOCK
 
     def look(self) -> None:
-        """Find the processes to lock, so that the next pause takes effect at once."""
-        if self._checkpoint is not None and not self.paused:
+        """Find the processes to pause, so that the next pause takes effect at once."""
+        if self.paused:
+            return
+        if self._channels is not None:
+            self._find()
+        elif self._checkpoint is not None:
             self._on_gpu = self._cuda_processes()
 
     def pause(self) -> None:
@@ -74,6 +96,50 @@ class Pauser:
         A queue that does not drain in time is tried again. From time to time, new processes are looked for, and those
         that others have continued (a SIGCONT of the shell, which gpushare passes on).
         """
+        if self._channels is not None:
+            self._pause_channels(self._channels)
+        if self._channels is None:
+            self._pause_otherwise()
+
+    def _pause_channels(self, channels: ChannelPauser) -> None:
+        first = not channels.off and bool(channels.known)
+        if not first and time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _KEEP_SECONDS
+        if first:
+            self._try(channels.disable)
+        # Production is spared by now; find out whether that was all of the program.
+        self._find()
+        if self.by == CHANNELS:
+            self._try(channels.disable)
+
+    def _find(self) -> None:
+        """Find the channels of processes that have come to the GPU, or have created a context."""
+        channels = self._channels
+        if channels is not None:
+            pids = self._cuda_processes()
+            for pid in pids:
+                info = self._host.processes.describe(pid)
+                self._tell_once(pid, None if info is None else info.started_at)
+            self._try(lambda: channels.find(pids))
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Act on the channels; where that fails, let the program continue and take the next way from then on."""
+        channels = self._channels
+        try:
+            act()
+        except GpushareError as error:
+            if channels is None:
+                return
+            channels.enable()
+            if channels.off:
+                # Not to be paused in two ways: tried again.
+                return
+            channels.close()
+            self._channels, self._due = None, 0.0
+            self.say(f"{error.message}: {how_paused(self.by)} from now on")
+
+    def _pause_otherwise(self) -> None:
         known = self._on_gpu
         tried = self._checkpoint is not None and not self.paused and len(known) == 1
         if tried:
@@ -105,6 +171,8 @@ class Pauser:
     def resume(self) -> None:
         """Let it continue; what fails is tried again at the next call."""
         self._due = 0.0
+        if self._channels is not None:
+            self._channels.enable()
         for pid in list(self._locked):
             with contextlib.suppress(GpushareError):
                 if self._host.processes.alive(pid):
@@ -114,6 +182,12 @@ class Pauser:
             del self._stopped[pid]
             with contextlib.suppress(NoPermission):
                 signal_known(self._host.processes, pid, started, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Let it continue for good."""
+        self.resume()
+        if self._channels is not None:
+            self._channels.close()
 
     def _unlock(self, pid: int) -> None:
         if self._checkpoint is None:
@@ -178,6 +252,122 @@ class Pauser:
         except GpushareError:
             return []
         return sorted({one.pid for one in found if one.pid in family and (one.compute or one.mps)})
+
+
+def how_paused(by: str) -> str:
+    """Return a way to pause, for people."""
+    return {CHANNELS: "paused by its GPU channels", LOCK: "paused by the driver's lock", STOP: "paused by SIGSTOP"}[by]
+
+
+class ChannelPauser:
+    """Takes the channels of a program off the GPU and back, with a record from which `gpushare resume` can free it.
+
+    The record is written before the first pause, and again when channels change. If this gpushare dies, its guard ends
+    the program, or `gpushare resume` frees it.
+    """
+
+    def __init__(self, host: Host, pid: int) -> None:
+        self._host, self._pid = host, pid
+        self._control = host.open_channels()
+        self._written: PausedJob | None = None
+        # By PID: what was found, and what is off, or may be.
+        self.known: dict[int, Channels] = {}
+        self.off: dict[int, Channels] = {}
+
+    def find(self, pids: Sequence[int]) -> None:
+        """Find the channels of these processes: of new ones by a scan, of known ones while they are off.
+
+        Raises:
+            GpushareError: they cannot be paused in this way.
+        """
+        found: dict[int, Channels] = {}
+        for pid in pids:
+            before = self.known.get(pid)
+            # A context that ended, or another process's, inherited.
+            with contextlib.suppress(NotFound):
+                if before is None:
+                    found[pid] = self._control.find(pid)
+                else:
+                    now = self._control.find_again(before) if pid in self.off else before
+                    found[pid] = before if names_of(now) == names_of(before) else now
+            if pid in found and found[pid].under_mps:
+                raise NotSupported(
+                    f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"
+                )
+        if found != self.known:
+            self._write(found.values(), RUNNING if not self.off else PAUSED)
+            self.known = found
+
+    def disable(self) -> None:
+        """Take everything known off the GPU.
+
+        Raises:
+            GpushareError: it cannot be done. What changed since the scan is not an error: find it again.
+        """
+        changed = False
+        for pid, channels in list(self.known.items()):
+            if self.off.get(pid) is channels:
+                continue
+            # Noted first: a driver that does not answer may have done it.
+            self.off[pid] = channels
+            changed = True
+            try:
+                self._control.disable(channels)
+            except NotFound:
+                # It has ended, or its channels are others by now.
+                del self.off[pid], self.known[pid]
+        if changed and self.off:
+            self._note(PAUSED)
+
+    def enable(self) -> None:
+        """Put everything back on the GPU; what fails is tried again at the next call."""
+        if not self.off:
+            return
+        for pid, channels in list(self.off.items()):
+            with contextlib.suppress(GpushareError):
+                enable(self._control, channels)
+                del self.off[pid]
+        if not self.off:
+            self._note(RUNNING)
+
+    def close(self) -> None:
+        """Forget the record, unless something is still off."""
+        if self._written is not None and not self.off:
+            with contextlib.suppress(GpushareError):
+                forget(self._written)
+        self._control.close()
+
+    def _note(self, state: str) -> None:
+        """Write whether it is paused now, for others to see; a full disk must not keep it from that."""
+        with contextlib.suppress(GpushareError):
+            self._write((), state)
+
+    def _write(self, channels: Iterable[Channels], state: str) -> None:
+        first, me = self._host.processes.identity(self._pid), self._host.processes.identity(os.getpid())
+        info = self._host.processes.describe(self._pid)
+        if first is None or me is None:
+            return
+        pause = Pause(
+            pid=self._pid,
+            started=first.started,
+            name=None,
+            uid=None if info is None else info.uid,
+            by_uid=self._host.uid,
+            state=state,
+            since=time.time(),
+            until=None,
+            keeper_pid=me.pid,
+            keeper_started=me.started,
+            by_run=True,
+        )
+        # What is off stays in the record until it is on.
+        listed = {one.pid: one for one in (*self.known.values(), *self.off.values(), *channels)}
+        path = directory_of(self._host) / f"{self._pid}.json"
+        job = PausedJob(pause=pause, channels=tuple(listed.values()), path=path)
+        if self._written is None:
+            make(path.parent)
+        write(job)
+        self._written = job
 
 
 def checkpoint_of(host: Host) -> Checkpoint | None:

@@ -15,7 +15,7 @@ from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
-from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
+from gpushare.run.pause import ChannelPauser, DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
 from gpushare.run.share import MpsShare
@@ -340,6 +340,7 @@ class PausingWatch:
         """Continue what the program left behind, and let the inner watch settle."""
         # Such as a worker in its own session: it must not stay paused when gpushare ends.
         self.release()
+        self.pauser.close()
         self.inner.settle()
         self._say(None)
 
@@ -367,6 +368,9 @@ class PausingShare:
     duty_percent: float | None = None
     # The production job, for people.
     title: str = "production"
+    # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
+    by_channels: bool = False
+    say: Callable[[str], None] = lambda _text: None
 
     @property
     def where(self) -> str:
@@ -379,9 +383,12 @@ class PausingShare:
 
     def watch(self, pid: int) -> Watch:
         """Return the watch over the program."""
+        channels = ChannelPauser(self.host, pid) if self.by_channels else None
+        pauser = Pauser(self.host, self.device, pid, self.checkpoint, channels)
+        pauser.say = self.say
         watch = PausingWatch(
             self.inner.watch(pid),
-            Pauser(self.host, self.device, pid, self.checkpoint),
+            pauser,
             self.production,
             Pacer() if self.duty_percent is None else DutyPacer(percent=self.duty_percent),
             unseen=self._unseen(pid),

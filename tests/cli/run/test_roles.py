@@ -206,15 +206,29 @@ def busy() -> Iterator[int]:
 
 
 def program_of(world: World) -> int | None:
-    """Return the program of the only run on the host, once it is stopped."""
+    """Return the program of the only run on the host, once it is stopped, or its channels are off."""
     for process in world.state.processes:
         info = world.host.processes.describe(process.pid)
-        if process.real and info is not None and info.stopped:
+        if process.real and info is not None and (info.stopped or process.channels_off):
             return process.pid
     return None
 
 
 LOOP = "import time\nwhile True: time.sleep(0.01)"
+
+
+@pytest.fixture(params=["channels", "stop"])
+def way(request: pytest.FixtureRequest, world: World) -> str:
+    """Let programs be paused by their channels, and by SIGSTOP where a sandbox forbids that."""
+    if request.param == "stop":
+        forbid_channels(world)
+    return str(request.param)
+
+
+def forbid_channels(world: World) -> None:
+    assert world.host.nvml.count() == 1
+    with world.file.changed() as state:
+        state.channel_fault = "seccomp"
 
 
 def paused(real: Callable[..., Started], world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
@@ -226,14 +240,21 @@ def paused(real: Callable[..., Started], world: World, production: int, program:
 
 
 def test_a_paused_program_goes_on_when_production_has_ended(
-    real: Callable[..., Started], world: World, busy: int
+    real: Callable[..., Started], world: World, busy: int, way: str
 ) -> None:
     started, pid = paused(real, world, busy)
+    assert bool(world.process(pid).channels_off) == (way == "channels")
     os.kill(busy, signal.SIGKILL)
     until(lambda: program_of(world) is None, "it goes on")
     started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    answer = started.result()
+    assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
+    assert ("paused by its GPU channels while it works" in answer.err) is True
+    assert ("forbids pidfd_getfd (Docker's seccomp profile does): paused by SIGSTOP from now on" in answer.err) == (
+        way == "stop"
+    )
+    assert world.run("pause", "list").data["jobs"] == []
 
 
 def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Callable[..., Started], world: World) -> None:
@@ -265,14 +286,16 @@ def test_under_mps_without_gpm_it_is_said_what_is_not_seen(
     assert "only work that uses the CPU" in cli(*words).err
 
 
-def test_a_paused_program_can_be_ended(real: Callable[..., Started], world: World, busy: int) -> None:
+def test_a_paused_program_can_be_ended(real: Callable[..., Started], world: World, busy: int, way: str) -> None:
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGINT)
     assert started.result().code == 128 + signal.SIGINT
     assert not alive(pid)
 
 
-def test_no_program_stays_paused_when_gpushare_dies(real: Callable[..., Started], world: World, busy: int) -> None:
+def test_no_program_stays_paused_when_gpushare_dies(
+    real: Callable[..., Started], world: World, busy: int, way: str
+) -> None:
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGKILL)
     until(lambda: not alive(pid), "the guard ends it")
@@ -282,6 +305,7 @@ def test_nor_does_a_worker_in_a_session_of_its_own(
     real: Callable[..., Started], world: World, busy: int, tmp_path: Path
 ) -> None:
     """The kernel ends the program (SIGHUP to an orphaned group that is stopped) before the guard can look for workers."""
+    forbid_channels(world)
     written = tmp_path / "worker"
     start = "import subprocess\nworker = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
     started, pid = paused(real, world, busy, f"{start}open({str(written)!r}, 'w').write(f'{{worker}}.')\n{LOOP}")

@@ -1,0 +1,73 @@
+"""Jobs of `gpushare run --pause`, whose channels are off when somebody dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+
+from gpushare.pause.record import paused_jobs
+from tests.cli.drive import Started, World
+from tests.cli.run.test_roles import LOOP, alive, busy, paused, until
+
+__all__ = ["busy"]
+
+
+def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, busy: int) -> None:
+    started, pid = paused(real, world, busy)
+    assert world.process(pid).channels_off
+    (job,) = world.run("pause", "list").data["jobs"]
+    assert (job["pid"], job["by_run"], job["guarded"], job["guard"]) == (pid, True, True, started.pid)
+    for verb in ("pause", "resume"):
+        answer = world.run(verb, str(pid))
+        assert (answer.code, answer.error["code"]) == (19, "paused_by_run")
+        assert f"kill -INT {started.pid}" in answer.error["hint"]
+    assert world.run("resume", "--all").data["jobs"] == []
+    assert world.process(pid).channels_off
+    started.signal(signal.SIGINT)
+    assert started.result().code == 128 + signal.SIGINT
+    assert paused_jobs(world.host) == []
+    assert not list((world.directory / "run" / "pause").glob("*.json"))
+
+
+def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(
+    real: Callable[..., Started], world: World, busy: int
+) -> None:
+    started, pid = paused(real, world, busy)
+    guards = [one for one in psutil.Process(started.pid).children() if one.cmdline()[1:2][0].endswith("guard.py")]
+    assert guards
+    for one in (*guards, psutil.Process(started.pid)):
+        one.kill()
+    until(lambda: not alive(started.pid) or started.process.poll() is not None, "it is gone")
+    assert alive(pid)
+    answer = world.run("pause", "list").ok()
+    assert [(one["pid"], one["guarded"]) for one in answer.data["jobs"]] == [(pid, False)]
+    checks = world.run("doctor").data["checks"]
+    assert [one["verdict"] for one in checks if one["id"] == "pause.guard"] == ["warn"]
+    world.run("resume", str(pid)).ok()
+    assert world.process(pid).channels_off == []
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_job_with_a_name_is_paused_by_it(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    assert world.mig("1g.18gb")
+    words = ("run", "--name", "train", "--grace", "1", "--mig", "1g.18gb", "--")
+    started = real(*words, sys.executable, "-c", LOOP)
+    until(lambda: any(one.real and one.gpu_uuid for one in world.state.processes), "it is on the GPU")
+    (process,) = (one for one in world.state.processes if one.real)
+    assert world.run("pause", "train").ok().data["job"]["name"] == "train"
+    assert world.process(process.pid).channels_off
+    assert world.run("pause", "list").data["jobs"][0]["name"] == "train"
+    # By its name in the record, even where no job has it any more.
+    (job,) = world.run("resume", "train").ok().data["jobs"]
+    # Until gpushare has seen its program, the job is gpushare with its children.
+    assert [one["pid"] for one in job["processes"]] == [process.pid]
+    assert world.process(process.pid).channels_off == []
+    world.run("pause", "train").ok()
+    # Its end resumes it first.
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM

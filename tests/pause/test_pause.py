@@ -1,0 +1,371 @@
+"""Pauses below the command line: records, the guard's looks, and pauses that half succeed."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.channels import Channels
+from gpushare.host.host import Host
+from gpushare.pause import change as module
+from gpushare.pause.change import JobPause, Target, changing, find_paused, free, resume_to_end
+from gpushare.pause.keep import LOOK_SECONDS, Keeper
+from gpushare.pause.record import (
+    PAUSED,
+    PAUSING,
+    RESUMING,
+    PausedJob,
+    any_record,
+    paused_jobs,
+    paused_since,
+    read,
+    write,
+)
+from gpushare.plan import NotUndone, carry_out
+from gpushare.sim import admin
+from gpushare.sim.channels import CHANNELS
+from tests.cli.drive import World
+
+SPEC = "sim:2xh200"
+OFF = sorted(CHANNELS)
+
+
+class Control:
+    """The channels of a simulated host, with errors that a test wants."""
+
+    def __init__(self, host: Host) -> None:
+        self._real = host.open_channels()
+        self.fails: dict[tuple[str, int], GpushareError] = {}
+        self.done: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._real, name)
+
+        def called(subject: Any = None, *rest: Any) -> Any:
+            pid = subject.pid if isinstance(subject, Channels) else subject
+            self.done.append((name, pid))
+            if (name, pid) in self.fails:
+                raise self.fails[name, pid]
+            return call(subject, *rest)
+
+        return call if name == "close" else called
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class NoGuard:
+    """Stands in for the guard process: this one is named as the guard."""
+
+    def __init__(self, *_: object) -> None:
+        self.pid, self.said = os.getpid(), ["start"]
+        NoGuard.last = self
+
+    last: NoGuard
+
+    def wait_ready(self) -> None:
+        self.said.append("wait")
+
+    def tell(self) -> None:
+        self.said.append("held")
+
+    def leave(self) -> None:
+        self.said.append("leave")
+
+
+class Paused:
+    """Two processes of one job on two GPUs, and what pauses them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world = World.new(SPEC)
+        self.pids = [admin.add_process(SPEC, str(gpu)) for gpu in (0, 1)]
+        self.control = Control(self.world.host)
+        self.host = replace(self.world.host, open_channels=lambda: self.control)  # type: ignore[arg-type,return-value]
+        monkeypatch.setattr(module, "Guard", NoGuard)
+
+    @property
+    def path(self) -> Path:
+        return self.host.run_directory / "pause" / f"{self.pids[0]}.json"
+
+    @property
+    def off(self) -> list[bool]:
+        return [self.world.process(pid).channels_off == OFF for pid in self.pids]
+
+    def target(self, count: int = 2) -> Target:
+        first = self.host.processes.identity(self.pids[0])
+        assert first is not None
+        return Target(
+            pid=self.pids[0], started=first.started, name="train", uid=0,
+            on_gpu=lambda: dict.fromkeys(self.pids[:count], False),
+        )  # fmt: skip
+
+    def pause(self, count: int = 2, seconds: float | None = None) -> JobPause:
+        with JobPause(self.host, self.target(count), seconds) as work, changing(self.host):
+            carry_out(work.plan(begin=True))
+        return work
+
+    def job(self) -> PausedJob:
+        found = read(self.path)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Paused:
+    return Paused(monkeypatch)
+
+
+def test_the_record_comes_first_and_the_guard_is_there(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str, list[str]]] = []
+    real = job.control.__getattr__
+
+    def disable(channels: Channels) -> float:
+        seen.append((str(channels.pid), job.job().pause.state, list(NoGuard.last.said)))
+        return float(real("disable")(channels))
+
+    job.control.disable = disable  # type: ignore[attr-defined]
+    work = job.pause()
+    assert seen == [(str(pid), PAUSING, ["start", "wait"]) for pid in job.pids]
+    assert NoGuard.last.said == ["start", "wait", "held", "leave"]
+    assert job.off == [True, True]
+    assert work.seconds > 0
+    assert (job.job().pause.state, job.job().pause.keeper_pid) == (PAUSED, os.getpid())
+    assert [one.pid for one in job.job().channels] == job.pids
+
+
+@pytest.mark.parametrize("kind", [OperationFailed, NoPermission])
+def test_what_is_half_done_is_taken_back(job: Paused, kind: type[GpushareError]) -> None:
+    job.control.fails["disable", job.pids[1]] = kind("no", "see")
+    with pytest.raises(kind, match=r"^no$"):
+        job.pause()
+    assert job.off == [False, False]
+    assert not job.path.exists()
+    assert NoGuard.last.said[-1] == "leave"
+
+
+def test_what_cannot_be_taken_back_stays_on_record(job: Paused) -> None:
+    job.control.fails["disable", job.pids[1]] = TimedOut("no answer", "see")
+    job.control.fails["enable", job.pids[0]] = OperationFailed("broken", "see")
+    with pytest.raises(NotUndone, match=f"process {job.pids[0]} is still paused: broken"):
+        job.pause()
+    assert job.off == [True, False]
+    # The one whose driver did not answer was enabled, too.
+    assert ("enable", job.pids[1]) in job.control.done
+    job.control.fails.clear()
+    with changing(job.host):
+        free(job.host, job.control, find_paused(job.host, "train"))  # type: ignore[arg-type]
+    assert job.off == [False, False]
+    assert not job.path.exists()
+
+
+def test_a_process_that_joins_while_the_others_are_paused_is_paused_too(job: Paused) -> None:
+    counts = iter([1, 2, 2])
+    target = replace(job.target(), on_gpu=lambda: dict.fromkeys(job.pids[: next(counts)], False))
+    with JobPause(job.host, target, None) as work, changing(job.host):
+        carry_out(work.plan(begin=True))
+    assert job.off == [True, True]
+    assert [one.pid for one in job.job().channels] == job.pids
+
+
+def test_one_that_ends_meanwhile_does_not_keep_the_other_from_being_paused(job: Paused) -> None:
+    job.control.fails["disable", job.pids[0]] = NotFound("gone", "see", code="process_gone")
+    job.pause()
+    assert job.off == [False, True]
+
+
+def test_channels_that_changed_since_the_scan_are_found_again(job: Paused) -> None:
+    real = job.control.__getattr__
+    failed: list[int] = []
+
+    def disable(channels: Channels) -> float:
+        if not failed:
+            failed.append(channels.pid)
+            raise NotFound("others", "see", code="stale_channels")
+        return float(real("disable")(channels))
+
+    job.control.disable = disable  # type: ignore[attr-defined]
+    job.pause()
+    assert job.off == [True, True]
+    assert job.control.done.count(("find", job.pids[0])) == 2
+
+
+def test_a_pause_that_died_half_way_is_made_whole(job: Paused) -> None:
+    job.pause()
+    old = job.job()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, state=PAUSING)))
+    with job.world.file.changed() as state:
+        state.processes[1].channels_off = []
+    work = job.pause()
+    assert not work.already
+    assert job.off == [True, True]
+    assert job.job().pause.state == PAUSED
+    assert job.pause().already
+
+
+def test_a_failure_keeps_an_older_record(job: Paused) -> None:
+    job.pause()
+    old = job.job()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, keeper_started=1)))
+    job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
+    with pytest.raises(OperationFailed):
+        job.pause()
+    assert [one.pid for one in job.job().channels] == job.pids
+
+
+def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
+    job.pause()
+    assert find_paused(job.host, "train").path == job.path
+    assert find_paused(job.host, str(job.pids[1])).path == job.path
+    user = replace(job.host, run_directory=tmp_path, shared_run_directories=(job.host.run_directory,))
+    with pytest.raises(NoPermission, match="paused by root"):
+        find_paused(user, "train")
+    with pytest.raises(NoPermission, match="paused by root"), JobPause(user, job.target(), None) as work:
+        work.plan(begin=False)
+    assert paused_since(user).keys() == set(job.pids)
+    # For the end of a job that root has paused, its owner enables the channels; the record is root's.
+    resume_to_end(user, [job.pids[1]])
+    assert job.off == [False, False]
+    assert job.path.exists()
+
+
+def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
+    job.pause()
+    old = job.job()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, by_run=True)))
+    with pytest.raises(InUse):
+        find_paused(job.host, "train")
+    with pytest.raises(InUse):
+        job.pause()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, by_run=True, keeper_started=1)))
+    assert find_paused(job.host, "train")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"pid": 1}', "null", '{"channels": []}'],
+)
+def test_a_broken_record_is_none(job: Paused, text: str) -> None:
+    job.pause()
+    assert any_record(job.host)
+    job.path.write_text(text)
+    assert paused_jobs(job.host) == []
+
+
+@pytest.mark.parametrize("change", [{"pid": -1}, {"pid": "1"}, {"since": None}, {"channels": None}, {"channels": [1]}])
+def test_a_record_of_another_shape_is_none(job: Paused, change: dict[str, Any]) -> None:
+    job.pause()
+    job.path.write_text(json.dumps({**json.loads(job.path.read_text()), **change}))
+    assert read(job.path) is None
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keeper(job: Paused) -> Keeper:
+    job.pause()
+    job.control.done.clear()
+    return Keeper(job.host, job.path)
+
+
+def test_it_looks_again_and_changes_nothing(job: Paused, keeper: Keeper) -> None:
+    before = job.path.read_text()
+    assert keeper.step() == LOOK_SECONDS
+    assert job.path.read_text() == before
+    assert {what for what, _ in job.control.done} == {"find_again"}
+
+
+def test_it_ends_when_the_record_is_gone_or_names_another(job: Paused, keeper: Keeper) -> None:
+    old = job.job()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, keeper_pid=1)))
+    assert keeper.step() is None
+    job.path.unlink()
+    assert keeper.step() is None
+    assert job.off == [True, True]
+
+
+def test_it_ends_with_the_job(job: Paused, keeper: Keeper) -> None:
+    for pid in job.pids:
+        assert keeper.step() == LOOK_SECONDS
+        admin.end_process(SPEC, pid)
+    assert keeper.step() is None
+    assert not job.path.exists()
+
+
+def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = [100.0]
+    monkeypatch.setattr("gpushare.pause.keep.time.monotonic", lambda: at[0])
+    job.pause(seconds=60)
+    keeper = Keeper(job.host, job.path)
+    assert keeper.step() == LOOK_SECONDS
+    at[0] += 59.5
+    assert keeper.step() == pytest.approx(0.5, abs=0.3)
+    job.control.fails["enable", job.pids[1]] = OperationFailed("no", "see")
+    at[0] += 1
+    assert keeper.step() == LOOK_SECONDS
+    assert job.off == [False, True]
+    assert job.job().pause.state == RESUMING
+    job.control.fails.clear()
+    assert keeper.step() is None
+    assert job.off == [False, False]
+    assert not job.path.exists()
+
+
+def test_it_completes_a_resume_that_died(job: Paused, keeper: Keeper) -> None:
+    old = job.job()
+    with changing(job.host):
+        write(replace(old, pause=replace(old.pause, state=RESUMING)))
+    assert keeper.step() is None
+    assert job.off == [False, False]
+
+
+def test_it_takes_back_a_pause_that_died(job: Paused, keeper: Keeper) -> None:
+    keeper.take_back()
+    assert job.off == [False, False]
+    assert not job.path.exists()
+    keeper.take_back()
+
+
+def test_it_pauses_a_child_that_comes_to_the_gpu(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.pause(count=1)
+    keeper = Keeper(job.host, job.path)
+    family = [job.pids[0]]
+    monkeypatch.setattr(type(job.host.processes), "descendants", lambda *_: family)
+    assert keeper.step() == LOOK_SECONDS
+    assert job.off == [True, False]
+    family.append(job.pids[1])
+    assert keeper.step() == LOOK_SECONDS
+    assert job.off == [True, True]
+    assert [one.pid for one in job.job().channels] == job.pids
+
+
+def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper) -> None:
+    old = job.job()
+    first = old.channels[0]
+    fewer = tuple(replace(group, channels=group.channels[:4]) for group in first.groups)
+    with changing(job.host):
+        write(replace(old, channels=(replace(first, groups=fewer), old.channels[1])))
+    with job.world.file.changed() as state:
+        state.processes[0].channels_off = OFF[:4]
+    job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
+    assert keeper.step() == LOOK_SECONDS
+    by_pid = {one.pid: one for one in job.job().channels}
+    assert by_pid[job.pids[0]].compute[0].channels == CHANNELS
+    assert job.off == [False, True]
+    job.control.fails.clear()
+    assert keeper.step() == LOOK_SECONDS
+    assert job.off == [True, True]
