@@ -11,7 +11,7 @@ Production, as servers have it:
 - ``infer``: as in `benchmarks.jobs`, a request every 10 ms.
 - ``enc1``: the encoder as one CUDA graph of 1 ms, every 25 ms.
 - ``enc5``: the same with a batch that fills the GPU, 5.6 ms, at half load.
-- ``decode``: steps of a language model, batch 4, that reads 9 GB of weights and keys per step; one step after the other.
+- ``decode``: steps of a language model, batch 4, that reads 7 GB of weights and keys per step; one step after the other.
 - ``mid``, ``membw``: as in `benchmarks.jobs`.
 
 Others: ``bert-train``, ``gpt2-train``, ``resnet-train`` (models like BERT-base, GPT-2 and ResNet-50, which fill the GPU),
@@ -224,7 +224,7 @@ def _infer(torch: Any) -> Program:
     return Program(jobs.infer(torch), "period", 0.010)
 
 
-def _decode(torch: Any, layers: int = 20, width: int = 4096, wide: int = 11008, past: int = 1024) -> Program:
+def _decode(torch: Any, layers: int = 16, width: int = 4096, wide: int = 11008, past: int = 1024) -> Program:
     device, batch, heads = _device(torch), 4, max(1, width // 128)
     stack = _layers(torch, layers, width, heads=heads, wide=wide, gated=True).eval()
     for layer in stack:
@@ -367,7 +367,7 @@ def _resnet_train(torch: Any, batch: int = 32, side: int = 224) -> Program:
     return _ahead(torch, work)
 
 
-def _membw(torch: Any, power: int = 29) -> Program:
+def _membw(torch: Any, power: int = 28) -> Program:
     """Return additions that read and write 12 GB per step, over less memory than those of `benchmarks.jobs`."""
     one, other = (torch.zeros(1 << power, device=_device(torch)) for _ in range(2))
 
@@ -393,8 +393,6 @@ PROGRAMS: Final[dict[str, Callable[[Any], Program]]] = {
     "gpt2-train": _gpt2_train,
     "resnet-train": _resnet_train,
     "big": lambda torch: Program(jobs.big(torch)),
-    # As the other job: there are nine of them, which differ by their cap.
-    "membw-other": lambda torch: _membw(torch, 28),
 }
 # Milliseconds of a step, how they come, and their period, when there is no GPU.
 FAKES: Final[dict[str, tuple[float, str, float]]] = {

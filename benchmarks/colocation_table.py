@@ -137,7 +137,7 @@ class Pair:
 
 def other_name(name: str) -> str:
     """Return the other job as the document calls it."""
-    return f"`{name.removesuffix('-other')}`"
+    return f"`{name}`"
 
 
 def pairs_of(rows: Rows) -> list[Pair]:

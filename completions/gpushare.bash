@@ -33,7 +33,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status doctor explain observe metrics run mps mig timeslice pause resume advise compare bench tune savings apply diff capture export sim'
+      commands='status doctor explain observe metrics run mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -205,6 +205,23 @@ _gpushare_node() {
       options='--all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
+    'swap')
+      commands='out in list'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'swap out')
+      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'swap in')
+      options='--wait --wait-timeout -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--wait-timeout --host -o --output'
+      ;;
+    'swap list')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
     'advise')
       options='--like --processes --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--like --processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
@@ -320,7 +337,7 @@ _gpushare_node() {
     'sim fault')
       options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
-      positional='lost persistence-off not-supported refused reset-required xid no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step shm descriptors mps-version busy'
+      positional='lost persistence-off not-supported refused reset-required xid no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step shm descriptors host-memory mps-version busy'
       ;;
     'sim cdi')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'

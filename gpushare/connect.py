@@ -30,6 +30,7 @@ def connect(spec: str) -> Host:
         capabilities=simulated.capabilities,
         machine=simulated.machine,
         open_channels=simulated.open_channels,
+        open_checkpoint=simulated.open_checkpoint,
         origin=simulated.processes.origin,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,

@@ -18,7 +18,7 @@ from tools.pictures import pictures
 from tools.tree import command_tree
 
 PROJECT = Path(__file__).resolve().parent.parent
-PAGES = [f"man/gpushare{part}.1" for part in ("", "-mps", "-mig", "-timeslice", "-export", "-sim")]
+PAGES = [f"man/gpushare{part}.1" for part in ("", "-mps", "-mig", "-timeslice", "-export", "-sim", "-swap")]
 BASH = PROJECT / "completions" / "gpushare.bash"
 
 

@@ -31,6 +31,7 @@ DOMAIN_OF = {
     "metrics": "show",
     "status": "snapshot",
     "resume": "pause",
+    "swap": "memory",
 }
 
 

@@ -39,6 +39,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "timeslice": "Show and set time-slices, per process or per GPU.",
         "pause": "Take a job off the GPU at once; list paused jobs.",
         "resume": "Put paused jobs back on the GPU.",
+        "swap": "Move a job out of the GPU into host memory, and back.",
     },
     "Decide": {
         "advise": "Recommend a way of sharing, with its commands.",

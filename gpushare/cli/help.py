@@ -53,6 +53,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Which jobs are paused", "pause list"),
     ),
     "resume": (("All that this user has paused", "resume --all"),),
+    "swap in": (("When the GPU has room", "swap in train --wait"),),
     "timeslice set": (
         ("A short slice for a training, next to a server", "timeslice set 500us train"),
         ("Long slices on one GPU", "timeslice set long -g 0"),

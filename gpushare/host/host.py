@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpushare.host.channels import ChannelControl
+    from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.machine import Machine
     from gpushare.host.origin import Origin
 
@@ -48,6 +49,12 @@ def _local_origin(pid: int, *, command: bool = True) -> Origin | None:
     return origin_of(pid, command=command)
 
 
+def _local_checkpoint() -> Checkpoint:
+    from gpushare.host.checkpoint import Checkpoint
+
+    return Checkpoint()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A host, real or simulated.
@@ -68,6 +75,8 @@ class Host:
     machine: Machine = field(default_factory=_local_machine)
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
     open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
+    # What copies the GPU memory of processes to host memory and back.
+    open_checkpoint: Callable[[], Checkpoint] = field(default=_local_checkpoint)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
     origin: Callable[..., Origin | None] = field(default=_local_origin)
     shared_run_directories: Sequence[Path] = field(default=())

@@ -14,6 +14,7 @@ from gpushare.host.process import MOST_OF_ENVIRONMENT, entries_of, read_proc
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file
 # NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
 XID: Final = re.compile(r"\bXid \((?:PCI:)?([0-9a-f:.]+)\):\s*(\d{1,4})\b", re.IGNORECASE | re.ASCII)
+CGROUPS: Final = "/sys/fs/cgroup"
 _PROGRAM_SECONDS: Final = 5.0
 UNITS: Final = Path("/etc/systemd/system")
 
@@ -37,6 +38,9 @@ class Machine(Protocol):
 
     def shared_memory(self) -> Space | None:
         """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
+
+    def free_memory(self, pid: int) -> int | None:
+        """Return how many bytes of host memory a process can still get: the machine's, and what its cgroups allow."""
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the maximum number of open files of a process (its soft limit, ``ulimit -n``)."""
@@ -68,6 +72,27 @@ class LocalMachine:
         except OSError:
             return None
         return Space(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
+
+    def free_memory(self, pid: int) -> int | None:
+        """Return MemAvailable of ``/proc/meminfo``, or less where a cgroup of the process allows less."""
+        meminfo = read_proc(f"{self._proc}/meminfo") or b""
+        match = re.search(rb"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+        if match is None:
+            return None
+        return min([int(match[1]) << 10, *self._cgroup_rooms(pid)])
+
+    def _cgroup_rooms(self, pid: int) -> list[int]:
+        """Return what each cgroup above a process still allows (v2: memory.max and memory.current)."""
+        text = (read_proc(f"{self._proc}/{pid}/cgroup") or b"").decode(errors="replace")
+        path = next((line[3:] for line in text.splitlines() if line.startswith("0::/")), None)
+        found: list[int] = []
+        names = [] if path is None or ".." in path else path.strip("/").split("/")
+        for depth in range(min(len(names), 32), -1, -1):
+            directory = "/".join([CGROUPS, *names[:depth]])
+            most, now = (read_proc(f"{directory}/memory.{name}", 64) for name in ("max", "current"))
+            if most is not None and now is not None and most.strip().isdigit() and now.strip().isdigit():
+                found.append(max(0, int(most) - int(now)))
+        return found
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the soft limit of open files (``/proc/PID/limits``); unlimited is the kernel's own maximum."""

@@ -92,6 +92,10 @@ def end_programs(
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
+    if (host.run_directory / "swap").is_dir():
+        from gpushare.memory.swap import lay_down
+
+        lay_down(host, list(pids))
     if meter is None:
         kill_all(host, pids)
         return None

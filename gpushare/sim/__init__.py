@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.channels import ChannelControl
+    from gpushare.host.checkpoint import Checkpoint
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
@@ -35,6 +36,13 @@ class SimulatedHost(NamedTuple):
         from gpushare.sim.channels import SimulatedChannels
 
         return SimulatedChannels(self.state_file)
+
+    def open_checkpoint(self) -> Checkpoint:
+        """Return what copies the GPU memory of its processes to host memory and back."""
+        from gpushare.host.checkpoint import Checkpoint
+        from gpushare.sim.checkpoint import SimulatedCheckpoint
+
+        return Checkpoint(SimulatedCheckpoint(self.state_file))
 
 
 def open_simulated(spec: str) -> SimulatedHost:

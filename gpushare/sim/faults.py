@@ -49,6 +49,7 @@ _COUNTED: Final = {
     "crash-step": ("crash_step", "which changing NVML call from now on"),
     "shm": ("shared_memory_bytes", "how many bytes /dev/shm has"),
     "descriptors": ("descriptor_limit", "how many files a process may have open"),
+    "host-memory": ("host_memory_bytes", "how many bytes of host memory are available"),
     "mps-version": ("mps_binary", "the binary version of the MPS programs"),
 }
 _HEALTHY: Final = SimulatedHostState(spec="")
@@ -87,6 +88,7 @@ def clear(state: SimulatedHostState) -> None:
     state.hanging_programs, state.missing_programs = [], []
     state.collisions = state.fail_step = state.crash_step = 0
     state.channel_fault, state.channel_statuses = None, {}
+    state.host_memory_bytes, state.checkpoint_faults = _HEALTHY.host_memory_bytes, {}
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
         gpu.refused, gpu.xids = [], []

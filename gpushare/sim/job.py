@@ -129,7 +129,7 @@ def pace_of(
     state: SimulatedHostState, process: SimulatedProcess, need: float, streams: int = 1, contention: float = 0.0
 ) -> Pace:
     """Return how fast a job runs on its GPU now."""
-    if not on_gpu(process) or process.stopped_at is not None or process.channels_off:
+    if not on_gpu(process) or process.stopped_at is not None or process.channels_off or process.checkpoint:
         return Pace(0.0, math.inf)
     at, here = now(), _place(process)
     busy = [one for one in state.processes if on_gpu(one) and _place(one) == here and activity.is_busy(one, at)]
@@ -200,7 +200,7 @@ def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
     return servers.get(process.mps_server or 0, process).slices.get("compute", DEFAULT_SLICE_US)
 
 
-def _target(state: SimulatedHostState, process: SimulatedProcess) -> Target:
+def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
     index, gpu = next((index, gpu) for index, gpu in enumerate(state.gpus) if gpu.uuid == process.gpu_uuid)
     return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
@@ -211,7 +211,7 @@ def _place(process: SimulatedProcess) -> tuple[str, int | None, int | None]:
 
 def _capacity(state: SimulatedHostState, process: SimulatedProcess) -> float:
     """Return what the device of a process has, in percent of the whole GPU."""
-    target = _target(state, process)
+    target = target_of(state, process)
     whole = target.model.multiprocessors
     for one in target.gpu.mig:
         if (one.gpu_instance_id, one.compute_instance_id) == _place(process)[1:] and whole:
@@ -253,7 +253,7 @@ def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: ar
     size = parse_memory_limit(options.footprint) * options.streams
     limit = process.memory_limit_bytes
     process.memory_bytes = 0
-    total, reserved, used = activity.memory_of(state, _target(state, process))
+    total, reserved, used = activity.memory_of(state, target_of(state, process))
     if (limit is not None and size > limit) or size > total - reserved - used:
         _refused("CUDA_ERROR_OUT_OF_MEMORY")
         return False

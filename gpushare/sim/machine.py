@@ -34,6 +34,11 @@ class SimulatedMachine:
         size = current(self._state_file).shared_memory_bytes
         return Space(size, size)
 
+    def free_memory(self, pid: int) -> int | None:
+        """Return what the machine has less the images of what is swapped out."""
+        state = current(self._state_file)
+        return state.host_memory_bytes - sum(one.image_bytes for one in state.processes) if pid else None
+
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the limit, the same for all of its processes."""
         return current(self._state_file).descriptor_limit if pid else None

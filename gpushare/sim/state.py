@@ -145,6 +145,10 @@ class SimulatedProcess:
     # channels that are off; see `channels`.
     slices: dict[str, int] = field(default_factory=dict)
     channels_off: list[int] = field(default_factory=list)
+    # CUprocessState: 1 locked, 2 checkpointed (then its memory is in ``image_bytes``), 3 failed; ever restored.
+    checkpoint: int = 0
+    image_bytes: int = 0
+    restored: bool = False
 
 
 @dataclass(eq=False)
@@ -210,6 +214,9 @@ class SimulatedHostState:
     mps_binary: int | None = None
     # /dev/shm, and `ulimit -n` of every process.
     shared_memory_bytes: int = 64 << 30
+    # MemAvailable, and what a checkpoint answers instead of working: "checkpoint=801", "restore=2".
+    host_memory_bytes: int = 512 << 30
+    checkpoint_faults: dict[str, int] = field(default_factory=dict)
     descriptor_limit: int = 1024
     pid_namespace_is_host: bool = True
     # Programs that never answer ("nvidia-smi"), and programs that are not installed.
@@ -442,7 +449,8 @@ def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
 def on_gpu(process: SimulatedProcess) -> bool:
     """Return whether the process has a context: not refused, not pending, not still starting."""
     waiting = process.mps_daemon is not None and process.mps_server is None
-    return process.refused is None and process.attach_at is None and not waiting
+    out = process.checkpoint in {2, 3}
+    return process.refused is None and process.attach_at is None and not waiting and not out
 
 
 def due(state: SimulatedHostState) -> bool:

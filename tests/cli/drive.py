@@ -38,6 +38,7 @@ ASKING = (
     ("sim", "reset"),
     ("timeslice", "set"),
     ("timeslice", "reset"),
+    ("swap", "out"),
 )
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ USER = 65534
 def sleeper() -> Iterator[int]:
     words = [sys.executable, "-c", "import time; time.sleep(60)", "two\nlines", "x" * (100 << 10), "x" * (100 << 10)]
     with subprocess.Popen(words) as process:
+        # The kernel closes our pipe, for which Popen waits, a moment before the command line is there.
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)
         yield process.pid
         process.kill()
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.sim import activity, admin
-from gpushare.sim.job import _target, pace_of, speed_of
+from gpushare.sim.job import pace_of, speed_of, target_of
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
 SPEC = "sim:h200"
@@ -87,9 +87,9 @@ def test_who_draws_the_memory_is_slowed_by_the_others_that_do(state: SimulatedHo
     assert speed_of(state, third, 20) == 1.0
     other.stopped_at = 1.0
     assert speed_of(state, one, 20) == 1.0
-    assert activity.bandwidth(state, _target(state, one)) == pytest.approx(90 + 20 * 20 / 96)
+    assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(90 + 20 * 20 / 96)
     one.stopped_at = 1.0
-    assert activity.bandwidth(state, _target(state, one)) == pytest.approx(20 * 20 / 96)
+    assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(20 * 20 / 96)
 
 
 def test_streams_need_as_much_again(state: SimulatedHostState) -> None:
@@ -211,4 +211,4 @@ def test_under_mps_a_job_with_gaps_suffers_in_its_requests_and_costs_others_litt
     assert pace_of(state, production, 95) == (1.0, pytest.approx(1.55))
     part = 0.04 * 1.55
     assert speed_of(state, other, 60) == pytest.approx(1 - part + part / 1.55)
-    assert activity.utilization(state, _target(state, production)) == pytest.approx(95 * 0.04 + 60)
+    assert activity.utilization(state, target_of(state, production)) == pytest.approx(95 * 0.04 + 60)

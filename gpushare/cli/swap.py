@@ -1,0 +1,239 @@
+"""``gpushare swap``: a whole job out of the GPU into host memory, and back; done by `gpushare/memory/`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.options import AskingCommand, ChangingCommand, Command, Group, carried_out, note, settings
+from gpushare.errors import BadCombination, InUse, NotFound, OperationFailed
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.memory.swap import OnGpu, Swap
+    from gpushare.run.jobs import Job
+
+group = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Move a whole job out of the GPU into host memory, and back.",
+)
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job by name or PID.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    app.add_typer(group, name="swap", cls=Group, short_help="Move a job out of the GPU into host memory, and back.")
+    group.command("out", cls=AskingCommand, short_help="Move a job into host memory.")(out)
+    group.command("in", cls=ChangingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
+    group.command("list", cls=Command, short_help="List the jobs that are out.")(listed)
+
+
+def out(job: JobArgument) -> Any:
+    """Move a job out of the GPU into host memory: it holds no device memory until it comes back.
+
+    The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU side
+    goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
+    jobs that use NCCL or CUDA IPC, which the driver refuses.
+    """
+    from gpushare.memory.swap import (
+        BACK,
+        LEAVING,
+        OUT,
+        Swap,
+        check_out,
+        find_swap,
+        go_out,
+        guarded,
+        locked,
+        path_of,
+        repair,
+    )
+    from gpushare.plan import Plan, Step
+    from gpushare.run.jobs import consent_to, find_job
+    from gpushare.units import format_bytes
+
+    host = settings.connect()
+    found = find_job(host, job)
+    losses = consent_to(host, found, "swaps out")
+    _say_repaired(repair(host))
+    before = find_swap(host, found.pid)
+    if before is not None and before.state != BACK:
+        raise _already(before)
+    processes = _processes(host, found)
+    check_out(host, found.title, processes)
+    gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
+    if gpu is None or gpu.uuid is None:
+        raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
+    swap = Swap(
+        pid=found.pid,
+        started=found.started,
+        name=found.name,
+        uid=found.uid,
+        gpu_uuid=gpu.uuid,
+        state=LEAVING,
+        since=time.time(),
+        images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
+        path=path_of(host, found.pid),
+    )
+    done: list[Swap] = []
+
+    def act() -> None:
+        with guarded(host), locked(host):
+            again = find_swap(host, found.pid)
+            if again is not None and again.state == OUT:
+                raise _already(again)
+            done.append(go_out(host, swap, host.open_checkpoint()))
+
+    pids = " ".join(str(one.pid) for one in processes)
+    what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
+    undo = f"gpushare swap in {found.selector}"
+    step = Step(
+        what=what,
+        command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
+        undo=undo,
+        do=act,
+    )
+    result = carried_out("swap out", Plan(title=what, steps=(step,), undo=undo, consent=losses))
+    return _with_job(result, done[0] if done else swap)
+
+
+def back_in(
+    job: JobArgument,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the GPU has room, first come first served.")] = False,
+    wait_timeout: Annotated[
+        str | None, typer.Option("--wait-timeout", metavar="TIME", help="With --wait: give up after this time.")
+    ] = None,
+) -> Any:
+    """Bring a job back to its GPU and let it continue.
+
+    Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
+    nothing happens (exit code 19), or with --wait it waits.
+    """
+    from gpushare.memory.ledger import Place, Request
+    from gpushare.memory.room import wait_for_room
+    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, guarded, locked, repair
+    from gpushare.plan import Plan, Step
+    from gpushare.run.jobs import find_job
+    from gpushare.selection import select_for_change
+    from gpushare.units import format_bytes, parse_seconds
+
+    if wait_timeout is not None and not wait:
+        raise BadCombination("--wait-timeout belongs to --wait", "gpushare swap in JOB --wait --wait-timeout 10m")
+    seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
+    host = settings.connect()
+    found = find_job(host, job)
+    _say_repaired(repair(host))
+    swap = _out_now(host, found)
+    if swap.state == LOST:
+        raise OperationFailed(
+            f"{swap.title} is lost: the driver could not put it back",
+            f"end it: kill -9 {swap.pid}",
+            code="job_lost",
+        )
+    (device,) = select_for_change(swap.gpu_uuid, host.nvml.sweep())
+    done: list[Swap] = []
+
+    def act() -> None:
+        need = swap.memory_bytes + GPU_MARGIN_BYTES
+        request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
+        place = Place(host, request)
+        wait_for_room(host, place, [device], seconds, {}, note)
+        try:
+            with guarded(host), locked(host):
+                done.append(come_in(host, _out_now(host, found), host.open_checkpoint()))
+        finally:
+            place.leave()
+
+    pids = " ".join(str(pid) for pid, _ in swap.living(host))
+    what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
+    undo = f"gpushare swap out {swap.selector}"
+    step = Step(
+        what=what,
+        command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
+        undo=undo,
+        do=act,
+    )
+    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo))
+    return _with_job(result, done[0] if done else swap)
+
+
+def listed() -> Any:
+    """List the jobs that are out, this user's and root's."""
+    from gpushare.memory.swap import BACK, swaps
+    from gpushare.show.result import Column, Result, Table
+    from gpushare.units import format_bytes
+
+    host = settings.connect()
+    rows = [_row(one) for one in swaps(host) if one.state != BACK]
+    columns = (
+        Column(key="pid", title="pid", right=True),
+        Column(key="name", title="name", optional=True),
+        Column(key="state", title="state"),
+        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
+        Column(key="gpu_uuid", title="gpu", rank=2),
+        Column(key="since", title="since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
+    )
+    return Result(
+        command="swap list",
+        data={"jobs": rows},
+        tables=(Table(name="jobs", columns=columns, rows=tuple(rows), empty="no job is swapped out"),),
+    )
+
+
+def _row(swap: Swap) -> dict[str, Any]:
+    return {
+        "pid": swap.pid,
+        "name": swap.name,
+        "uid": swap.uid,
+        "state": swap.state,
+        "memory_bytes": swap.memory_bytes,
+        "gpu_uuid": swap.gpu_uuid,
+        "since": swap.since,
+        "out_seconds": swap.out_seconds,
+        "processes": [{"pid": pid, "memory_bytes": size} for pid, _, size in swap.images],
+    }
+
+
+def _with_job(result: Any, swap: Swap) -> Any:
+    from dataclasses import replace
+
+    return replace(result, data={**result.data, "job": _row(swap)})
+
+
+def _say_repaired(touched: list[Swap]) -> None:
+    for one in touched:
+        note(f"{one.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
+
+
+def _already(swap: Swap) -> InUse:
+    return InUse(
+        f"{swap.title} is out already (state {swap.state})",
+        f"bring it back: gpushare swap in {swap.selector}",
+        code="already_out",
+    )
+
+
+def _out_now(host: Host, job: Job) -> Swap:
+    from gpushare.memory.swap import BACK, find_swap
+
+    swap = find_swap(host, job.pid)
+    if swap is None or swap.state == BACK:
+        raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
+    return swap
+
+
+def _processes(host: Host, job: Job) -> list[OnGpu]:
+    """Return the processes of a job on GPUs, with what they hold there."""
+    from gpushare.memory.swap import OnGpu
+    from gpushare.run.jobs import gpu_processes
+
+    held: dict[int, int] = {}
+    found = gpu_processes(host, job)
+    for index in {gpu for one in found for gpu in one.gpus}:
+        for process in host.nvml.processes(index) or ():
+            held[process.pid] = held.get(process.pid, 0) + (process.memory_used_bytes or 0)
+    return [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]

@@ -1,0 +1,98 @@
+"""libcuda's cuCheckpointProcess* on a simulated host: the state of each process, its memory, and what the driver refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.host.checkpoint import CHECKPOINTED, FAILED, ILLEGAL_STATE, LOCKED, RUNNING, SUCCESS
+from gpushare.sim import activity
+from gpushare.sim.current import changing, current
+from gpushare.sim.job import target_of
+
+if TYPE_CHECKING:
+    from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+
+OUT_OF_MEMORY: Final = 2
+NOT_INITIALIZED: Final = 3
+OPERATING_SYSTEM: Final = 304
+NOT_PERMITTED: Final = 800
+NOT_SUPPORTED: Final = 801
+
+
+class SimulatedCheckpoint:
+    """Stands in for libcuda."""
+
+    def __init__(self, state_file: StateFile) -> None:
+        self._state_file = state_file
+
+    def cuInit(self, _flags: int) -> int:
+        """Do nothing."""
+        return SUCCESS
+
+    def cuCheckpointProcessGetState(self, pid: int, answer: Any) -> int:
+        """Tell the state of a process."""
+        found = next((one for one in current(self._state_file).processes if one.pid == pid), None)
+        if found is None:
+            return NOT_INITIALIZED
+        ctypes.cast(answer, ctypes.POINTER(ctypes.c_int)).contents.value = found.checkpoint
+        return SUCCESS
+
+    def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:
+        """Lock a process."""
+        return self._moved(pid, "lock", RUNNING, lambda _state, process: _set(process, LOCKED))
+
+    def cuCheckpointProcessUnlock(self, pid: int, _arguments: Any) -> int:
+        """Unlock a process."""
+        return self._moved(pid, "unlock", LOCKED, lambda _state, process: _set(process, RUNNING))
+
+    def cuCheckpointProcessCheckpoint(self, pid: int, _arguments: Any) -> int:
+        """Move the memory of a process to the host."""
+        return self._moved(pid, "checkpoint", LOCKED, _out)
+
+    def cuCheckpointProcessRestore(self, pid: int, _arguments: Any) -> int:
+        """Move it back: without room it fails, then and ever after."""
+        return self._moved(pid, "restore", CHECKPOINTED, _in)
+
+    def _moved(self, pid: int, name: str, before: int, move: Any) -> int:
+        with self._process(pid) as (state, process):
+            if process is None:
+                return NOT_INITIALIZED
+            if state.uid not in {0, process.uid}:
+                return NOT_PERMITTED
+            if process.mps_daemon is not None or process.gpu_instance_id is not None:
+                return NOT_SUPPORTED
+            if name in state.checkpoint_faults:
+                return state.checkpoint_faults[name]
+            if process.checkpoint == FAILED:
+                return OPERATING_SYSTEM
+            if process.checkpoint != before:
+                return ILLEGAL_STATE
+            code: int = move(state, process)
+            return code
+
+    @contextlib.contextmanager
+    def _process(self, pid: int) -> Iterator[tuple[SimulatedHostState, SimulatedProcess | None]]:
+        with changing(self._state_file) as (state, _):
+            yield state, next((one for one in state.processes if one.pid == pid), None)
+
+
+def _set(process: SimulatedProcess, value: int) -> int:
+    process.checkpoint = value
+    return SUCCESS
+
+
+def _out(_state: SimulatedHostState, process: SimulatedProcess) -> int:
+    process.image_bytes, process.memory_bytes = process.memory_bytes, 0
+    return _set(process, CHECKPOINTED)
+
+
+def _in(state: SimulatedHostState, process: SimulatedProcess) -> int:
+    total, reserved, used = activity.memory_of(state, target_of(state, process))
+    if process.image_bytes > total - reserved - used:
+        _set(process, FAILED)
+        return OUT_OF_MEMORY
+    process.memory_bytes, process.image_bytes, process.restored = process.image_bytes, 0, True
+    return _set(process, LOCKED)

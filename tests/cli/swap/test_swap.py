@@ -1,0 +1,246 @@
+"""``gpushare swap``: a job out of the GPU and back, what is refused, and what a death leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.host import checkpoint as driver
+from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
+from gpushare.memory import swap as module
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.swap import OUT, find_swap, repair, swaps
+from gpushare.sim import admin
+from gpushare.sim.state import SimulatedProcess
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+SPEC = "sim:h200"
+
+
+@pytest.fixture
+def world() -> World:
+    return World.new(SPEC)
+
+
+def job(size: int = 20 * GIB, **options: object) -> int:
+    return admin.add_process(SPEC, memory_bytes=size, name="train", **options)  # type: ignore[arg-type]
+
+
+def process(world: World, pid: int) -> SimulatedProcess:
+    return next(one for one in world.state.processes if one.pid == pid)
+
+
+def fault(world: World, **values: object) -> None:
+    from gpushare.sim.current import changing
+
+    with changing(world.file) as (state, _):
+        for name, value in values.items():
+            setattr(state, name, value)
+
+
+def test_a_job_goes_out_and_comes_back(cli: Cli, world: World) -> None:
+    pid = str(job())
+    answer = cli("swap", "out", pid, output="json").ok()
+    assert answer.data["job"]["state"] == "out"
+    assert answer.data["job"]["memory_bytes"] == 20 * GIB
+    there = process(world, int(pid))
+    assert (there.checkpoint, there.memory_bytes, there.image_bytes) == (CHECKPOINTED, 0, 20 * GIB)
+    assert world.host.nvml.processes(0) == ()
+    (row,) = cli("swap", "list", output="json").ok().data["jobs"]
+    assert (row["pid"], row["state"]) == (int(pid), "out")
+    cli("swap", "in", pid).ok()
+    there = process(world, int(pid))
+    assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
+    assert cli("swap", "list", output="json").ok().data["jobs"] == []
+    assert reservations(world.host) == []
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
+    pid = str(job())
+    answer = cli("swap", "out", pid, "-n").ok()
+    assert "cuda-checkpoint --action lock" in answer.out
+    assert f"gpushare swap in {pid}" in answer.out
+    assert process(world, int(pid)).checkpoint == RUNNING
+    assert swaps(world.host) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("swap", "out", "999999"), "no_job", 6),
+        (("swap", "out", "no-such-job"), "no_job", 6),
+        (("swap", "out", "-x"), "usage", 2),
+        (("swap", "in", "1"), "not_out", 6),
+        (("swap", "in", "1", "--wait-timeout", "5"), "bad_combination", 2),
+        (("swap", "out"), "usage", 2),
+    ],
+)
+def test_wrong_usage(
+    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    refused(*words, code=code, exit_code=exit_code)
+
+
+def test_what_is_refused_by_name(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    home = next(iter(world.state.daemons)).pipe_directory
+    pid = str(job(mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": home}))
+    refused("swap", "out", pid, code="under_mps", exit_code=3)
+
+
+def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pid = str(job(user="nobody"))
+    refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
+    cli("swap", "out", pid).ok()
+    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+
+
+def test_short_host_memory_is_noticed_before(refused: Callable[..., str], world: World) -> None:
+    pid = str(job())
+    fault(world, host_memory_bytes=20 * GIB)
+    refused("swap", "out", pid, code="host_memory", exit_code=19)
+    assert process(world, int(pid)).checkpoint == RUNNING
+
+
+def test_an_old_driver(refused: Callable[..., str], world: World) -> None:
+    pid = str(job())
+    fault(world, driver="550.54.14")
+    refused("swap", "out", pid, code="driver_too_old", exit_code=3)
+
+
+def test_a_job_that_is_out_is_not_taken_out_again(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    answer = cli("swap", "out", pid, output="json")
+    assert (answer.code, answer.error["code"]) == (19, "already_out")
+
+
+def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    other = job(130 * GIB)
+    answer = cli("swap", "in", pid, output="json")
+    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    answer = cli("swap", "in", pid, "--wait", "--wait-timeout", "0.2s", output="json")
+    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    admin.end_process(SPEC, other)
+    cli("swap", "in", pid, "--wait").ok()
+    assert process(world, int(pid)).checkpoint == RUNNING
+
+
+def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    uuid = world.state.gpus[0].uuid
+    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
+    place.take(uuid)
+    assert cli("swap", "in", pid).code == 19
+    place.leave()
+    cli("swap", "in", pid).ok()
+
+
+@pytest.mark.parametrize("name", ["lock", "checkpoint"])
+def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, name: str) -> None:
+    pid = str(job())
+    fault(world, checkpoint_faults={name: 801})
+    answer = cli("swap", "out", pid, output="json")
+    assert answer.code != 0
+    there = process(world, int(pid))
+    assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
+    assert swaps(world.host) == []
+
+
+def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody took the room between the check and the restore: the driver has lost the job."""
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    real = Checkpoint.restore
+
+    def restore(self: Checkpoint, one: int, size: int) -> None:
+        job(130 * GIB)
+        real(self, one, size)
+
+    monkeypatch.setattr(Checkpoint, "restore", restore)
+    answer = cli("swap", "in", pid, output="json")
+    assert answer.error["code"] == "job_lost"
+    assert f"kill -9 {pid}" in answer.error["hint"]
+    assert process(world, int(pid)).checkpoint == FAILED
+    (row,) = cli("swap", "list", output="json").ok().data["jobs"]
+    assert row["state"] == "lost"
+    assert cli("swap", "in", pid, output="json").error["code"] == "job_lost"
+
+
+class Died(Exception):
+    """Stands for SIGKILL at one point: nothing after it runs."""
+
+
+CALLS = ("lock", "checkpoint", "restore", "unlock")
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("room", [True, False])
+def test_a_death_at_any_call_loses_nothing(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, at: int, after: bool, room: bool
+) -> None:
+    """Out and in again with gpushare killed at one of the driver's calls: then repair, and the job runs or is out."""
+    pid = job()
+    count = [0]
+
+    def dying(name: str) -> Callable[..., object]:
+        real = getattr(Checkpoint, name)
+
+        def call(self: Checkpoint, *arguments: object) -> object:
+            count[0] += 1
+            if count[0] == at + 1 and not after:
+                raise Died
+            answer = real(self, *arguments)
+            if count[0] == at + 1:
+                raise Died
+            return answer
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in CALLS:
+            patched.setattr(Checkpoint, name, dying(name))
+        # The guard has died too.
+        patched.setattr(module, "guarded", lambda _host: __import__("contextlib").nullcontext())
+        try:
+            cli("swap", "out", str(pid))
+            cli("swap", "in", str(pid))
+        except Died:
+            pass
+    if not room:
+        job(130 * GIB)
+    repair(world.host)
+    there = process(world, pid)
+    assert there.checkpoint in {RUNNING, CHECKPOINTED}
+    assert there.memory_bytes + there.image_bytes == 20 * GIB
+    found = find_swap(world.host, pid)
+    if there.checkpoint == CHECKPOINTED:
+        assert found is not None
+        assert found.state == OUT
+        if room:
+            cli("swap", "in", str(pid)).ok()
+    assert process(world, pid).checkpoint != LOCKED
+
+
+def test_a_restored_process_is_laid_down_before_it_is_killed(cli: Cli, world: World) -> None:
+    pid = job()
+    module.lay_down(world.host, [pid])
+    assert process(world, pid).checkpoint == RUNNING
+    cli("swap", "out", str(pid)).ok()
+    cli("swap", "in", str(pid)).ok()
+    module.lay_down(world.host, [pid])
+    assert process(world, pid).checkpoint == CHECKPOINTED
+
+
+def test_the_structure_has_the_size_of_the_drivers() -> None:
+    import ctypes
+
+    assert ctypes.sizeof(driver._RestoreArguments) == 64
