@@ -36,6 +36,7 @@ ASKING = (
     ("mps", "kill"),
     ("mps", "stop"),
     ("sim", "reset"),
+    ("swap", "out"),
     ("timeslice", "set"),
     ("timeslice", "reset"),
     ("swap", "out"),
