@@ -28,9 +28,8 @@ def register(app: typer.Typer) -> None:
 def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 
-    With rules for time-slices (slices:) it also names the processes that they are for and that have another slice, as far
-    as `gpushare timeslice keep` has noted it. Exit code 0: everything is as in the file; 7: something differs. Changes
-    nothing; only root sees all of it.
+    With rules for time-slices (slices:) it also names the processes that have another slice than their rule says. Exit code
+    0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
     """
     import shlex
 

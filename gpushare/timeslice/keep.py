@@ -26,6 +26,7 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import identity_of
 from gpushare.host.records import open_lock, read_trusted, replace_file, writing
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
+from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -344,7 +345,12 @@ class Keeper:
 
     def _set(self, one: _Process, group: Group, slices: _Slice, decision: Decision | None, events: list[Event]) -> None:
         part = Channels(pid=one.pid, started=one.origin.started, groups=(group,))
+        if decision is not None:
+            # For `status`, and for `timeslice reset`.
+            note_slice(self._host, part, slices.now, tidy=False)
         self._control.set_slice(part, slices.now)
+        if decision is None:
+            note_restored(self._host, one.pid, one.origin.started, slices.now)
         if decision is None:
             event = self._event("restored", one, group, before_us=group.slice_us, slice_us=slices.now)
         else:
@@ -373,7 +379,9 @@ class Keeper:
                 # The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
                 break
             groups = {} if one.channels is None else {(each.client, each.handle): each for each in one.channels.compute}
-            events += _put_back(self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one))
+            events += _put_back(
+                self._host, self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one)
+            )
             one.slices.clear()
         self._write(events)
         return events
@@ -419,6 +427,7 @@ def _under_mps(pid: int) -> NotSupported:
 
 
 def _put_back(
+    host: Host,
     control: ChannelControl,
     pid: int,
     started: int,
@@ -439,6 +448,7 @@ def _put_back(
             if current == one.before or current not in {one.now, one.last}:
                 continue
             control.set_slice(part, one.before)
+            note_restored(host, pid, started, one.before)
         except NotFound:
             continue
         except GpushareError as error:
@@ -573,7 +583,7 @@ def recover(host: Host, control: ChannelControl) -> list[Event]:
         groups = {(group.client, group.handle): group for group in one.channels.compute}
         slices = {key: _Slice(*values) for key, values in one.slices.items()}
         user = None if one.uid is None else user_name(one.uid)
-        events += _put_back(control, one.pid, one.started, groups, slices, user=user)
+        events += _put_back(host, control, one.pid, one.started, groups, slices, user=user)
     _write(host, ())
     return events
 
@@ -682,7 +692,7 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """A process that has another slice than its rule says; ``found_us`` None: no keep has set one, so it is not known."""
+    """A process that has another slice than its rule says; ``found_us`` None: it cannot be read."""
 
     pid: int
     user: str | None
@@ -693,46 +703,47 @@ class Deviation:
 
     def __str__(self) -> str:
         who = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
-        found = "not set by a rule" if self.found_us is None else format_slice(self.found_us)
+        found = "unknown" if self.found_us is None else format_slice(self.found_us)
         return (
             f"{who} on GPU {self.gpu}: time-slice {found}; the file: {format_slice(self.wanted_us)} (rule {self.rule})"
         )
 
 
 def deviations(host: Host, policy: Policy) -> list[Deviation]:
-    """Return the processes with another slice than their rule says. Only what a keep has set is read, and nothing is probed."""
-    record = keep_record(host)
-    kept = {
-        one.pid: one for one in (() if record is None else record.processes) if _is_same(host, one.pid, one.started)
-    }
+    """Return the processes with another slice than their rule says; their slices are read, and nothing is written."""
     found = []
+    uuids = {gpu.index: gpu.uuid for gpu in host.nvml.identities()}
     with host.open_channels() as control:
         for one in verdicts(host, policy):
-            if one.slice_us is None or one.rule is None:
+            identity = host.processes.identity(one.pid)
+            if one.slice_us is None or one.rule is None or identity is None:
                 continue
-            mine = kept.get(one.pid)
-            slices = [] if mine is None else list(_slices(control, mine).values())
-            # A rule that is limited may give less than was assumed.
-            wrong = [each for each in slices if each > one.slice_us or (each < one.slice_us and one.why is None)]
-            # A rule that gives the default needs nothing to be set.
-            if wrong or (not slices and one.slice_us != SLICE_PER_WEIGHT_US):
-                other = wrong[0] if wrong else None
+            reading = read_slices(control, one.pid, identity.started)
+            if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
+                continue
+            slices: Sequence[int | None] = reading.on(uuids[one.gpu])
+            if not slices:
+                # This user may not read it: what gpushare has set, as far as it is noted.
+                record = slice_record(host, one.pid, identity.started)
+                slices = (None if record is None else record.slice_us,)
+            wrong = [each for each in slices if _deviates(each, one)]
+            if wrong:
                 found.append(
                     Deviation(
-                        pid=one.pid, user=one.user, gpu=one.gpu, rule=one.rule, found_us=other, wanted_us=one.slice_us
+                        pid=one.pid,
+                        user=one.user,
+                        gpu=one.gpu,
+                        rule=one.rule,
+                        found_us=wrong[0],
+                        wanted_us=one.slice_us,
                     )
                 )
     return found
 
 
-def _slices(control: ChannelControl, kept: KeptProcess) -> dict[Key, int]:
-    """Return the slices that a process has now; where they cannot be read, those that were set."""
-    found = {}
-    for group in kept.channels.compute:
-        key = group.client, group.handle
-        if key not in kept.slices:
-            continue
-        found[key] = kept.slices[key][1]
-        with contextlib.suppress(GpushareError):
-            (found[key],) = control.read_slices(Channels(pid=kept.pid, started=kept.started, groups=(group,)))
-    return found
+def _deviates(found: int | None, wanted: Verdict) -> bool:
+    if found is None or wanted.slice_us is None:
+        # Unknown is most likely the default.
+        return wanted.slice_us != SLICE_PER_WEIGHT_US
+    # A rule that is limited may give less than was assumed.
+    return found > wanted.slice_us or (found < wanted.slice_us and wanted.why is None)

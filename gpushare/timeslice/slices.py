@@ -108,22 +108,34 @@ def slice_records(host: Host) -> dict[int, SliceRecord]:
     return found
 
 
+def slice_record(host: Host, pid: int, started: int) -> SliceRecord | None:
+    """Return the record of one process, as `slice_records`."""
+    found: SliceRecord | None = None
+    for run_directory in (host.run_directory, *host.shared_run_directories):
+        if is_trusted_directory(run_directory, _DIRECTORY):
+            one = record_from(SliceRecord, read_trusted(run_directory / _DIRECTORY / f"{pid}.json"))
+            if one is None or (one.pid, one.started) != (pid, started):
+                continue
+            if found is None or one.set_at > found.set_at:
+                found = one
+    return found
+
+
 def _record_of(host: Host, channels: Channels) -> SliceRecord | None:
-    found = slice_records(host).get(channels.pid)
-    return found if found is not None and found.started == channels.started else None
+    return slice_record(host, channels.pid, channels.started)
 
 
 def _path(host: Host, pid: int) -> Path:
     return host.run_directory / _DIRECTORY / f"{pid}.json"
 
 
-def _note(host: Host, record: SliceRecord) -> None:
-    """Write a record. Those of processes that have ended are removed."""
+def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
+    """Write a record. Those of processes that have ended are removed, if ``tidy``."""
     path = _path(host, record.pid)
     make_private_directory(host.run_directory)
     make_private_directory(path.parent)
     with contextlib.suppress(OSError):
-        for other in path.parent.glob("*.json"):
+        for other in path.parent.glob("*.json") if tidy else ():
             if other.stem.isdecimal() and host.processes.identity(int(other.stem)) is None:
                 other.unlink(missing_ok=True)
     with writing(path, "the record of a time-slice"):
@@ -141,6 +153,42 @@ def _put_back(host: Host, pid: int, known: SliceRecord | None) -> None:
         _forget(host, pid)
     else:
         _note(host, known)
+
+
+def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None, tidy: bool = True) -> None:
+    """Record a slice that is about to be set: if gpushare is killed after the call, `reset` still knows what was there.
+
+    Raises:
+        NoPermission, OperationFailed: the record cannot be written.
+    """
+    known = _record_of(host, channels)
+    before = list(known.before) if known is not None else []
+    keys = {one.partition("=")[0] for one in before}
+    before += [f"{_key(one)}={one.slice_us}" for one in channels.compute if one.slice_us and _key(one) not in keys]
+    record = SliceRecord(
+        pid=channels.pid,
+        started=channels.started,
+        slice_us=microseconds,
+        before=tuple(before),
+        set_at=time.time(),
+        job=job or (None if known is None else known.job),
+    )
+    _note(host, record, tidy=tidy)
+
+
+def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None:
+    """Record that a process has a slice again that it had earlier; the first one needs no record.
+
+    Raises:
+        NoPermission, OperationFailed: the record cannot be written.
+    """
+    known = slice_record(host, pid, started)
+    if known is None:
+        return
+    if known.befores == {microseconds}:
+        _forget(host, pid)
+    else:
+        _note(host, replace(known, slice_us=microseconds, set_at=time.time()), tidy=False)
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -182,19 +230,7 @@ def apply_slice(
 
     def once(found: Channels) -> Channels:
         known = _record_of(host, found)
-        before = list(known.before) if known is not None else []
-        keys = {one.partition("=")[0] for one in before}
-        before += [f"{_key(one)}={one.slice_us}" for one in found.compute if one.slice_us and _key(one) not in keys]
-        record = SliceRecord(
-            pid=found.pid,
-            started=found.started,
-            slice_us=microseconds,
-            before=tuple(before),
-            set_at=time.time(),
-            job=job or (None if known is None else known.job),
-        )
-        # Noted first: if gpushare is killed after the call, `reset` still knows what was there.
-        _note(host, record)
+        note_slice(host, found, microseconds, job=job)
         try:
             control.set_slice(found, microseconds)
         except TimedOut:

@@ -12,6 +12,7 @@ import pytest
 
 from gpushare.sim import admin
 from gpushare.timeslice.keep import keep_record
+from gpushare.timeslice.slices import slice_records
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, Started, World, clear_up, start_real, until
 
@@ -74,6 +75,7 @@ def test_it_puts_everything_back_when_it_ends(
         f"process {late} (root): restored 500us -> 2048us",
     ]
     assert keep_record(world.host) is None
+    assert slice_records(world.host) == {}
 
 
 def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started], rules: Path) -> None:
@@ -223,7 +225,7 @@ def test_diff_names_the_processes_that_deviate(
     answer = cli("diff", str(rules), output="json")
     (one,) = answer.data["processes"]
     assert (answer.code, answer.data["as_requested"]) == (7, False)
-    assert one == {"pid": pid, "user": "root", "gpu": 0, "rule": "3:3", "found_us": None, "wanted_us": 500}
+    assert one == {"pid": pid, "user": "root", "gpu": 0, "rule": "3:3", "found_us": DEFAULT, "wanted_us": 500}
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     assert cli("diff", str(rules), output="json").ok().data["processes"] == []
@@ -234,6 +236,44 @@ def test_diff_names_the_processes_that_deviate(
     assert f"process {pid} (root) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
     keeper.signal(signal.SIGTERM)
     keeper.result()
+
+
+def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+    pid = train()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    (process,) = cli("timeslice", "show", output="json").ok().data["processes"]
+    assert process["slice_us"] == 500
+    assert slice_records(world.host)[pid].slice_us == 500
+    cli("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
+    assert one.process.stdout is not None
+    one.process.stdout.readline()
+    assert "somebody else has set 2048us; left alone" in one.process.stdout.readline()
+    one.signal(signal.SIGTERM)
+    assert one.result().code == 0
+
+
+def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+    pid = train()
+    cli("timeslice", "set", "4ms", str(pid)).ok()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    one.signal(signal.SIGTERM)
+    one.result().ok()
+    assert (slice_of(world, pid), slice_records(world.host)[pid].slice_us) == (4000, 4000)
+    cli("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
+
+
+def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+    pid = train()
+    one = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    one.signal(signal.SIGKILL)
+    one.result()
+    cli("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
 
 def test_doctor_says_whether_the_rules_are_followed(
