@@ -1,4 +1,4 @@
-"""``gpushare tune``: the best cap next to a production job; done by `gpushare/measure/`."""
+"""``gpushare tune``: the best time-slice or cap next to a production job; done by `gpushare/measure/`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.measure.pair import TuneOptions
     from gpushare.measure.search import Judged, Search
-    from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult
+    from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, WayResult
     from gpushare.run.results import Tuned
     from gpushare.selection import Device
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("tune", cls=Command, short_help="Find the cap of a job next to a production job.")(tune)
+    app.command("tune", cls=Command, short_help="Find the time-slice or cap of a job next to a production job.")(tune)
 
 
 def tune(
@@ -63,6 +63,14 @@ def tune(
         str | None,
         typer.Option("--latency", metavar="REGEX", help="The latency of a request. [default: latency_ms=NUMBER]"),
     ] = None,
+    ways: Annotated[
+        str,
+        typer.Option(
+            "--ways",
+            metavar="LIST",
+            help="What to search: slices (a time-slice for each job, outside MPS), caps (thread caps, under MPS), or both.",
+        ),
+    ] = "slices,caps",
     production_caps: Annotated[
         str | None,
         typer.Option(
@@ -107,11 +115,15 @@ def tune(
         str, typer.Option("--name", metavar="NAME", help="Keep the result for run --opportunistic --for NAME.")
     ] = "production",
 ) -> Any:
-    """Find the largest thread cap of an opportunistic job with which a production job keeps its speed.
+    """Find how much of a GPU an opportunistic job may get next to a production job that keeps its speed.
 
-    Both run under MPS. A trial pauses the opportunistic job repeatedly, and compares production next to it with
-    production alone, in one process. The search starts at cap 60 with low priority. The opportunistic job is started
-    and killed many times, the safe way: stop, drain, kill. CMD runs without a shell; to use one: sh -c '...'.
+    There are two ways: a time-slice for each job, outside MPS; and thread caps, under MPS. tune searches both and keeps the
+    one with which production meets the goal and the other job does most. With --p99 and a production job that has gaps it
+    begins with slices, otherwise with caps. What cannot be better is not searched.
+
+    A trial pauses the opportunistic job repeatedly, and compares production next to it with production alone, in one
+    process. Slices are set while both run. For each cap the opportunistic job is started and killed, the safe way: stop,
+    drain, kill; caps start at 60 with low priority. CMD runs without a shell; to use one: sh -c '...'.
 
     No cap limits memory bandwidth. Where a job is bound by it, and without --p99, settings that cost too much are also
     tried for part of the time (a duty cycle: the opportunistic job is stopped for the rest of each half second).
@@ -123,12 +135,14 @@ def tune(
     from gpushare.selection import select_one
 
     check_job_name(name)
+    searched = _ways(ways, caps, production_caps)
     options = TuneOptions(
         production=words_of("--production", production),
         opportunistic=words_of("--opportunistic", opportunistic),
         search=_search(keep, p99, caps, production_caps),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
+        ways=searched,
         window_seconds=None if window is None else _window(window),
         rounds=rounds,
         start_seconds=positive("--timeout", timeout, "10m"),
@@ -141,6 +155,20 @@ def tune(
         result = measured(host, device, options, reporter)
 
     return finished(host, device, options, result, name)
+
+
+def _ways(text: str, caps: str | None, production_caps: str | None) -> tuple[str, ...]:
+    from gpushare.errors import BadCombination
+    from gpushare.run.results import CAPS, SLICES
+
+    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
+    wrong = next((word for word in found if word not in {SLICES, CAPS}), None)
+    if wrong is not None:
+        raise BadUsage(f"{quoted(wrong)} is not a way that tune searches", "give --ways slices,caps", code="bad_way")
+    given = "--caps" if caps is not None else "--production-caps" if production_caps is not None else None
+    if given is not None and CAPS not in found:
+        raise BadCombination(f"{given} cannot be combined with --ways {text}: it is about caps", f"drop {given}")
+    return found
 
 
 def _search(keep: str, p99: str | None, caps: str | None, production_caps: str | None) -> Search:
@@ -261,7 +289,7 @@ _MUCH_SPREAD: Final = 0.05
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found, unless the search was ended early, and return it as the command's result."""
     from gpushare.cli.options import others_note
-    from gpushare.run.results import DUTY_COSTS, keep_tuned
+    from gpushare.run.results import keep_tuned
     from gpushare.show.tune import tune_result
 
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
@@ -280,18 +308,32 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
             # The figures are shown even if the file cannot be written.
             failed = error
     if tuned is not None and failed is None:
-        notes.append(f"apply it: gpushare run --opportunistic --for {name} {where} -- {options.opportunistic[0]} ...")
-        if tuned.duty_percent is not None:
-            notes.append(f"with it, the job is stopped for {100 - tuned.duty_percent:g} % of the time; {DUTY_COSTS}")
-        if tuned.production_threads_percent is not None:
-            cap = f"--threads {tuned.production_threads_percent:g}"
-            notes.append(f"with production capped: gpushare run --production {name} {cap} {where} -- ...")
+        notes += _apply(tuned, options, where)
     elif result.stopped is not None:
         return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
     elif result.outcome.best is None:
         pause = f"gpushare run --opportunistic --pause {where}"
         notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
+
+
+def _apply(tuned: Tuned, options: TuneOptions, where: str) -> list[str]:
+    """Return the commands that use a result."""
+    from gpushare.run.results import DUTY_COSTS, SLICES
+    from gpushare.units import format_slice
+
+    own, by = "", ""
+    if tuned.way == SLICES and tuned.production_slice_us is not None:
+        own, by = f" --slice {format_slice(tuned.production_slice_us)}", f" --way {SLICES}"
+    elif tuned.production_threads_percent is not None:
+        own = f" --threads {tuned.production_threads_percent:g}"
+    start = f"gpushare run --production {tuned.name}{own} {where} -- ..."
+    notes = [f"apply it: gpushare run --opportunistic --for {tuned.name}{by} {where} -- {options.opportunistic[0]} ..."]
+    if tuned.duty_percent is not None:
+        notes.append(f"with it, the job is stopped for {100 - tuned.duty_percent:g} % of the time; {DUTY_COSTS}")
+    if own:
+        notes.append(f"with production {'capped' if tuned.way != SLICES else 'outside MPS'}: {start}")
+    return notes
 
 
 def _uncertain(result: TuneResult) -> list[str]:
@@ -320,7 +362,7 @@ def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(
-        hint="both jobs were ended and the host was restored; for fewer trials: --caps 80,60,40"
+        hint="both jobs were ended and the host was restored; for fewer trials: --ways slices, or --caps 80,60,40"
     )
 
 
@@ -350,6 +392,9 @@ def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult,
         opportunistic_share=_share(best, result),
         production_threads_percent=best.setting.production_threads,
         duty_percent=best.setting.duty_percent,
+        way=best.setting.way,
+        production_slice_us=best.setting.production_slice_us,
+        other_slice_us=best.setting.other_slice_us,
         production_memory_bytes=result.production_memory_bytes,
         production=shlex.join(options.production),
         opportunistic=shlex.join(options.opportunistic),
@@ -374,11 +419,13 @@ def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "best": None if found.best is None else _row(found.best, result),
         "nearest": None if found.nearest is None else _row(found.nearest, result),
+        "ways": [_way(one, result) for one in result.ways],
         "stable": found.stable,
         "low_priority_helps": found.low_priority_helps,
         "production_alone": result.production_alone,
         "production_spread": None if result.production_spread is None else round(result.production_spread, 4),
         "production_p99": result.production_p99,
+        "production_busy_percent": result.production_busy,
         "opportunistic_alone": result.opportunistic_alone,
         "production_memory_bytes": result.production_memory_bytes,
         "opportunistic_memory_bytes": result.opportunistic_memory_bytes,
@@ -390,10 +437,23 @@ def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict
     }
 
 
+def _way(one: WayResult, result: TuneResult) -> dict[str, Any]:
+    found = one.outcome
+    return {
+        "way": one.way,
+        "best": None if found is None or found.best is None else _row(found.best, result),
+        "nearest": None if found is None or found.nearest is None else _row(found.nearest, result),
+        "left_out": one.left_out,
+    }
+
+
 def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
     best = result.outcome.best
     return {
         "setting": one.setting.title,
+        "way": one.setting.way,
+        "production_slice_us": one.setting.production_slice_us,
+        "other_slice_us": one.setting.other_slice_us,
         "threads_percent": one.setting.threads,
         "low_priority": one.setting.low,
         "production_threads_percent": one.setting.production_threads,
@@ -413,6 +473,9 @@ def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
 def _trial(report: TrialReport) -> Mapping[str, Any]:
     return {
         "setting": report.trial.setting.title,
+        "way": report.trial.setting.way,
+        "production_slice_us": report.trial.setting.production_slice_us,
+        "other_slice_us": report.trial.setting.other_slice_us,
         "production_threads_percent": report.trial.setting.production_threads,
         "duty_percent": report.trial.setting.duty_percent,
         "kept": report.kept.value,

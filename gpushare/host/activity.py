@@ -52,14 +52,8 @@ class ActivityMeter:
             percent = self._gpm_percent()
             return None if percent is None else Activity(percent, "gpm")
         time.sleep(_WINDOW_SECONDS)
-        if self._instance is not None:
-            return None
-        try:
-            handle = self._nvml.handle(self._index)
-            rates = self._nvml.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle))
-        except GpushareError:
-            return None
-        return None if rates is None else Activity(float(rates.gpu), "utilization")
+        percent = None if self._instance is not None else utilization(self._nvml, self._index)
+        return None if percent is None else Activity(percent, "utilization")
 
     def _supported(self) -> bool:
         try:
@@ -95,6 +89,19 @@ class ActivityMeter:
             nvml.nvmlGpmSampleGet(handle, sample)
         else:
             nvml.nvmlGpmMigSampleGet(handle, self._instance, sample)
+
+
+def utilization(nvml: NvmlReader, index: int) -> float | None:
+    """Return the percentage of time in which a kernel ran on a GPU, over the driver's last period of up to 1 s.
+
+    nvmlDeviceGetUtilizationRates. None: unknown, as in MIG mode and on a lost GPU.
+    """
+    try:
+        handle = nvml.handle(index)
+        rates = nvml.ask(lambda api: api.nvmlDeviceGetUtilizationRates(handle))
+    except GpushareError:
+        return None
+    return None if rates is None else float(rates.gpu)
 
 
 class ActivityRecorder(ActivityMeter):

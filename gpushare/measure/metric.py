@@ -17,6 +17,9 @@ LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-
 _PERCENTILE: Final = re.compile(
     r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
+# The unit of a latency, in its name or behind the number: "latency_ms=0.41", "latency: 3.2 ms".
+_UNIT: Final = re.compile(r"(?<![a-z])(ms|us|s)(?![a-z])", re.IGNORECASE)
+_MICROSECONDS: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 # After this many matches, over this time, that are never a number, the pattern matches something else.
 _REFUSALS: Final = 3
 _REFUSED_SECONDS: Final = 30.0
@@ -79,6 +82,8 @@ class Printed:
     # The last match of the pattern that is not a rate, and how many there were.
     refused: str | None = None
     refusals: int = 0
+    # Microseconds in a unit of the latencies; None: the program does not say it.
+    latency_us: float | None = None
 
     def listen(self, line: str, at: float) -> None:
         """Take in a line; matching takes 5 seconds at most."""
@@ -97,6 +102,8 @@ class Printed:
             value = number(match.group(1))
             if value is not None:
                 self.latencies.append((at, value))
+                unit = _UNIT.search(line, match.start(), match.end() + len(" ms")) if len(self.latencies) == 1 else None
+                self.latency_us = _MICROSECONDS[unit[1].lower()] if unit is not None else self.latency_us
         for match in _PERCENTILE.finditer(line):
             value = number(match.group(2))
             if value is not None:

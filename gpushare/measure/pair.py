@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import OperationFailed, TimedOut
-from gpushare.host.activity import BandwidthRecorder
+from gpushare.errors import GpushareError, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.activity import BandwidthRecorder, utilization
 from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.usage import UsageMeter
 from gpushare.mps.limits import Limits
-from gpushare.run.results import DUTY_SECONDS
+from gpushare.run.results import CAPS, DUTY_SECONDS, SLICES
 from gpushare.run.several import Program, Several, peak_memory
 from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
+    from gpushare.host.channels import Channels
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
@@ -279,6 +281,7 @@ class TuneOptions:
     search: Search
     metric: Metric = field(default_factory=Metric)
     opportunistic_metric: Metric = field(default_factory=Metric)
+    ways: Sequence[str] = (SLICES, CAPS)
     window_seconds: float | None = None
     rounds: int | None = None
     most_rounds: int | None = None
@@ -289,6 +292,73 @@ class TuneOptions:
     drain_seconds: float = 1.5
 
 
+class Slicer:
+    """Sets the time-slices of running programs outside MPS; a context manager, which restores them at the end."""
+
+    def __init__(self, host: Host, device: Device) -> None:
+        self._host, self._device = host, device
+        self._control = host.open_channels()
+        self._found: dict[int, Channels] = {}
+
+    def __enter__(self) -> Slicer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for channels in self._found.values():
+            # Most have ended by now.
+            with contextlib.suppress(GpushareError):
+                self._control.restore_slices(channels)
+        self._control.close()
+
+    def probe(self, program: Program) -> int:
+        """Return the slice of a program in microseconds as the driver has it now.
+
+        Raises:
+            GpushareError: its slices cannot be read and set, as `ChannelControl.find`.
+        """
+        slices = [group.slice_us for channels in self._channels(program) for group in channels.compute]
+        return max((one for one in slices if one is not None), default=0)
+
+    def set(self, program: Program, microseconds: int) -> None:
+        """Set the slice of all of a program's contexts. Raises as `probe`."""
+        for channels in self._channels(program):
+            try:
+                self._control.set_slice(channels, microseconds)
+            except NotFound as error:
+                if error.code != "stale_channels":
+                    raise
+                self._found[channels.pid] = self._control.find_again(channels)
+                self._control.set_slice(self._found[channels.pid], microseconds)
+
+    def _channels(self, program: Program) -> list[Channels]:
+        """Return the channels of a program's processes that have a CUDA context."""
+        tree = self._host.processes.descendants(program.pid)
+        listed = self._host.nvml.processes(self._device.gpu.index)
+        if listed is not None and self._host.processes.namespace_is_host() is not False:
+            on_gpu = {one.pid for one in listed}
+            tree = [pid for pid in tree if pid in on_gpu]
+        found, none = (
+            [],
+            NotFound(f"the {program.title} job has no CUDA context", "let it use the GPU", code="no_context"),
+        )
+        for pid in tree:
+            try:
+                self._found[pid] = self._found.get(pid) or self._control.find(pid)
+            except NotFound as error:
+                none = error
+                continue
+            if self._found[pid].under_mps:
+                raise NotSupported(
+                    f"the {program.title} job is a client of an MPS daemon, whose clients share one time-slice",
+                    "let it not change CUDA_MPS_PIPE_DIRECTORY",
+                    code="under_mps",
+                )
+            found.append(self._found[pid])
+        if not found:
+            raise none
+        return found
+
+
 class Pair:
     """The two jobs in one share, watched in windows, which `tune` judges."""
 
@@ -296,8 +366,10 @@ class Pair:
         self._host, self._device, self._options, self.several = host, device, options, several
         self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
         self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
-        self._production: Program | None = None
+        self.production: Program | None = None
         self._seen = Timeline(options.metric)
+        # Percent of the time in which production alone keeps the GPU busy; None: unknown.
+        self.busy: float | None = None
         self.production_cap: float | None = None
         self.dram: list[float] = []
         self.memory: int | None = None
@@ -305,8 +377,13 @@ class Pair:
         # When the other job was last continued after a pause; None: never paused.
         self._resumed: float | None = None
 
-    def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
-        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production."""
+    def opportunistic_alone(
+        self, probe: Callable[[Program], object] = lambda _program: None
+    ) -> tuple[float | None, float | None, int | None]:
+        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production.
+
+        ``probe`` is called with its program at the end.
+        """
         program, seen = self.start_opportunistic(Limits())
         self._bandwidth.since_last()
         started = self._now()
@@ -318,12 +395,13 @@ class Pair:
             return not program.runs or len(seen.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER
 
         self.several.wait(more, told)
-        self._demand_alive(program)
+        self.demand_alive(program)
         ended = time.monotonic()
         window, moments = seen.window(started, ended), seen.moments(started, ended)
         dram = self._bandwidth.since_last()
         self._window.hold(_LEAST_MOMENTS_OF_OTHER, moments, started, ended, _LONGEST_FOR_OTHER_SECONDS)
         memory = peak_memory(self._host, self._device, program)
+        probe(program)
         self.several.kill(program)
         if window.rate == 0:
             raise OperationFailed(
@@ -350,19 +428,19 @@ class Pair:
 
     def start_production(self, cap: float | None) -> None:
         """Start the production job; one with another cap is ended first."""
-        if self._production is not None:
-            self.several.end([self._production])
+        if self.production is not None:
+            self.several.end([self.production])
         # Set even if it does not start: then it must be restarted.
         self.production_cap = cap
         self._seen = Timeline(self._options.metric)
-        self._production = self.several.start(
+        self.production = self.several.start(
             "production",
             self._options.production,
             Limits(threads_percent=cap),
             listen=self._seen.listen,
             redrawn=True,
         )
-        self._until_warm(self._production, self._seen)
+        self._until_warm(self.production, self._seen)
         self._fit()
 
     def _until_warm(self, program: Program, seen: Timeline) -> None:
@@ -370,7 +448,7 @@ class Pair:
         options, started = self._options, time.monotonic()
 
         def ready() -> bool:
-            self._demand_alive(program)
+            self.demand_alive(program)
             found = seen.count(0.0, float("inf")) > 0
             if not found and hopeless(seen.refusals, time.monotonic() - started):
                 raise OperationFailed(
@@ -389,7 +467,7 @@ class Pair:
                 code="no_numbers",
             )
         self.several.wait(options.warm_seconds)
-        self._demand_alive(program)
+        self.demand_alive(program)
         if self.several.attached(program) is False:
             raise OperationFailed(
                 f"the {program.title} job is not an MPS client: caps have no effect on it",
@@ -397,8 +475,9 @@ class Pair:
                 code="not_attached",
             )
 
-    def _demand_alive(self, *programs: Program | None) -> None:
-        for program in (*programs, self._production):
+    def demand_alive(self, *programs: Program | None) -> None:
+        """Raise OperationFailed if a program, or production, has ended."""
+        for program in (*programs, self.production):
             if program is not None and not program.runs:
                 raise OperationFailed(
                     f"the {program.title} job ended before it was measured: {program.failure or 'exit code 0'}",
@@ -411,12 +490,13 @@ class Pair:
         started = time.monotonic()
         while True:
             self.several.wait(self._window.seconds)
-            self._demand_alive()
+            self.demand_alive()
             ended = time.monotonic()
             moments = self._seen.moments(started, ended)
             if len(moments) >= _LEAST_MOMENTS:
                 self._window.hold(_LEAST_MOMENTS, moments, started, ended)
                 self._window.shorten()
+                self.busy = utilization(self._host.nvml, self._device.gpu.index)
                 return
             if ended - started > 3 * LONGEST_SECONDS:
                 raise TimedOut(
@@ -428,6 +508,13 @@ class Pair:
     def begin_trial(self) -> None:
         """Make the windows longer than the silences of production so far."""
         self._window.outlast()
+
+    @property
+    def request_us(self) -> float | None:
+        """Return how long a request of production took so far (median, microseconds); None: it does not say."""
+        latencies = [value for _, value in self._seen.latencies]
+        unit = self._seen.latency_us
+        return None if unit is None or not latencies else unit * percentile(latencies, 50)
 
     @property
     def window_seconds(self) -> float:
@@ -455,15 +542,15 @@ class Pair:
         self._bandwidth.since_last()
         started = self._now()
         self.several.wait(self._window.seconds)
-        self._demand_alive()
+        self.demand_alive()
         ended = time.monotonic()
         window = self._seen.window(started, ended)
         self._window.silent(self._seen.longest_gap(started, ended))
         dram = self._bandwidth.since_last()
         if dram is not None and self.production_cap is None:
             self.dram.append(dram)
-        if self._production is not None and self.production_cap is None:
-            memory = peak_memory(self._host, self._device, self._production)
+        if self.production is not None and self.production_cap is None:
+            memory = peak_memory(self._host, self._device, self.production)
             self.memory = memory if self.memory is None else max(self.memory, memory or 0)
         return window
 
@@ -481,7 +568,7 @@ class Pair:
             self.several.wait(self._window.seconds)
         else:
             phases = self._cycle(program, duty_percent / 100)
-        self._demand_alive(program)
+        self.demand_alive(program)
         ended = time.monotonic()
         production = self._seen.window(started, ended)
         if phases:

@@ -12,28 +12,46 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.measure.statistics import deviation, mean, mean_known
+from gpushare.run.results import CAPS, SLICES
+from gpushare.units import format_slice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production.
 
-    ``duty_percent``: the share of the time that it runs while production works; it is stopped for the rest.
+    ``duty_percent``: the share of the time that it runs while production works; it is stopped for the rest. With
+    ``other_slice_us`` and ``production_slice_us``, their time-slices, both run outside MPS (`sliced`).
     """
 
     threads: float
     low: bool = True
     production_threads: float | None = None
     duty_percent: float | None = None
+    production_slice_us: int | None = None
+    other_slice_us: int | None = None
+
+    @property
+    def way(self) -> str:
+        """Return `SLICES` or `CAPS`."""
+        return CAPS if self.other_slice_us is None else SLICES
 
     @property
     def title(self) -> str:
         """Return the setting in words."""
+        if self.other_slice_us is not None:
+            own = format_slice(self.production_slice_us or 0)
+            return f"slice {format_slice(self.other_slice_us)}, production slice {own}"
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         words += ["low priority"] if self.low else []
         words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
         words += [] if self.duty_percent is None else [f"duty cycle {self.duty_percent:g} %"]
         return ", ".join(words)
+
+
+def sliced(production_us: int, other_us: int) -> Setting:
+    """Return the setting with these time-slices, outside MPS."""
+    return Setting(threads=100.0, low=False, production_slice_us=production_us, other_slice_us=other_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +233,7 @@ _STEP: Final = 10.0
 # This close to the goal, one run may be wrong.
 _NARROW: Final = 0.015
 # A gain below this is within the scatter.
-_FASTER: Final = 1.03
+FASTER: Final = 1.03
 # From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
@@ -272,23 +290,33 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
         or _beside_a_cap(search, _spared(search, judged), judged)
         or _part_of_the_time(search, judged)
     )
-    if wanted is not None:
-        return wanted
+    return wanted or unconfirmed(judged, search.confirmed)
+
+
+def unconfirmed(judged: Sequence[Judged], confirmed: int) -> Setting | None:
+    """Return the setting that is run again before it is the answer; None: it has enough runs."""
     # A better setting that has met the goal only by chance so far may turn out to be safe.
     for one in (_most_of([one for one in judged if one.meets]), best_of(judged)):
-        if one is not None and one.trials < (min(search.confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
+        if one is not None and one.trials < (min(confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
             return one.setting
     return None
 
 
 def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
     """Return what the runs so far say."""
-    judged = judge(search.goal, trials)
+    return summed_up(judge(search.goal, trials), stable=_wanted(search, trials) is None)
+
+
+def summed_up(judged: Sequence[Judged], *, stable: bool) -> Outcome:
+    """Return what settings that were tried say; ``stable``: there was nothing left to try."""
     best = best_of(judged)
     nearest = None if best is not None or not judged else max(judged, key=lambda one: one.margin)
     order = sorted(
         judged,
         key=lambda one: (
+            one.setting.way,
+            one.setting.production_slice_us or 0,
+            -(one.setting.other_slice_us or 0),
             one.setting.production_threads is not None,
             -one.setting.threads,
             not one.setting.low,
@@ -300,7 +328,7 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
         best=best,
         nearest=nearest,
         curve=tuple(order),
-        stable=_wanted(search, trials) is None,
+        stable=stable,
         low_priority_helps=_low_helps(judged),
     )
 
@@ -309,8 +337,9 @@ def best_of(judged: Sequence[Judged]) -> Judged | None:
     """Return the setting that meets the goal and lets the opportunistic job do the most; None when none meets it.
 
     The job's rate decides if the difference is clear, else the cap; among equals the one with low priority, which spares
-    production more. A setting with a known rate is better than one in which the job printed nothing. A setting that meets
-    the goal only by chance is returned only if there is no other.
+    production more. Time-slices are better than a cap with the same rate, because the jobs keep separate address spaces;
+    among slices, those that production notices least. A setting with a known rate is better than one in which the job
+    printed nothing. A setting that meets the goal only by chance is returned only if there is no other.
     """
     return _most_of([one for one in judged if one.safe] or [one for one in judged if one.meets])
 
@@ -319,15 +348,19 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     """Return the one that lets the opportunistic job do the most, as in `best_of`."""
     most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
     if most is not None:
-        meeting = [one for one in meeting if one.opportunistic is not None and most <= _FASTER * one.opportunistic]
+        meeting = [one for one in meeting if one.opportunistic is not None and most <= FASTER * one.opportunistic]
     return max(
         meeting,
         key=lambda one: (
             one.setting.duty_percent is None,
             one.setting.production_threads is None,
+            one.setting.way == SLICES,
             one.setting.threads,
             one.setting.low,
             one.setting.production_threads or 0.0,
+            0.0 if one.p99 is None else -round(one.p99, 1),
+            -(one.setting.production_slice_us or 0),
+            one.margin,
         ),
         default=None,
     )
@@ -387,7 +420,7 @@ def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Jud
     above = min((threads for threads in known if threads > best.setting.threads), default=math.inf)
     gives = known.get(above)
     # Each half of the step must be a clear gain.
-    if gives is None or gives <= _FASTER**2 * (best.opportunistic or 0.0):
+    if gives is None or gives <= FASTER**2 * (best.opportunistic or 0.0):
         return None
     open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
     return replace(best.setting, threads=open_[(len(open_) - 1) // 2]) if open_ else None
@@ -413,7 +446,7 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
         return None if compared else wanted
     # A lower cap gives less than those above it.
     rate, beaten = known[above].opportunistic, best_of(judged)
-    gains = rate is not None and beaten is not None and rate > _FASTER * (beaten.opportunistic or 0.0)
+    gains = rate is not None and beaten is not None and rate > FASTER * (beaten.opportunistic or 0.0)
     return wanted if gains else None
 
 
@@ -453,7 +486,7 @@ def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
         if best is not None and 0 < cap < 100
     }
     gave = [one.opportunistic for one in judged if one.setting in line.values() and one.opportunistic is not None]
-    in_vain = best is not None and len(gave) > 1 and max(gave) <= _FASTER * (best.opportunistic or 0.0)
+    in_vain = best is not None and len(gave) > 1 and max(gave) <= FASTER * (best.opportunistic or 0.0)
     return {} if in_vain else line
 
 
@@ -470,7 +503,7 @@ def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequenc
 def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | None:
     """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere."""
     best = _most_of([one for one in judged if one.safe])
-    rate = None if best is None or best.opportunistic is None else _FASTER * best.opportunistic
+    rate = None if best is None or best.opportunistic is None else FASTER * best.opportunistic
     return next_duty(search.goal, judged, rate) if search.duty else None
 
 

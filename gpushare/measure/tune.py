@@ -1,40 +1,61 @@
 """`gpushare tune`: a production job runs all the time, next to an opportunistic one under one setting after another.
 
-A cap is fixed when a context is created, so the opportunistic job restarts for every trial, and production for every
-trial with a cap on it. Within a trial, the opportunistic job is paused (SIGSTOP) and continued, so that windows alone and
+There are two ways: time-slices of their own outside MPS, and thread caps under MPS. Each has its own production process. A
+slice is set while both run. A cap is fixed when a context is created, so the opportunistic job restarts for every trial, and
+production for every trial with a cap on it. Within a trial, the opportunistic job is paused (SIGSTOP) and continued, so that windows alone and
 together alternate for the same production process: processes of one program differ by up to 15 percent, windows of one
 process do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
-from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours, p99, p99_factor_interval, p99_interval, rates
+from gpushare.measure.pair import (
+    Pair,
+    Slicer,
+    Timeline,
+    TuneOptions,
+    Window,
+    neighbours,
+    p99,
+    p99_factor_interval,
+    p99_interval,
+    rates,
+)
 from gpushare.measure.search import (
     DRAM_FULL_PERCENT,
+    FASTER,
     SPARED,
     Goal,
     Outcome,
     Search,
     Setting,
     Trial,
+    judge,
     memory_warning,
     next_setting,
     outcome,
+    summed_up,
 )
+from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
 from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, product, ratio, widened
+from gpushare.measure.ways import reasons
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
-from gpushare.run.several import Several
+from gpushare.run.plain import PlainShare
+from gpushare.run.results import CAPS, SLICES
+from gpushare.run.several import Program, Several
 from gpushare.run.share import check_program, open_mps_share
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.measure.search import Judged
     from gpushare.run.share import Share
     from gpushare.selection import Device
 
@@ -65,10 +86,23 @@ class TrialReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WayResult:
+    """What was found in one way; ``left_out`` says why it was not searched."""
+
+    way: str
+    outcome: Outcome | None = None
+    left_out: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What was found, every trial, and both jobs alone. Rates are per second."""
+    """What was found, every trial, and both jobs alone. Rates are per second.
+
+    ``ways`` are in the order in which they were searched; ``outcome`` is that of all of them together.
+    """
 
     outcome: Outcome
+    ways: tuple[WayResult, ...]
     trials: tuple[TrialReport, ...]
     production_alone: float | None
     # The standard deviation of its windows alone, relative to their mean.
@@ -79,6 +113,8 @@ class TuneResult:
     opportunistic_memory_bytes: int | None
     warning: str | None
     seconds: float
+    # Percent of the time in which production alone keeps the GPU busy; None: unknown.
+    production_busy: float | None = None
     # What ended it before there was an answer: Ctrl-C, or a job that ended. Earlier trials are kept.
     stopped: KeyboardInterrupt | GpushareError | None = None
     # Why not all caps on production, which the user had not requested, were tried.
@@ -144,6 +180,10 @@ def _tail_is_known(report: TrialReport, goal: Goal) -> bool:
 _GRACE_SECONDS: Final = 5.0
 # The queue of a paused program has drained already; this is a margin.
 _DRAINED_SECONDS: Final = 0.25
+# From here on production has no gaps: its kernels follow each other.
+_ALWAYS_BUSY_PERCENT: Final = 90.0
+# For the time that is left: the other way has hardly ever needed more.
+_OTHER_WAY_TRIALS: Final = 12
 # Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
 _SILENT_SECONDS: Final = 10.0
 # Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
@@ -169,9 +209,7 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
             f" gpushare mig disable -g {device.gpu.index}",
             code="mig_mode",
         )
-    share = open_mps_share(host, device, options.production[0], Limits())
-    with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
-        return Tuning(host, device, options, reporter, several).run()
+    return Tuner(host, device, options, reporter).run()
 
 
 def compare(
@@ -179,80 +217,268 @@ def compare(
 ) -> list[TrialReport]:
     """Measure given settings in turn next to one production process. Errors as `tune`.
 
-    Outside MPS settings have no effect: the jobs are time-sliced.
+    Outside MPS caps have no effect: the jobs are time-sliced. Time-slices need a share outside MPS.
     """
-    with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
-        tuning = Tuning(host, share.device, options, reporter, several)
+    with (
+        Several(host, share, grace_seconds=_GRACE_SECONDS) as several,
+        Tuning(host, share.device, options, reporter, several) as tuning,
+    ):
         tuning.begin()
         return [tuning.trial(setting) for setting in settings]
 
 
+class _LeftOut(Exception):
+    """A way that cannot be searched here, and why."""
+
+    def __init__(self, error: GpushareError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Tuner:
+    """The search of both ways, one after the other."""
+
+    def __init__(self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> None:
+        self._host, self._device, self._options, self._reporter = host, device, options, reporter
+        self._reports: list[TrialReport] = []
+        self._found: dict[str, WayResult] = {}
+        self._other: OtherAlone | None = None
+        # The first one that was searched tells about production alone.
+        self._first: Tuning | None = None
+        # Whether the order of the ways is decided, which takes a running production job.
+        self._ordered = False
+        self._others: dict[int, str] = {}
+        self._given_up: GpushareError | None = None
+
+    def run(self) -> TuneResult:
+        """Search, and return what was found; errors as `tune`."""
+        started = time.monotonic()
+        stopped: KeyboardInterrupt | GpushareError | None = None
+        left = list(dict.fromkeys(self._options.ways))
+        if len(left) > 1:
+            left.sort(key=lambda way: way != (SLICES if self._asks_for_p99 else CAPS))
+        refused: list[GpushareError] = []
+        while left:
+            try:
+                if not self._stage(left):
+                    left.reverse()
+                    continue
+            except _LeftOut as reason:
+                refused.append(reason.error)
+                self._found[left[0]] = WayResult(way=left[0], left_out=f"{reason.error.message}; {reason.error.hint}")
+                if len(left) > 1:
+                    self._reporter.doing(f"{left[0]} are left out: {reason.error.message}")
+            except (KeyboardInterrupt, GpushareError) as error:
+                if not self._reports:
+                    raise
+                stopped = error
+                break
+            del left[0]
+            enough = self._enough()
+            if left and enough is not None:
+                self._found.update({way: WayResult(way=way, left_out=enough) for way in left})
+                break
+        if not self._reports:
+            raise refused[0]
+        return self._result(time.monotonic() - started, stopped)
+
+    def _stage(self, left: Sequence[str]) -> bool:
+        """Search the first of the ways that are left; return False if the other one should be the first."""
+        way = left[0]
+        with (
+            Several(self._host, self._share(way), grace_seconds=_GRACE_SECONDS) as several,
+            Tuning(self._host, self._device, self._options, self._reporter, several) as tuning,
+        ):
+            with self._perhaps_left_out():
+                if self._other is None:
+                    self._reporter.doing("measuring the opportunistic job alone")
+                    self._other = tuning.measure_other(sliced=SLICES in left)
+                tuning.other = self._other
+                if way == SLICES and self._other.unsliced is not None:
+                    raise _LeftOut(self._other.unsliced)
+                tuning.begin(sliced=way == SLICES)
+            if len(left) > 1 and not self._ordered:
+                self._ordered = True
+                if way != (SLICES if self._asks_for_p99 and not tuning.always_busy else CAPS):
+                    return False
+            self._first = self._first or tuning
+            try:
+                self._search(tuning, way, len(left))
+            finally:
+                self._others |= tuning.others
+                self._given_up = self._given_up or tuning.given_up
+                self._found[way] = WayResult(way=way, outcome=tuning.outcome(way, self._of(way)))
+        return True
+
+    @contextlib.contextmanager
+    def _perhaps_left_out(self) -> Iterator[None]:
+        """Let another way do where this one cannot be set up; what a job itself did wrong ends the search."""
+        try:
+            yield
+        except GpushareError as error:
+            if error.code != "not_attached" or len(self._options.ways) == 1:
+                raise
+            raise _LeftOut(error) from None
+
+    def _share(self, way: str) -> Share:
+        """Return an open share for a way."""
+        try:
+            if way == CAPS:
+                return open_mps_share(self._host, self._device, self._options.production[0], Limits())
+            why = reasons(self._host, self._device, self._options.production[0])
+            if why.timeslice is not None:
+                raise NotSupported(why.timeslice, "leave them out: --ways caps", code="no_way")
+            share = PlainShare(self._host, self._device)
+            share.check(self._options.production[0])
+            share.open()
+        except GpushareError as error:
+            if len(self._options.ways) == 1:
+                raise
+            raise _LeftOut(error) from None
+        return share
+
+    def _search(self, tuning: Tuning, way: str, ways_left: int) -> None:
+        begun, before = time.monotonic(), len(self._reports)
+        while (setting := tuning.next(way, self._of(way))) is not None:
+            done, most = len(self._reports), before + tuning.most(way) + (ways_left - 1) * _OTHER_WAY_TRIALS
+            what = f"trial {done + 1}: {setting.title}"
+            self._reporter.doing(what)
+            each = (time.monotonic() - begun) / (done - before) if done > before else None
+            self._reporter.expected(what, done, most, None if each is None else each * (most - done))
+            self._reports += tuning.tried(setting)
+
+    def _of(self, way: str) -> list[TrialReport]:
+        return [one for one in self._reports if one.trial.setting.way == way]
+
+    @property
+    def _asks_for_p99(self) -> bool:
+        return self._options.search.goal.p99_factor is not None
+
+    def _enough(self) -> str | None:
+        """Return why no other way can be better than what was found; None: it can."""
+        best = summed_up(self._judged(), stable=True).best
+        alone = None if self._other is None else self._other.rate
+        if best is None or not best.safe or best.opportunistic is None or not alone:
+            return None
+        share = best.opportunistic / alone
+        return None if share * FASTER < 1 else f"{best.setting.way} leave the other {share:.2f} of its rate alone"
+
+    def _judged(self) -> list[Judged]:
+        return judge(self._options.search.goal, [one.trial for one in self._reports if self._counts(one)])
+
+    def _counts(self, report: TrialReport) -> bool:
+        return self._given_up is None or report.trial.setting.production_threads is None
+
+    def _result(self, seconds: float, stopped: KeyboardInterrupt | GpushareError | None) -> TuneResult:
+        searched = [one.outcome for one in self._found.values() if one.outcome is not None]
+        found = summed_up(self._judged(), stable=stopped is None and all(one.stable for one in searched))
+        helps = next((one.low_priority_helps for one in searched if one.low_priority_helps is not None), None)
+        first, other = self._first, self._other
+        if first is None or other is None:
+            raise AssertionError("a trial has both")
+        duty = None if found.best is None else found.best.setting.duty_percent
+        by_slices = found.best is not None and found.best.setting.way == SLICES
+        alone = rates(first.alone)
+        return TuneResult(
+            outcome=replace(found, low_priority_helps=helps),
+            ways=tuple(self._found.values()),
+            trials=tuple(self._reports),
+            production_alone=mean(alone) if alone else None,
+            production_spread=deviation(alone) / mean(alone) if len(alone) > 1 else None,
+            production_p99=p99(first.alone),
+            production_busy=first.busy,
+            opportunistic_alone=other.rate,
+            production_memory_bytes=first.memory,
+            opportunistic_memory_bytes=other.memory,
+            warning=None if by_slices else memory_warning(other.dram, first.dram(), duty),
+            seconds=seconds,
+            stopped=stopped,
+            given_up=self._given_up,
+            others=self._others,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherAlone:
+    """The opportunistic job alone: its rate, the DRAM bandwidth that it draws in percent, and its memory in bytes.
+
+    ``unsliced`` is why its time-slice cannot be set.
+    """
+
+    rate: float | None = None
+    dram: float | None = None
+    memory: int | None = None
+    unsliced: GpushareError | None = None
+
+
 class Tuning:
-    """A production job and the trials next to it: all with one process of it, except those with a cap on it."""
+    """A production job and the trials next to it in one share: all with one process of it, except those with a cap on it.
+
+    A context manager, which restores the time-slices.
+    """
 
     def __init__(
         self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, several: Several
     ) -> None:
         self._options, self._reporter, self._several = options, reporter, several
         self._pair = Pair(host, device, options, several)
-        self._alone: list[Window] = []
-        self._other_alone: float | None = None
-        # The DRAM bandwidth that it draws alone, in percent.
-        self._other_dram: float | None = None
+        self._slicer = Slicer(host, device)
+        self.other = OtherAlone()
+        # The other job between two trials with slices: it is paused.
+        self._beside: tuple[Program, Timeline] | None = None
+        self._default_us: int | None = None
+        self._request_us: float | None = None
+        self.alone: list[Window] = []
         # The other job's last measured rate under each setting.
         self._rates: dict[Setting, float] = {}
         # Production's rate alone after each start with a cap, and why there are no more such starts.
         self._starts: list[float] = []
-        self._given_up: GpushareError | None = None
+        self.given_up: GpushareError | None = None
 
-    def run(self) -> TuneResult:
-        """Search, and return what was found; errors as `tune`."""
-        started = time.monotonic()
-        self._reporter.doing("measuring the opportunistic job alone")
-        self._other_alone, self._other_dram, other_memory = self._pair.opportunistic_alone()
-        self.begin()
-        reports: list[TrialReport] = []
-        stopped: KeyboardInterrupt | GpushareError | None = None
-        begun = time.monotonic()
-        try:
-            while (setting := next_setting(self._search(), self._counted(reports))) is not None:
-                done, most = len(reports), self._search().most
-                what = f"trial {done + 1}: {setting.title}"
-                self._reporter.doing(what)
-                each = (time.monotonic() - begun) / done if done else None
-                self._reporter.expected(what, done, most, None if each is None else each * (most - done))
-                reports += self._tried(setting)
-        except (KeyboardInterrupt, GpushareError) as error:
-            if not reports:
-                raise
-            stopped = error
-        alone = rates(self._alone)
-        found = outcome(self._search(), self._counted(reports))
-        duty = None if found.best is None else found.best.setting.duty_percent
-        return TuneResult(
-            outcome=found,
-            trials=tuple(reports),
-            production_alone=mean(alone) if alone else None,
-            production_spread=deviation(alone) / mean(alone) if len(alone) > 1 else None,
-            production_p99=p99(self._alone),
-            opportunistic_alone=self._other_alone,
-            production_memory_bytes=self._pair.memory,
-            opportunistic_memory_bytes=other_memory,
-            warning=memory_warning(self._other_dram, self._dram(), duty),
-            seconds=time.monotonic() - started,
-            stopped=stopped,
-            given_up=self._given_up,
-            others=self._pair.others,
-        )
+    def __enter__(self) -> Tuning:
+        return self
 
-    def _tried(self, setting: Setting) -> list[TrialReport]:
+    def __exit__(self, *error: object) -> None:
+        self._slicer.__exit__(*error)
+
+    def measure_other(self, *, sliced: bool) -> OtherAlone:
+        """Measure the other job alone, and if ``sliced`` find out whether its time-slice can be set; errors as `tune`."""
+        unsliced: list[GpushareError] = []
+
+        def probe(program: Program) -> None:
+            try:
+                self._slicer.probe(program)
+            except GpushareError as error:
+                unsliced.append(error)
+
+        wanted = sliced and isinstance(self._several.share, PlainShare)
+        rate, dram, memory = self._pair.opportunistic_alone(*([probe] if wanted else []))
+        return OtherAlone(rate=rate, dram=dram, memory=memory, unsliced=unsliced[0] if unsliced else None)
+
+    def next(self, way: str, reports: Sequence[TrialReport]) -> Setting | None:
+        """Return the next setting of a way to try; None: there is an answer."""
+        trials = self._counted(reports)
+        return next_slices(self._slices(), trials) if way == SLICES else next_setting(self._search(), trials)
+
+    def most(self, way: str) -> int:
+        """Return the most trials of a way."""
+        return self._slices().most if way == SLICES else self._search().most
+
+    def outcome(self, way: str, reports: Sequence[TrialReport]) -> Outcome:
+        """Return what the trials of a way say."""
+        trials = self._counted(reports)
+        if way == CAPS:
+            return outcome(self._search(), trials)
+        return summed_up(judge(self._options.search.goal, trials), stable=wanted_slices(self._slices(), trials) is None)
+
+    def tried(self, setting: Setting) -> list[TrialReport]:
         """Return a trial; none if it fails with a cap on production that the user had not requested."""
         try:
             return [self.trial(setting)]
         except GpushareError as error:
             if setting.production_threads is None or self._options.search.production_caps is not None:
                 raise
-            self._given_up = error
+            self.given_up = error
         left = [program for program in self._several.programs if program.runs]
         for program in left:
             self._several.resume(program)
@@ -262,39 +488,69 @@ class Tuning:
     def _counted(self, reports: Sequence[TrialReport]) -> list[Trial]:
         """Return the trials to search by; without those with a cap on production once such caps were given up."""
         trials = [one.trial for one in reports]
-        return [one for one in trials if self._given_up is None or one.setting.production_threads is None]
+        return [one for one in trials if self.given_up is None or one.setting.production_threads is None]
 
-    def _dram(self) -> float | None:
+    @property
+    def busy(self) -> float | None:
+        """Return the percentage of time in which production alone keeps the GPU busy; None: unknown."""
+        return self._pair.busy
+
+    @property
+    def always_busy(self) -> bool:
+        """Return whether production has no gaps for another job."""
+        return self.busy is not None and self.busy >= _ALWAYS_BUSY_PERCENT
+
+    @property
+    def memory(self) -> int | None:
+        """Return production's memory in bytes."""
+        return self._pair.memory
+
+    @property
+    def others(self) -> Mapping[int, str]:
+        """Return the other processes on the GPU, by PID."""
+        return self._pair.others
+
+    def dram(self) -> float | None:
         """Return the DRAM bandwidth that production alone draws, in percent; None: unknown."""
         return mean(self._pair.dram) if self._pair.dram else None
 
+    def _slices(self) -> SliceSearch:
+        given = self._options.search
+        found = SliceSearch(
+            goal=given.goal, confirmed=given.confirmed, request_us=self._request_us, other_alone=self.other.rate
+        )
+        return found if self._default_us is None else replace(found, default_us=self._default_us)
+
     def _search(self) -> Search:
-        """Return how to search: with caps on production if it is memory-bound, with duty cycles if either job is."""
-        given, dram = self._options.search, self._dram() or 0.0
+        """Return how to search caps: with caps on production if it is memory-bound, with duty cycles if either job is."""
+        given, dram = self._options.search, self.dram() or 0.0
         # Even the first slice of the time ruins a tail.
-        full = max(dram, self._other_dram or 0.0) >= DRAM_FULL_PERCENT
+        full = max(dram, self.other.dram or 0.0) >= DRAM_FULL_PERCENT
         given = replace(given, duty=full and not self._asks_for_p99)
-        if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
+        if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self.given_up is not None:
             return given
         return replace(given, spared=SPARED, most=given.most + len(SPARED))
 
     # -- a trial -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start the production job and wait until it prints; errors as `tune`."""
+    def begin(self, *, sliced: bool = False) -> None:
+        """Start the production job and wait until it prints; if ``sliced``, its slice must be settable. Errors as `tune`."""
         self._reporter.doing("starting the production job")
         self._pair.start_production(None)
+        # While it is alone.
+        self._request_us = self._pair.request_us
+        if sliced and self._pair.production is not None:
+            try:
+                self._default_us = self._slicer.probe(self._pair.production) or None
+            except GpushareError as error:
+                raise _LeftOut(error) from None
 
     def trial(self, setting: Setting) -> TrialReport:
         """Run the opportunistic job under a setting, with windows together and alone in turn; errors as `tune`."""
         factor = self._with_production_cap(setting.production_threads)
         self._pair.begin_trial()
         alone = [self._pair.alone_window()]
-        limits = Limits(
-            threads_percent=None if setting.threads >= 100 else setting.threads,
-            priority=Priority.LOW if setting.low else Priority.NORMAL,
-        )
-        program, seen = self._pair.start_opportunistic(limits)
+        program, seen = self._started(setting)
         together: list[Window] = []
         other: list[tuple[float | None, float | None]] = []
         full = self._rates.get(replace(setting, duty_percent=None))
@@ -315,14 +571,38 @@ class Tuning:
             if no_tail or len(together) >= 2 * self._pair.most_rounds:
                 raise _stands_still() if stands_still else self._nothing_printed(report)
             self._pair.resume(program)
-        # It is stopped and its queue has drained, so it can be killed.
-        self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
+        if setting.way == CAPS:
+            # It is stopped and its queue has drained, so it can be killed.
+            self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
         if setting.production_threads is None:
-            self._alone += alone
+            self.alone += alone
         if report.trial.opportunistic is not None:
             self._rates[setting] = report.trial.opportunistic
         self._reporter.measured(report)
         return report
+
+    def _started(self, setting: Setting) -> tuple[Program, Timeline]:
+        """Start the other job under a setting; with slices, set those of both, and start it only if it does not run yet."""
+        if setting.way == CAPS:
+            limits = Limits(
+                threads_percent=None if setting.threads >= 100 else setting.threads,
+                priority=Priority.LOW if setting.low else Priority.NORMAL,
+            )
+            return self._pair.start_opportunistic(limits)
+        beside, self._beside = self._beside, self._beside or self._pair.start_opportunistic(Limits())
+        for program, slice_us in (
+            (self._pair.production, setting.production_slice_us),
+            (self._beside[0], setting.other_slice_us),
+        ):
+            if program is not None and slice_us is not None:
+                self._pair.demand_alive(program)
+                self._slicer.set(program, slice_us)
+        if beside is None:
+            # Requests that began before are over.
+            self._several.wait(self._options.settle_seconds)
+        else:
+            self._pair.resume(beside[0])
+        return self._beside
 
     def _with_production_cap(self, cap: float | None) -> Ratio:
         """Run production under a cap; return its rate alone under the cap, relative to that without."""
@@ -332,7 +612,7 @@ class Tuning:
             self._pair.start_production(cap)
         if cap is None:
             return same
-        before, capped = rates(self._alone), rates([self._pair.alone_window() for _ in range(self._pair.rounds)])
+        before, capped = rates(self.alone), rates([self._pair.alone_window() for _ in range(self._pair.rounds)])
         factor = ratio(capped, before)
         if factor is None:
             raise _stands_still()
@@ -379,7 +659,7 @@ class Tuning:
             together_rate=mean([rate for rate, _ in pairs]),
             alone_p99=before,
             together_p99=now,
-            opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
+            opportunistic_share=None if speed is None or not self.other.rate else speed / self.other.rate,
             p99_interval=between,
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
@@ -396,9 +676,9 @@ class Tuning:
         """
         if setting.production_threads is not None:
             # Alone means without a cap on production.
-            return self._alone or alone
+            return self.alone or alone
         enough = p99_interval(alone) is not None or not any(window.latencies for window in alone)
-        return alone if enough and p99(alone) is not None else [*self._alone, *alone]
+        return alone if enough and p99(alone) is not None else [*self.alone, *alone]
 
     @property
     def _asks_for_p99(self) -> bool:

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from gpushare.errors import GpushareError
 from gpushare.show.result import Column, Result, Table
+from gpushare.units import format_slice
 
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
-_OWN_COLUMN: Final = re.compile(", (?:production cap|duty cycle)")
+_OWN_COLUMN: Final = re.compile(", (?:production (?:cap|slice)|duty cycle)")
 
 
 def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: GpushareError | None = None) -> Result:
@@ -36,13 +37,18 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
 
 
 def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the curve for the table, with separate columns for a cap on production and a duty cycle."""
+    """Return the curve for the table, with separate columns for production's cap or slice and a duty cycle."""
     return tuple({**row, "setting": _OWN_COLUMN.split(row["setting"])[0]} for row in curve)
 
 
 def percent(value: Any) -> str:
     """Return a cap: ``96 %``."""
     return "-" if value is None else f"{value:g} %"
+
+
+def time_slice(value: Any) -> str:
+    """Return a time-slice: ``16ms``."""
+    return "-" if value is None else format_slice(value)
 
 
 def share(value: Any) -> str:
@@ -68,6 +74,7 @@ def rate(value: Any) -> str:
 COLUMNS = (
     Column(key="setting", title="setting", least=22),
     Column(key="production_threads_percent", title="production cap", right=True, format=percent, optional=True),
+    Column(key="production_slice_us", title="prod. slice", right=True, format=time_slice, optional=True),
     Column(key="duty_percent", title="duty cycle", right=True, format=percent, optional=True),
     Column(key="kept", title="production", right=True, format=share),
     Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
@@ -77,7 +84,7 @@ COLUMNS = (
     Column(key="trials", title="runs", right=True, rank=3),
     Column(key="meets", title="meets", rank=1),
     Column(key="safe", title="safely", rank=2),
-    Column(key="chosen", title="chosen", rank=1),
+    Column(key="chosen", title="chosen"),
 )
 
 
@@ -101,13 +108,29 @@ def _text(data: Mapping[str, Any]) -> str:
     elif nearest is not None:
         tried = "" if data["stable"] else " (not all were tried)"
         lines.append(f"no setting meets the goal{tried}; nearest: {nearest['setting']}: {_numbers(nearest)}")
+    lines += [line for one in data["ways"] if (line := _way(one, best)) is not None]
     if data["low_priority_helps"] is not None:
         helps = "low priority spares production"
-        if best is not None and not best["low_priority"]:
+        if best is not None and best["way"] == "caps" and not best["low_priority"]:
             helps += ", and leaves the other less than a lower cap without it"
         lines.append(helps if data["low_priority_helps"] else "low priority makes no difference")
     lines += _LEGEND if data["curve"] else []
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
+
+
+def _way(one: Mapping[str, Any], best: Mapping[str, Any] | None) -> str | None:
+    """Return what the way that was not chosen gives; None: nothing that was not said yet."""
+    way = one["way"]
+    if one["left_out"] is not None:
+        return f"{way}: not searched: {one['left_out']}"
+    if best is None or way == best["way"]:
+        return None
+    found, near = one["best"], one["nearest"]
+    if found is not None:
+        apart = [row["opportunistic_share"] for row in (best, found)]
+        less = "" if None in apart else f"; the other does {share(max(0.0, apart[0] - apart[1]))} less"
+        return f"{way}: {found['setting']}: {_numbers(found)}{less}"
+    return f"{way}: none meets the goal" + ("" if near is None else f"; nearest: {near['setting']}: {_numbers(near)}")
 
 
 def _numbers(one: Mapping[str, Any]) -> str:

@@ -114,6 +114,7 @@ def tuned(
         search=Search(goal=Goal(keep=keep, p99_factor=p99), grid=(60.0,)),
         metric=Metric(pattern=r"rate=([0-9.]+)"),
         opportunistic_metric=Metric(pattern=r"rate=([0-9.]+)"),
+        ways=("caps",),
     )
     return tune(host, select_one(None, host.nvml.sweep()), options, TuneReporter())
 

@@ -14,7 +14,7 @@ from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours
 from gpushare.measure.search import SPARED, Goal, Search, Setting
 from gpushare.measure.statistics import Ratio, widened
-from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
+from gpushare.measure.tune import OtherAlone, TrialReport, TuneReporter, Tuning, compare, tune
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
 from gpushare.selection import Device, select_one
@@ -38,6 +38,7 @@ def options(production: list[str], opportunistic: list[str], **search: object) -
         search=Search(**given),  # type: ignore[arg-type]
         metric=RATE,
         opportunistic_metric=RATE,
+        ways=("caps",),
         window_seconds=0.15,
         rounds=2,
         most_rounds=2,
@@ -152,7 +153,7 @@ def test_where_memory_bounds_production_caps_on_it_are_tried_and_a_part_of_the_t
     for goal in (Goal(keep=0.97), Goal(keep=0.97, p99_factor=1.1)):
         given = options(job(30), job(95), production_caps=caps, goal=goal)
         tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
-        tuning._pair.dram, tuning._other_dram = dram, other
+        tuning._pair.dram, tuning.other = dram, OtherAlone(dram=other)
         # With a part of the time production's tail would be lost in each of them.
         wanted = replace(given.search, duty=duty and goal.p99_factor is None)
         assert tuning._search() == (
@@ -168,7 +169,7 @@ def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(h
         TuneReporter(),
         Several(host, PlainShare(host, device_of(host))),
     )
-    tuning._alone = [Window(rate=100.0, latencies=(1.0,) * 50)]
+    tuning.alone = [Window(rate=100.0, latencies=(1.0,) * 50)]
     slow = [Window(rate=80.0, latencies=(1.5,) * 50)] * 3
     capped = Setting(threads=50.0, production_threads=50.0)
     report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=0.8, low=0.7, high=0.9, error=0.05))
@@ -177,7 +178,7 @@ def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(h
     # The windows do not scatter, but what the cap costs is uncertain.
     assert (report.trial.kept, report.trial.error) == (pytest.approx(0.8), pytest.approx(0.05))
     # Where nothing was measured without a cap, there is only the p99 under it.
-    tuning._alone = []
+    tuning.alone = []
     report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
     assert report is not None
     assert report.trial.p99 == pytest.approx(1.0)
@@ -186,7 +187,7 @@ def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(h
 def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
     several = Several(host, PlainShare(host, device_of(host)))
     tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
-    tuning._alone = [Window(rate=100.0, latencies=(1.0,) * 5000)]
+    tuning.alone = [Window(rate=100.0, latencies=(1.0,) * 5000)]
     same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
     for requests, factor in ((150, 1.0), (10, 2.0)):
         slow = [Window(rate=100.0, latencies=(2.0,) * requests)] * 4
@@ -199,7 +200,7 @@ def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
 def test_a_p99_that_the_job_prints_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
     several = Several(host, PlainShare(host, device_of(host)))
     tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
-    tuning._alone = [Window(rate=100.0, printed_p99=1.0)] * 8
+    tuning.alone = [Window(rate=100.0, printed_p99=1.0)] * 8
     slow = [Window(rate=100.0, printed_p99=1.3)] * 4
     report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
     assert report is not None

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from gpushare.errors import GpushareError
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare, Share
-from gpushare.sim.job import _parser
+from gpushare.sim.job import Pace, _in_turn, _parser, _squeeze
+from gpushare.sim.state import SimulatedProcess
 from gpushare.units import GIB
 
 JOB = "gpushare.sim.job"
@@ -37,6 +39,10 @@ class ToldJob:
     failure: str | None = None
     lines: int = 0
     pid: int = 0
+    # Percent of the time in which it has work, and the milliseconds of a request.
+    busy: float = 100.0
+    latency: float | None = None
+    slice_us: int | None = None
 
     @property
     def wants(self) -> float:
@@ -73,9 +79,11 @@ class ToldSeveral:
         words = list(argv)
         given = _parser().parse_args(words[words.index(JOB) + 1 :]) if JOB in words else None
         cap = 100.0 if limits.threads_percent is None or not self._mps else limits.threads_percent
-        need, rate = (None, 0.0) if given is None else (given.need, given.rate)
-        self.programs.append(ToldJob(title, need, cap, rate, listen))
-        return self.programs[-1]
+        job = ToldJob(title, None, cap, 0.0, listen)
+        if given is not None:
+            job.need, job.rate, job.busy, job.latency = given.need, given.rate, given.busy, given.latency
+        self.programs.append(job)
+        return job
 
     def look(self) -> None:
         """Everything has been told already."""
@@ -94,10 +102,21 @@ class ToldSeveral:
         for one in busy:
             if one.need is None:
                 continue
-            squeeze = min(1.0, 100.0 / sum(other.wants for other in busy)) if self._mps else 1.0 / len(busy)
+            pace = self._pace(one, busy)
             one.lines += 1
             scatter = 1 + NOISE * (one.lines % 3 - 1)
-            one.listen(f"rate={one.rate * one.wants / one.need * squeeze * scatter * self.pace():.3f}", ToldSeveral.now)
+            latency = "" if one.latency is None else f" latency_ms={one.latency * pace.latency / scatter:.4f}"
+            one.listen(f"rate={one.rate * pace.rate * scatter * self.pace():.3f}{latency}", ToldSeveral.now)
+
+    def _pace(self, one: ToldJob, busy: Sequence[ToldJob]) -> Pace:
+        """Return how fast a job is next to others, as gpushare.sim.job says."""
+        known = {id(job): _process(number, job, mps=self._mps) for number, job in enumerate(busy) if job.need}
+        process, neighbours = known[id(one)], list(known.values())
+        own = one.wants / (one.need or 1.0)
+        state: Any = SimpleNamespace(daemons=[])
+        if not self._mps:
+            return _in_turn(state, process, own, [[other] for other in neighbours if other is not process])
+        return _in_turn(state, process, own * _squeeze(state, process, neighbours, 0.0), [])
 
     def pace(self) -> float:
         """Return how fast the machine's CPU is now."""
@@ -124,12 +143,54 @@ class ToldSeveral:
         program.runs = False
 
 
+def _process(number: int, job: ToldJob, *, mps: bool) -> SimulatedProcess:
+    return SimulatedProcess(
+        pid=number,
+        real=False,
+        gpu_uuid="GPU",
+        name=job.title,
+        user="u",
+        uid=0,
+        started_at=0.0,
+        sm_percent=round(job.wants),
+        busy_percent=job.busy,
+        request_ms=job.latency,
+        mps_server=1 if mps else None,
+        slices={} if job.slice_us is None else {"compute": job.slice_us},
+    )
+
+
+class ToldSlicer:
+    """Stands in for `Slicer`. ``refusal``: why slices cannot be set."""
+
+    refusal: GpushareError | None = None
+
+    def __init__(self, *_: object) -> None:
+        self.programs = list[ToldJob]()
+
+    def __exit__(self, *_: object) -> None:
+        for program in self.programs:
+            program.slice_us = None
+
+    def probe(self, program: ToldJob) -> int:
+        if ToldSlicer.refusal is not None:
+            raise ToldSlicer.refusal
+        return program.slice_us or 2048
+
+    def set(self, program: ToldJob, microseconds: int) -> None:
+        assert program.runs
+        self.programs.append(program)
+        program.slice_us = microseconds
+
+
 def tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tune` and `compare` measure told jobs instead of processes."""
     clock = SimpleNamespace(monotonic=lambda: ToldSeveral.now)
     monkeypatch.setattr("gpushare.measure.tune.time", clock)
     monkeypatch.setattr("gpushare.measure.pair.time", clock)
     monkeypatch.setattr("gpushare.measure.tune.Several", ToldSeveral)
+    monkeypatch.setattr("gpushare.measure.tune.Slicer", ToldSlicer)
+    monkeypatch.setattr("gpushare.measure.pair.utilization", lambda *_: 100.0)
     monkeypatch.setattr("gpushare.measure.pair.peak_memory", lambda *_: 2 * GIB)
 
 

@@ -24,7 +24,7 @@ from tests.measure.told_jobs import tell, tell_memory_bound
 Cli = Callable[..., Answer]
 JOB = f"{sys.executable} -m gpushare.sim.job"
 PAIR = ("--production", f"{JOB} --need 30", "--opportunistic", f"{JOB} --need 95")
-QUICK = ("--metric", "rate=([0-9.]+)", "--window", "0.1s", "--rounds", "2")
+QUICK = ("--ways", "caps", "--metric", "rate=([0-9.]+)", "--window", "0.1s", "--rounds", "2")
 
 
 def ending_at(monkeypatch: pytest.MonkeyPatch, trials: int, error: BaseException) -> None:

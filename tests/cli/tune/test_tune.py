@@ -15,7 +15,7 @@ from tests.measure.told_jobs import tell
 
 Cli = Callable[..., Answer]
 JOB = f"{sys.executable} -m gpushare.sim.job --every 0.02"
-QUICK = ("--metric", "rate=([0-9.]+)", "--window", "0.1s", "--rounds", "2")
+QUICK = ("--ways", "caps", "--metric", "rate=([0-9.]+)", "--window", "0.1s", "--rounds", "2")
 
 
 @pytest.fixture
