@@ -60,6 +60,9 @@ from benchmarks.colocation_rows import (
     choose,
     judged,
     known_settings,
+    next_of,
+    seen_by_tune,
+    setting_of,
     slices,
     targets,
     two_settings,
@@ -70,6 +73,8 @@ from gpushare.errors import GpushareError
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.measure.pair import Window, p99_factor_interval
 from gpushare.measure.statistics import percentile, ratio
+from gpushare.run.results import CAPS, SLICES
+from gpushare.timeslice.rules import Rule
 
 SETTLE: Final = 0.35
 PARTS: Final = 4
@@ -198,9 +203,7 @@ class Worker:
             twin = Job(self, name, self.mps_env(), f"{name} in MPS")
             self.production[name] = (Job(self, name, {}, f"{name} outside"), twin)
         if batch.other != self.other:
-            self.start_others(
-                batch.other, caps(short=False) if everything else [Setting("caps", threads=50.0, low=True)]
-            )
+            self.start_others(batch.other, caps() if everything else [Setting("caps", threads=50.0, low=True)])
         self.wait_ready(self.all_jobs())
         for name in fresh:
             self.calibrate(*self.production[name])
@@ -394,7 +397,13 @@ class Worker:
         finally:
             if sliced:
                 self.set_slices(ours, Setting(setting.way), others)
-        one = {"setting": asdict(setting), "again": False, "found": found, "place": place}
+        one = {
+            "setting": asdict(setting),
+            "again": False,
+            "tune": setting.way == "group",
+            "found": found,
+            "place": place,
+        }
         return {**one, **self.figures(one, alone)}
 
     def figures(self, one: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,12 +463,34 @@ class Worker:
         if known := self.known(item, wanted):
             return self.again(item, known, alone)
         cells = [self.cell(item, AS_IT_IS, alone, seconds)]
-        cells += self.line(item, slices(item.production, short=item.short), alone, wanted)
+        self.searched(SLICES, item, cells, alone)
+        self.line(slices(item.production), item, cells, alone)
         # The host may have drifted since.
         _more(alone["outside"], self.watched(self.production[item.production][0], [], 0.7 * seconds))
         cells += [self.cell(item, one, alone, seconds) for one in (MPS, LOW)]
-        cells += self.line(item, caps(short=item.short), alone, wanted)
+        self.searched(CAPS, item, cells, alone)
+        self.line(caps(), item, cells, alone)
         return {**self.chosen(item, cells, alone, wanted), "alone": _alone(alone), "other_alone": self.other_alone}
+
+    def searched(self, way: str, item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any]) -> None:
+        """Measure what tune's search of a way asks for, until it has an answer to each target."""
+        outside = self.production[item.production][0]
+        request = outside.state[SERVICE_NS] / 1000 if item.production in LATENCY else None
+        for target in targets(item.production, item.other):
+            # It is bounded by itself.
+            while (setting := next_of(way, item, cells, target, request_us=request)) is not None:
+                cells.append({**self.cell(item, setting, alone, self.seconds(item)), "tune": True})
+
+    def line(
+        self, settings: Sequence[Setting], item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any]
+    ) -> None:
+        """Measure settings that were not measured, from what gives the other most, until two meet the target."""
+        wanted = targets(item.production, item.other)
+        for setting in settings if not item.short else ():
+            own = [one for one in cells if setting_of(one) in settings]
+            met = [one for one in own if all(judged([one], target)[0].meets for target in wanted)]
+            if setting not in {setting_of(one) for one in cells} and (len(met) < 2 or setting.way != "caps"):
+                cells.append(self.cell(item, setting, alone, self.seconds(item)))
 
     def known(self, item: Item, wanted: Sequence[Target]) -> list[Setting]:
         """Return the settings that a later start repeats; none in the first."""
@@ -477,19 +508,6 @@ class Worker:
         rest = {"choices": [], "alone": _alone(alone), "other_alone": self.other_alone}
         return {"cells": self.finished(cells, alone), **rest}
 
-    def line(
-        self, item: Item, settings: Sequence[Setting], alone: Mapping[str, Any], wanted: Sequence[Target]
-    ) -> list[dict[str, Any]]:
-        """Measure settings from what gives the other most; once the target is met with room to spare, fewer."""
-        found: list[dict[str, Any]] = []
-        for setting in settings:
-            found.append(self.cell(item, setting, alone, self.seconds(item)))
-            # Smaller caps give less. With slices, smaller ones may give as much.
-            met = [one for one in found if all(judged([one], target)[0].meets for target in wanted)]
-            if len(met) >= (2 if setting.way == "caps" or item.production not in LATENCY else 4):
-                break
-        return found
-
     def chosen(
         self, item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any], wanted: Sequence[Target]
     ) -> dict[str, Any]:
@@ -499,7 +517,7 @@ class Worker:
         cells = [{**one, **self.figures(one, alone)} for one in cells]
         choices = []
         for target in wanted:
-            pick = choose(cells, target)
+            pick = choose(seen_by_tune(cells), target)
             if pick is None:
                 continue
             again = self.cell(item, pick[0], alone, self.seconds(item))
@@ -523,15 +541,21 @@ class Worker:
         first, second = self.outside
         base = _mean(self.other_alone["outside"])
         found = []
-        pairs = [(*one, "slices") for one in WEIGHTS]
-        pairs += [(*one, "gpushare") for one in _weighted(3.0, 1.0)]
-        for ours, other, by in pairs:
+        own = _weighted(3, 1)
+        for ours, other in dict.fromkeys((own, *WEIGHTS)):
             for job, us in ((first, ours), (second, other)):
                 if job.channels is not None:
                     self.control.set_slice(job.channels, us)
             seen = self.watched(None, [first, second], self.window)
             shares = [_mean(rates) / base for rates in seen["other_rates"]]
-            found.append({"slices": [ours, other], "by": by, "shares": shares, "sum": sum(shares)})
+            found.append(
+                {
+                    "slices": [ours, other],
+                    "by": "gpushare" if (ours, other) == own else "slices",
+                    "shares": shares,
+                    "sum": sum(shares),
+                }
+            )
         for job in (first, second):
             if job.channels is not None:
                 self.control.restore_slices(job.channels)
@@ -807,17 +831,9 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def _weighted(first: float, second: float) -> list[tuple[int, int]]:
-    """Return the slices that gpushare gives two jobs with these weights, if it knows weights."""
-    try:
-        from gpushare.timeslice import slices as room
-    except ImportError:
-        return []
-    given = getattr(room, "weighted_slices", None)
-    if given is None:
-        return []
-    ours, other = given([first, second])
-    return [(int(ours), int(other))]
+def _weighted(*weights: float) -> tuple[int, ...]:
+    """Return the slices that gpushare gives jobs with these weights."""
+    return tuple(Rule(weight=weight).microseconds for weight in weights)
 
 
 def _line(row: Mapping[str, Any]) -> str:

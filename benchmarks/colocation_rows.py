@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpushare.measure.search import Goal as SearchGoal
-from gpushare.measure.search import Judged, Trial, judge
+from gpushare.measure import search
+from gpushare.measure.search import Trial
+from gpushare.measure.slices import SliceSearch, next_slices
+from gpushare.run.results import CAPS as CAPS_WAY
+from gpushare.run.results import SLICES
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,11 @@ class Target:
 
     keep: float = 0.97
     p99: float | None = None
+
+    @property
+    def goal(self) -> search.Goal:
+        """Return it as tune has it."""
+        return search.Goal(keep=self.keep, p99_factor=self.p99)
 
     @property
     def title(self) -> str:
@@ -86,32 +94,30 @@ class Setting:
         return f"cap {self.threads:g} %, low priority"
 
 
+WAYS: Final = ("timeslice", "slices", "mps", "caps", "group")
 AS_IT_IS: Final = Setting("timeslice")
 MPS: Final = Setting("mps")
 LOW: Final = Setting("mps", low=True)
 # Production's slice is longer than its request; microseconds.
 LONG_US: Final = 16000
 CAPS: Final = (80.0, 65.0, 50.0, 35.0, 25.0, 12.0)
-CAPS_SHORT: Final = (80.0, 50.0, 25.0, 12.0)
-# The other's slice, from what gives it most to what gives it least. None: production keeps its own.
-_GAPS: Final = ((LONG_US, 1000), (LONG_US, 500), (LONG_US, 200), (LONG_US, 100), (LONG_US, 50), (None, 50))
-_GAPS_SHORT: Final = ((LONG_US, 500), (LONG_US, 200), (LONG_US, 50), (None, 100))
-_FULL: Final = ((4000, 2048), (LONG_US, 4096), (LONG_US, 2048), (LONG_US, 1000), (LONG_US, 500))
-_FULL_SHORT: Final = ((LONG_US, 4096), (LONG_US, 2048), (LONG_US, 1000))
+# The slice of a compute group on an H100 and an H200 (driver 580).
+DEFAULT_US: Final = 2048
+# What is measured besides what tune asks for, to see whether it misses anything: production's slice and the other's, from
+# what gives the other most. None: production keeps its own.
+_GAPS: Final = ((LONG_US, 500), (LONG_US, 200), (LONG_US, 50), (None, 50))
+_FULL: Final = ((4000, DEFAULT_US), (LONG_US, 4000), (LONG_US, 1000))
 
 
-def slices(production: str, *, short: bool) -> list[Setting]:
-    """Return the slices to try next to a production job."""
-    if production in LATENCY:
-        pairs: Sequence[tuple[int | None, int]] = _GAPS_SHORT if short else _GAPS
-    else:
-        pairs = _FULL_SHORT if short else _FULL
+def slices(production: str) -> list[Setting]:
+    """Return slices to try next to a production job, whatever tune asks for."""
+    pairs: Sequence[tuple[int | None, int]] = _GAPS if production in LATENCY else _FULL
     return [Setting("slices", production_us=ours, other_us=other) for ours, other in pairs]
 
 
-def caps(*, short: bool) -> list[Setting]:
-    """Return the caps to try, from the largest."""
-    return [Setting("caps", threads=cap, low=True) for cap in (CAPS_SHORT if short else CAPS)]
+def caps() -> list[Setting]:
+    """Return the caps to try, from the largest; there is a process of the other job for each."""
+    return [Setting("caps", threads=cap, low=True) for cap in CAPS]
 
 
 def two_settings() -> list[Setting]:
@@ -120,8 +126,8 @@ def two_settings() -> list[Setting]:
     return [*each, *(Setting("group", production_us=LONG_US, other_us=us) for us in (None, 1000, 500, 200, 100))]
 
 
-# Slices of two jobs that always work; the first is 3:1 in the numbers.
-WEIGHTS: Final = ((2048, 2048), (6144, 2048), (6144, 2560), (6144, 3072), (12288, 4096), (9000, 3600))
+# Slices of two jobs that always work: 3:1 in the numbers, what may give 75:25, and two for comparison.
+WEIGHTS: Final = ((6144, 2048), (6144, 2560), (6144, 2816), (6144, 3072), (12288, 4096), (4096, 2048), (2048, 2048))
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class Item:
         if self.kind == "pause":
             return 45.0
         own = window * LONGER.get(self.production, 1.0) * (0.7 if self.short else 1.0)
-        cells = {"pair": 15.0 if self.short else 18.0, "two": 13.0, "weights": 9.0}[self.kind]
+        cells = {"pair": 15.0 if self.short else 24.0, "two": 13.0, "weights": 9.0}[self.kind]
         return (9.0 if self.start > 1 and self.kind != "weights" else cells) * (own + settle)
 
 
@@ -193,8 +199,7 @@ def known_settings(cells: Sequence[Mapping[str, Any]], wanted: Sequence[Target])
     """Return what a later start measures again: the ways without a choice, and the best slices, caps and groups."""
     found = [setting_of(cell) for cell in cells if setting_of(cell) in {AS_IT_IS, MPS, LOW}]
     for ways in (("slices",), ("caps",), ("group",)):
-        some = [cell for cell in cells if cell["setting"]["way"] in ways]
-        picks = [choose(some, target) for target in wanted]
+        picks = [choose(seen_by_tune(cells, ways), target) for target in wanted]
         found += [pick[0] for pick in picks if pick is not None]
     return list(dict.fromkeys(found))
 
@@ -204,36 +209,83 @@ def setting_of(cell: Mapping[str, Any]) -> Setting:
     return Setting(**cell["setting"])
 
 
-def judged(cells: Sequence[Mapping[str, Any]], target: Target) -> list[Judged]:
-    """Return cells by setting, as tune judges its trials."""
-    trials: list[Any] = []
+def seen_by_tune(cells: Sequence[Mapping[str, Any]], ways: Sequence[str] = WAYS) -> list[Mapping[str, Any]]:
+    """Return the cells of some ways that tune's search asked for; MPS without a cap is measured before it asks."""
+    return [
+        cell for cell in cells if cell["setting"]["way"] in ways and (cell["tune"] or cell["setting"]["way"] == "mps")
+    ]
+
+
+def tuned(setting: Setting) -> search.Setting:
+    """Return a setting as tune has it. Slices of a group are those of one other job."""
+    if setting.way in {"mps", "caps"}:
+        return search.Setting(threads=setting.threads, low=setting.low)
+    return search.sliced(setting.production_us, setting.other_us or DEFAULT_US)
+
+
+def setting_from(wanted: search.Setting) -> Setting:
+    """Return what tune asks for as a setting."""
+    if wanted.way == SLICES:
+        as_it_is = wanted.production_slice_us is None and wanted.other_slice_us == DEFAULT_US
+        own = Setting("slices", production_us=wanted.production_slice_us, other_us=wanted.other_slice_us)
+        return AS_IT_IS if as_it_is else own
+    return Setting("mps" if wanted.threads >= 100 else "caps", threads=wanted.threads, low=wanted.low)
+
+
+def trials(cells: Sequence[Mapping[str, Any]]) -> list[Trial]:
+    """Return cells as trials of tune."""
+    found = []
     for cell in cells:
         width = None if cell["p99_low"] is None else cell["p99_high"] - cell["p99_low"]
         between = None if cell["kept_low"] is None else cell["kept_high"] - cell["kept_low"]
-        trials.append(
+        found.append(
             Trial(
-                # It is compared only.
-                setting=setting_of(cell),  # type: ignore[arg-type]
+                setting=tuned(setting_of(cell)),
                 kept=cell["kept"],
+                # A 95 % interval is four standard errors wide.
                 error=0.0 if between is None else between / 4,
                 p99=cell["p99"],
                 p99_error=None if width is None else width / 4,
                 opportunistic=cell["other"],
             )
         )
-    return judge(SearchGoal(keep=target.keep, p99_factor=target.p99), trials)
+    return found
+
+
+def judged(cells: Sequence[Mapping[str, Any]], target: Target) -> list[search.Judged]:
+    """Return cells by setting, as tune judges its trials."""
+    return search.judge(target.goal, trials(cells))
 
 
 def choose(cells: Sequence[Mapping[str, Any]], target: Target) -> tuple[Setting, bool] | None:
-    """Return the setting that tune chooses from cells, and whether it meets the target.
-
-    Of those that meet it beyond their errors, else of those that meet it, the one in which the other does the most; if
-    none does, the nearest.
-    """
+    """Return the setting that tune chooses from cells, and whether it meets the target; else the nearest one."""
     found = judged(cells, target)
-    for some in ([one for one in found if one.safe], [one for one in found if one.meets]):
-        if some:
-            best = max(some, key=lambda one: one.opportunistic or 0.0)
-            return best.setting, True  # type: ignore[return-value]
-    nearest = max(found, key=lambda one: one.margin, default=None)
-    return None if nearest is None else (nearest.setting, False)  # type: ignore[return-value]
+    best = search.best_of(found)
+    pick = best or max(found, key=lambda one: one.margin, default=None)
+    if pick is None:
+        return None
+    return next(setting_of(cell) for cell in cells if tuned(setting_of(cell)) == pick.setting), best is not None
+
+
+def next_of(
+    way: str, item: Item, cells: Sequence[Mapping[str, Any]], target: Target, *, request_us: float | None
+) -> Setting | None:
+    """Return what tune's search of a way asks for next, after these cells; None: it has an answer.
+
+    As gpushare tune searches, but among the caps for which there is a process, and with fewer repetitions.
+    """
+    most = 5 if item.short else 8
+    known = [trial for trial in trials(seen_by_tune(cells)) if trial.setting.way == way]
+    if way == SLICES:
+        asked = SliceSearch(goal=target.goal, request_us=request_us, other_alone=1.0, confirmed=1, most=most)
+        wanted = next_slices(asked, known)
+    else:
+        start = search.Setting(threads=65.0)
+        grid = (100.0, *CAPS)
+        wanted = search.next_setting(
+            search.Search(goal=target.goal, grid=grid, start=start, confirmed=1, most=most + 2), known
+        )
+    if wanted is None or (wanted.way == CAPS_WAY and wanted.threads < 100 and not wanted.low):
+        # There is no process with a cap and normal priority.
+        return None
+    return setting_from(wanted)

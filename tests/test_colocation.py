@@ -34,7 +34,7 @@ CAP = Setting("caps", threads=50.0, low=True)
 def cell(setting: Setting, kept: float, p99: float | None, other: float) -> dict[str, Any]:
     between = {f"{name}_{end}": None for name in ("kept", "p99", "other") for end in ("low", "high")}
     found = {"setting": asdict(setting), "kept": kept, "p99": p99, "other": other, "p50_ms": 0.5, "p99_ms": 1.0}
-    return {**found, **between, "mhz": 1500, "watts": 690}
+    return {**found, **between, "mhz": 1500, "watts": 690, "tune": setting != AS_IT_IS}
 
 
 def row(kind: str, production: str, other: str, *cells: dict[str, Any], start: int = 1) -> dict[str, Any]:
@@ -174,3 +174,9 @@ def test_no_row_begins_that_would_end_too_late(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(colocation.Stop):
         worker.check_xids()
     assert read_rows([out])[0]["kind"] == "xid"
+
+
+@pytest.mark.parametrize("path", sorted(Path("benchmarks").glob("colocation-*.jsonl")), ids=lambda path: path.stem)
+def test_the_document_has_the_section_of_the_results(path: Path) -> None:
+    rows = read_rows(sorted(path.parent.glob("colocation-*.jsonl")))
+    assert section(rows) in Path("docs/measurements.md").read_text()
