@@ -91,6 +91,8 @@ ALTERNATIVES: Final = (
     Alternative(field="saturating", value=True, text="the opportunistic job fills the GPU", pair=True),
     Alternative(field="production_saturating", value=True, text="production alone fills the GPU", pair=True),
     Alternative(field="production_saturating", value=False, text="production does not fill the GPU", pair=True),
+    Alternative(field="gaps", value=True, text="production waits between requests (--needs gaps)", pair=True),
+    Alternative(field="gaps", value=False, text="production never waits (--needs no-gaps)", pair=True),
     Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
     Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
     Alternative(field="trusted", value=False, text="they do not trust each other"),
@@ -241,6 +243,7 @@ _ROLES: Final = {
     "production_saturating": Role.PRODUCTION,
     "saturating": Role.OPPORTUNISTIC,
     "bandwidth_bound": Role.OPPORTUNISTIC,
+    "gaps": Role.PRODUCTION,
 }
 
 
@@ -258,6 +261,8 @@ def answer_of(situation: Situation, field: str) -> Any:
         return case.pattern
     if field == "production_saturating":
         return situation.saturating
+    if field == "gaps":
+        return situation.gaps
     if field == "saturating" and situation.pair:
         return any_of(one.saturating for one in case.workloads if one.role is Role.OPPORTUNISTIC)
     return case.any(field)
@@ -320,6 +325,8 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
     if open_fields:
         level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
         return level, open_text(open_fields) + (f"; {numbers}" if missing else "")
+    if best.way is Way.SLICES and not any(name in (situation.gpu.name or "") for name in ("H200", "H100")):
+        return Confidence.MEDIUM, "slices were measured on an H200 and an H100; this GPU may differ"
     if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
         return Confidence.MEDIUM, "its cap was measured on an H200; this GPU may need a different one"
     if any(one.contradiction for one in best.reasons):
@@ -427,6 +434,12 @@ QUESTIONS: Final = (
     Question(
         field="production_saturating",
         text="Does the production job alone fill the GPU (measured throughput, not utilization)?",
+        answers=_YES_NO,
+        pair=True,
+    ),
+    Question(
+        field="gaps",
+        text="Does the production job wait between requests, so that the GPU is idle in between?",
         answers=_YES_NO,
         pair=True,
     ),

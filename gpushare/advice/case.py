@@ -101,6 +101,8 @@ class Workload:
     occupied: bool | None = None
     role: Role | None = None
     cuda_graphs: bool | None = None
+    # It waits between requests, so that the GPU is idle in between.
+    gaps: bool | None = None
     bandwidth_bound: bool | None = None
     io_bound: bool | None = None
     # Keeping each process within its share matters more than lending idle SMs.
@@ -215,7 +217,7 @@ _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": Fals
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
     *("bandwidth_qos", "weights", "resizing", "containment", "vms", "containers", "kubernetes", "occupied"),
-    *("replicas", "multi_model"),
+    *("replicas", "multi_model", "gaps"),
 )
 # The names of a workload's properties in a file and on the command line.
 KEYS: Final = (

@@ -195,7 +195,9 @@ def _timeslice_change(place: _Place) -> str | None:
     if not place.gpu.time_slice_settable:
         return "No: this GPU has no time-slice levels"
     who = "you are root" if place.host.root else "needs root"
-    return f"Live, {who}: default, short, medium, long; one for the GPU"
+    levels = f"Live, {who}: default, short, medium, long for the GPU"
+    options = place.table.cell(Mechanism.TIMESLICE, "reconfigure", place.host.driver or "0").options
+    return f"{levels}; a slice per process" if options else f"{levels}"
 
 
 def _plain_profiles(place: _Place) -> tuple[Profile, ...]:

@@ -605,10 +605,8 @@ def _queue(situation: Situation) -> Recipe:
 def _paused(situation: Situation) -> Recipe:
     """Return the lines that pause the other job while production works: in a queue, a service that stays would keep it out."""
     ones = situation.case.workloads
-    names = {
-        id(one): _name(one.name, number) if one.name else f"serve{number if number > 1 else ''}"
-        for number, one in enumerate((one for one in ones if one.role is Role.PRODUCTION), 1)
-    }
+    production = [one for one in ones if one.role is Role.PRODUCTION]
+    names = {id(one): _service(one, number) for number, one in enumerate(production, 1)}
     spared, gpu = next(iter(names.values())), f"-g {situation.gpu.selector}"
     lines = _off_first(situation)
     for one in ones:
@@ -754,6 +752,66 @@ def _timeslice(situation: Situation) -> Recipe:
     )
 
 
+# Measured on an H200: production's slice has to be longer than its request, which a shorter one cuts up.
+_PRODUCTION_SLICE: Final = "16ms"
+# Below 1 ms, the switch itself takes part of the slice.
+_LEAST_WEIGHTED: Final = 2.0
+# Shorter ones starve the others where production has little rest.
+_OTHER_SLICE: Final = "500us"
+
+
+def _slices(situation: Situation) -> Recipe:
+    """Return the lines for a production job with a long slice and others with short ones."""
+    ones, gpu = situation.case.workloads, f"-g {situation.gpu.selector}"
+    if not situation.pair:
+        # Of programs that always have work, each gets about the share of its slice.
+        shares = ones[0].shares or (2.0, 1.0)
+        unit = _LEAST_WEIGHTED / min(shares)
+        start = Line(_which(ones[0].processes), f"{_visible_to(situation)} {_program(ones[0])}")
+        given = [
+            Line(
+                f"the slice of the program with {share:g} of {sum(shares):g}",
+                f"gpushare timeslice set {unit * share:.1f}ms PID",
+            )
+            for share in shares
+        ]
+        back = Line("restore the slice of each", "gpushare timeslice reset PID")
+        return Recipe(
+            lines=(*_off_first(situation), start, *given),
+            undo=(back,),
+            measure=("the share that each gets next to the others: the switch between them moves it a little",),
+        )
+    foreign, lines = situation.case.same_user is False, _off_first(situation)
+    production = next(one for one in ones if one.role is Role.PRODUCTION)
+    undo: tuple[Line, ...] = ()
+    for one in ones:
+        what, whose = _which(one.processes or 1, _label(one)), ", by its own user or by root" if foreign else ""
+        slice_of = _PRODUCTION_SLICE if one.role is Role.PRODUCTION else _OTHER_SLICE
+        set_it = f"gpushare timeslice set {slice_of} PID"
+        if one.running:
+            lines.append(Line(f"the slice of {what}, which runs{whose}", set_it))
+            undo = (Line("restore the slice of each", "gpushare timeslice reset PID"),)
+        elif one.role is Role.PRODUCTION:
+            lines.append(Line(f"{what}, outside MPS", f"{_visible_to(situation)} {_program(one)}"))
+            lines.append(Line(f"its slice, longer than a request{whose}", set_it))
+        else:
+            run = f"gpushare run {gpu} --opportunistic --for PID --way slices -- {_program(one)}"
+            lines.append(Line(f"{what}{whose}; PID is that of {_label(production)}", run))
+    return Recipe(
+        lines=tuple(lines),
+        undo=undo,
+        measure=(
+            "production's p99 and rate, alone and with the others",
+            "a shorter slice for the others (200us), and a cap under MPS: which way protects production depends on the pair",
+        ),
+    )
+
+
+def _service(one: Workload, number: int) -> str:
+    """Return the name of a production job."""
+    return _name(one.name, number) if one.name else f"serve{number if number > 1 else ''}"
+
+
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     """Return the lines that restore the level, and the compute mode where that was in the way."""
     index, root = str(situation.gpu.index), _sudo(situation)
@@ -858,6 +916,7 @@ _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
     Way.WHOLE: _whole_lines,
     Way.STREAMS: _streams,
     Way.TIMESLICE: _timeslice,
+    Way.SLICES: _slices,
     Way.MPS: _mps_lines,
     Way.MPS_PRIORITY: _mps_priority_lines,
     Way.MPS_STATIC: _mps_static_lines,

@@ -119,7 +119,7 @@ class Requirement:
             return
         cell = situation.table.cell(way.outer, self.row, situation.host.driver)
         best = situation.table.level(way.outer, self.row, situation.host.driver, option=way.table_option)
-        plainly = best if way is Way.MPS_STATIC else cell.level
+        plainly = best if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
         enough = situation.table.at_least(self.row, plainly, self.wanted)
         if asked:
             if not enough and not situation.table.at_least(self.row, best, self.floor):
@@ -220,6 +220,10 @@ def _too_many(s: Situation) -> bool | None:
     return s.case.processes > s.mps_clients and s.in_turns(Way.MPS) is None
 
 
+# The driver's calls for slices are the same from this branch on.
+_FIRST_SLICES: Final = 515
+
+
 def _needs_limits_before_volta(s: Situation, way: Way) -> bool:
     limits = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
     return bool(s.before_volta) and (limits or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
@@ -300,7 +304,7 @@ VETOES: Final = (
         "{name} has no MIG", "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
         lambda s: negated(s.gpu.mig_capable), unknown="only if the GPU has MIG; the driver does not say",
         words=lambda s, _: {"name": s.gpu.name or "this GPU"}),
-    _veto("mig-stays-on", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, *ALL_MPS, Way.MEASURE),
+    _veto("mig-stays-on", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.MEASURE),
         "MIG is on, and {why}", f"{_MIG_GUIDE}; the host", when_way=_mig_stays,
         words=lambda s, _: {"why": _why_mig_stays(s)}),
     _veto("mig-occupied", ALL_MIG,
@@ -311,7 +315,7 @@ VETOES: Final = (
     _veto("peers-inside", (Way.WHOLE, *CONCURRENT),
         "NCCL and peer-to-peer do not work in a MIG instance", f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
         lambda s: s.gpu.instance is not None and said("nccl", "p2p")(s)),
-    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE),
+    _veto("exclusive", (Way.TIMESLICE, Way.SLICES, Way.MIG_TIMESLICE),
         "compute mode {mode} admits one process at a time, and only root can change it",
         "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)", _exclusive,
         words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
@@ -354,6 +358,15 @@ VETOES: Final = (
         "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
         _no_static, unknown="only from Ampere and driver 590 (CUDA 13.1) on",
         words=lambda s, _: {"here": " with ".join(no_static_partitions(s.host, s.gpu))}),
+    # -- slices ------------------------------------------------------------------------------------
+    _veto("slices-old-driver", (Way.SLICES,),
+        "the driver's calls for the slice of a process were seen from driver 515 on; this host has {driver}",
+        "NVIDIA open-gpu-kernel-modules 515 to 595",
+        lambda s: None if s.host.driver_major is None else s.host.driver_major < _FIRST_SLICES,
+        words=lambda s, _: {"driver": s.host.driver}),
+    _veto("slices-no-vms", (Way.SLICES,),
+        "a virtual machine has a driver of its own: the slice of its programs cannot be set from here",
+        "NVIDIA table 2022", said("vms")),
     # -- streams -----------------------------------------------------------------------------------
     _veto("streams-need-code", (Way.STREAMS, Way.MPS_STREAMS),
         "the program would need changes, and it cannot be changed", "NVIDIA table 2022; CIP203",
@@ -433,7 +446,7 @@ REQUIREMENTS: Final = (
         "the programs are already running", said("running"), inside=False),
     Requirement("latency", "target_use", "qos", "cooperative",
         "there is a latency target, and no p99 is guaranteed", said("latency"),
-        ways=(Way.TIMESLICE, Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS, Way.MIG_MPS, Way.MIG_TIMESLICE)),
+        ways=(Way.TIMESLICE, *ALL_MPS, Way.MIG_MPS, Way.MIG_TIMESLICE)),
     Requirement("containment", "sm_isolation", "partition", "percentage",
         "each process must stay within its share",
         said("containment"), ways=tuple(way for way in _SHARED if way is not Way.STREAMS)),
@@ -460,33 +473,33 @@ CONDITIONS: Final = (
         "NVIDIA table 2022 (when idle); MIG User Guide",
         _in_the_way, unknown="the GPU must be idle before it can be partitioned",
         words=lambda s, _: {"count": _count_here(s)}),
-    _condition("mps-serves", (Way.TIMESLICE, *ALL_MIG),
+    _condition("mps-serves", (Way.TIMESLICE, Way.SLICES, *ALL_MIG),
         "an MPS daemon serves the GPU: stop it first, after its programs have ended",
         "NVIDIA MPS guide; MIG User Guide (when idle)", when_way=Situation.mps_in_the_way),
     _condition("mig-profiles-unknown", ALL_MIG,
         "the driver lists no profiles while MIG is off: enable MIG to see whether it fits",
         "NVML before driver 580",
         lambda s: bool(s.gpu.mig_capable) and (s.gpu.layout is None or not s.gpu.layout.profiles)),
-    _condition("mig-is-on", (Way.WHOLE, Way.TIMESLICE, *ALL_MPS, Way.STREAMS),
+    _condition("mig-is-on", (Way.WHOLE, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.STREAMS),
         "MIG is on: turn it off first (needs root and an idle GPU)", _MIG_GUIDE,
         lambda s: bool(s.gpu.mig_enabled)),
     _condition("in-turns", CONCURRENT,
         "not all of them fit at the same time: {most} at a time, the others wait", "arithmetic; NVIDIA MPS guide",
         when_way=lambda s, way: s.in_turns(way) is not None,
         words=lambda s, way: {"most": s.in_turns(way)}),
-    _condition("in-use-now", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, *ALL_MPS),
+    _condition("in-use-now", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS),
         "programs that run now use {used} of GPU memory, and the {free} that are free are not enough: they have to end first",
         "arithmetic; the host", when_way=_short_now, words=lambda s, _: {
             "used": format_bytes(s.gpu.memory_used_bytes), "free": format_bytes(_free_now(s))}),
     _condition("whole-together", (Way.WHOLE,),
         "the processes depend on each other, so they cannot run in turn: one process per GPU",
         "MPI and NCCL: a collective operation waits for every rank", lambda s: s.together),
-    _condition("timeslice-compute-mode", (Way.TIMESLICE, Way.MIG_TIMESLICE),
+    _condition("timeslice-compute-mode", (Way.TIMESLICE, Way.SLICES, Way.MIG_TIMESLICE),
         "compute mode {mode} admits one process; it has to be set to default (needs root)",
         "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)",
         lambda s: s.gpu.compute_mode not in {None, ComputeMode.DEFAULT},
         words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
-    _condition("memory-tight", (Way.TIMESLICE, Way.STREAMS, Way.VGPU),
+    _condition("memory-tight", (Way.TIMESLICE, Way.SLICES, Way.STREAMS, Way.VGPU),
         "memory is tight: it fits only if a CUDA context takes less than 500 MiB (300 to 500 MB are reported)",
         "arithmetic", lambda s: s.several and s.plain.fits is False and s.plain.may_fit),
     _condition("mps-memory-tight", (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS),
@@ -494,6 +507,21 @@ CONDITIONS: Final = (
         "arithmetic; measured on an H200 (a limit of 8G leaves 7.4 GiB)", _tight,
         words=lambda s, _: {"so": "so a program may run out of memory at its limit" if Isolation.QUOTA in s.isolation
             else "so no limit is set, and nothing keeps a program from using more than it said"}),
+    _condition("slices-need-pair", (Way.SLICES,),
+        "only if one job is production and the others can yield to it, or if they are to have unequal shares",
+        "measured on an H200", lambda s: not s.pair and not s.case.any("weights")),
+    _condition("slices-whose", (Way.SLICES,),
+        "a slice is set by the user of the job, or by root: each user gives it when starting the job",
+        "Linux (ptrace access); measured on an H200", lambda s: s.case.same_user is False and not s.may_be_root),
+    _condition("slices-latency", (Way.SLICES,),
+        "there is a latency target, and no p99 is guaranteed: beside trainings it was 1.1 to 1.5 times that of running alone",
+        "measured on an H200", said("latency")),
+    _condition("slices-unofficial", (Way.SLICES,),
+        "NVIDIA does not document these calls for users: gpushare tries them on each GPU first, and refuses where they differ",
+        "NVIDIA open-gpu-kernel-modules; measured on an H200 and an H100",
+        lambda s: s.pair or bool(s.case.any("weights"))),
+    _condition("slices-in-instance", (Way.SLICES,),
+        "slices in a MIG instance were not measured", "measured on an H200 and an H100", lambda s: s.gpu.instance is not None),
     _condition("mig-ipc", (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "processes that share GPU memory through CUDA IPC must be in the same instance",
         f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)", said("ipc")),
@@ -522,7 +550,7 @@ CONDITIONS: Final = (
     _condition("priority-bandwidth", (Way.MPS_PRIORITY,),
         "a cap does not help if one job saturates the memory bandwidth: half of the SMs can use all of it",
         "measured on an H200", said("bandwidth_bound")),
-    _condition("nccl-sharing", (Way.TIMESLICE, *ALL_MPS, Way.VGPU),
+    _condition("nccl-sharing", (Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.VGPU),
         "NCCL needs one GPU per rank", "NVIDIA MIG guide; NCCL", said("nccl")),
     _condition("inside-needs-groups", (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "only if several processes may share an instance", "NVIDIA blog 2022; GKE; CIP203",
@@ -673,6 +701,21 @@ PREFERENCES: Final = (
         "the other job can wait, or be paused, while production works",
         "measured on an H200 (only a full pause protects the tail outside MPS)",
         lambda s: s.pair and s.case.same_user is not False),
+    _for("production-gaps", {Way.SLICES: 112},
+        "production has gaps: with a long slice for it and a short one for the others, its p99 was 1.1 to 1.4 times that of "
+        "running alone on an H200, and they kept 94 % of their rate",
+        "measured on an H200 and an H100", lambda s: bool(s.gaps)),
+    _for("production-slices", {Way.SLICES: 85},
+        "a longer slice for production than for the others: that needs no MPS, so it is possible across users and keeps "
+        "address spaces apart",
+        "measured on an H200 and an H100", lambda s: s.pair and s.gaps is None),
+    _against("production-no-gaps", {Way.SLICES: 40},
+        "production has no gaps: slices give the others only what it loses (on an H200, caps under MPS were better)",
+        "measured on an H200", lambda s: s.gaps is False),
+    _for("weights-slices", {Way.SLICES: 45},
+        "unequal shares across users: of programs that always have work, each gets about the part of its slice",
+        "measured on an H200 (slices of 6 and 2 ms gave 82 and 18 %)",
+        lambda s: s.several and s.case.any("weights") and s.case.same_user is False),
     _for("production-other-users", {Way.TIMESLICE: 25},
         "the other job belongs to another user and is not to wait until production ends: it is time-sliced with it",
         "NVIDIA table 2022; measured on an H200",
@@ -739,7 +782,7 @@ PREFERENCES: Final = (
         "the parties do not trust each other: each gets {what}",
         "NVIDIA table 2022; EKS", lambda s: s.several and not s.trusted, words=lambda _, way: {
             "what": "its own part of the GPU" if way is Way.MIG else "the whole GPU for its own time"}),
-    _against("not-trusted-time", {Way.TIMESLICE: 40},
+    _against("not-trusted-time", {Way.TIMESLICE: 40, Way.SLICES: 40},
         "any process can use up the shared memory, and a reset affects all of them", "NVIDIA GPU Operator",
         lambda s: s.several and not s.trusted),
     _for("isolated", {Way.MIG: 60},
@@ -797,6 +840,7 @@ BASE: Final = {
     Way.WHOLE: 5,
     Way.STREAMS: 2,
     Way.TIMESLICE: 10,
+    Way.SLICES: -20,
     Way.MPS: 8,
     Way.MPS_PRIORITY: -20,
     Way.MPS_STATIC: -10,

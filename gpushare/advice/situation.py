@@ -400,6 +400,19 @@ class Situation:
         return True if True in found else None if None in found else False
 
     @cached_property
+    def gaps(self) -> bool | None:
+        """Return whether production of a pair waits between requests; a latency target and bursty work say so too."""
+        ones = [one for one in self.case.workloads if one.role is Role.PRODUCTION]
+        if not self.pair:
+            return None
+        if self.saturating is True:
+            return False
+        if any(one.gaps is not None for one in ones):
+            return any(one.gaps for one in ones)
+        waits = any(one.latency or one.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for one in ones)
+        return True if waits else None
+
+    @cached_property
     def isolation(self) -> frozenset[Isolation]:
         return self.case.wanted_isolation or frozenset()
 
@@ -521,7 +534,7 @@ class Situation:
         """
         if not self.mps_serves or (self.case.any("running") and way is Way.TIMESLICE):
             return False
-        return way in {Way.TIMESLICE, *ALL_MIG}
+        return way in {Way.TIMESLICE, Way.SLICES, *ALL_MIG}
 
     @cached_property
     def instances(self) -> int | None:

@@ -16,6 +16,7 @@ class Way(str, Enum):
     WHOLE = "whole-gpu"
     STREAMS = "streams"
     TIMESLICE = "timeslice"
+    SLICES = "slices"
     MPS = "mps"
     MPS_PRIORITY = "mps-priority"
     MPS_STATIC = "mps-static"
@@ -51,6 +52,7 @@ _TITLES: Final = {
     Way.WHOLE: "whole GPU, or a queue",
     Way.STREAMS: "CUDA streams",
     Way.TIMESLICE: "time-slicing",
+    Way.SLICES: "time-slicing with a slice per process",
     Way.MPS: "MPS",
     Way.MPS_PRIORITY: "MPS with priority and a cap",
     Way.MPS_STATIC: "MPS static partitions",
@@ -65,6 +67,7 @@ _TITLES: Final = {
 _OUTER: Final = {
     Way.STREAMS: Mechanism.STREAMS,
     Way.TIMESLICE: Mechanism.TIMESLICE,
+    Way.SLICES: Mechanism.TIMESLICE,
     Way.MPS: Mechanism.MPS,
     Way.MPS_PRIORITY: Mechanism.MPS,
     Way.MPS_STATIC: Mechanism.MPS,
@@ -79,7 +82,7 @@ _INNER: Final = {
     Way.MIG_TIMESLICE: Mechanism.TIMESLICE,
     Way.MPS_STREAMS: Mechanism.STREAMS,
 }
-_OPTIONS: Final = {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed"}
+_OPTIONS: Final = {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed", Way.SLICES: "slices"}
 # Other words for them.
 _ALIASES: Final = {
     "exclusive": Way.WHOLE,
@@ -90,6 +93,8 @@ _ALIASES: Final = {
     "timeslicing": Way.TIMESLICE,
     "time-slice": Way.TIMESLICE,
     "ts": Way.TIMESLICE,
+    "slice": Way.SLICES,
+    "time-slices": Way.SLICES,
     "priority": Way.MPS_PRIORITY,
     "static": Way.MPS_STATIC,
     "mig+time-slicing": Way.MIG_TIMESLICE,
@@ -99,7 +104,7 @@ _ALIASES: Final = {
 ALL_MPS: Final = (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS)
 ALL_MIG: Final = (Way.MIG, Way.MIG_MPS, Way.MIG_TIMESLICE)
 # Several programs on one device at the same time.
-CONCURRENT: Final = (Way.STREAMS, Way.TIMESLICE, *ALL_MPS, *ALL_MIG, Way.VGPU)
+CONCURRENT: Final = (Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS, *ALL_MIG, Way.VGPU)
 # Without the two answers that are not a way of sharing: measure it, fix the application.
 SHARING: Final = (Way.WHOLE, *CONCURRENT)
 

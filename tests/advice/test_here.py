@@ -166,7 +166,7 @@ def test_the_unknown_is_left_out():
         (True, True, "Live, you are root: default, short, medium, long"),
         (False, True, "Live, needs root"),
         (True, False, "No: this GPU has no time-slice levels"),
-        (True, None, "Live, by root: four levels"),
+        (True, None, "Live: four levels for the GPU by root; a slice per process"),
     ],
 )
 def test_time_slice_levels(root, settable, words):

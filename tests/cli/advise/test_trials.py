@@ -207,12 +207,11 @@ def test_each_job_of_a_pair_is_asked_and_said_for_itself(cli: Any, fills: bool) 
 
     pair = ({"role": "production", "users": "same"}, {"role": "opportunistic", "users": "same"})
     fields = [one.field for one in QUESTIONS if one.pair]
-    assert fields[:2] == ["production_saturating", "saturating"]
-    for field in fields[:2]:
+    assert fields[:3] == ["production_saturating", "gaps", "saturating"]
+    fields = [fields[0], fields[2]]
+    for field in fields:
         asked = with_answer(situation_of(*pair, host="h200"), field, fills)
-        assert [answer_of(asked, other) for other in fields[:2]] == [
-            fills if one == field else None for one in fields[:2]
-        ]
+        assert [answer_of(asked, other) for other in fields] == [fills if one == field else None for one in fields]
         best = winner(verdicts(asked))
         assert best is not None
         option = f"--{'' if fills else 'no-'}{field.replace('_', '-')}"
@@ -308,3 +307,41 @@ def test_a_kind_of_work_in_a_file_and_with_needs_of_its_own(cli: Any) -> None:
     answer = cli("advise", "--like", "games", host="sim:t4")
     assert answer.code == 2
     assert "jupyter, spark, ci, rendering, hpc, serving, training" in answer.err
+
+
+def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
+    """Across users: each sets the slice of the own job, and a request fits into that of production."""
+    words = ("--production", "1", "--opportunistic", "1", "--users", "different", "--latency", "10ms", "--no-root")
+    data = advice(cli, *words, host="sim:t4")
+    assert data["winner"] == "slices"
+    assert lines(data)[1:] == [
+        "gpushare timeslice set 16ms PID",
+        "gpushare run -g 0 --opportunistic --for PID --way slices -- CMD",
+    ]
+    assert any("does not document these calls" in one for one in data["conditions"])
+    assert (
+        "H200 and an H100"
+        in advice(cli, *words, "--isolation", "none", "--no-production-saturating", host="sim:t4")["confidence_why"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (("--needs", "gaps"), "slices"),
+        (("--needs", "no-gaps"), "mps-priority"),
+        ((), "mps-priority"),
+        (("--isolation", "fault"), "slices"),
+        (("--running",), "slices"),
+        (("--latency", "10ms", "--production-saturating"), "whole-gpu"),
+    ],
+)
+def test_gaps_of_production_decide_between_slices_and_caps(cli: Any, words: tuple[str, ...], way: str) -> None:
+    pair = ("--production", "1", "--opportunistic", "1", "--users", "same", "--memory", "4G", "--no-root")
+    assert advice(cli, *pair, *words, host="sim:h200")["winner"] == way
+
+
+def test_unequal_shares_across_users_are_slices(cli: Any) -> None:
+    data = advice(cli, "--users", "different", "--needs", "weights=30:70", host="sim:t4")
+    assert data["winner"] == "slices"
+    assert lines(data)[1:] == ["gpushare timeslice set 2.0ms PID", "gpushare timeslice set 4.7ms PID"]
