@@ -108,6 +108,10 @@ function __gpushare_valued
             return 0
         case --name
             return 0
+        case --idle
+            return 0
+        case --turns
+            return 0
         case --copies
             return 0
         case --logs
@@ -350,6 +354,10 @@ complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'With --production: 
 complete -c gpushare -n '__gpushare_at run' -l lower-is-better -l lower -l higher-is-better -d 'Whether the number is a time or a rate.'
 complete -c gpushare -n '__gpushare_at run' -l log -r -F -d 'With --production: append its output to this file; for --adapt.'
 complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Give the job a name, for --for and other commands that take a JOB.'
+complete -c gpushare -n '__gpushare_at run' -l swappable -d 'Run it outside MPS, so that swap can move it out of the GPU and back.'
+complete -c gpushare -n '__gpushare_at run' -l idle -x -d 'Leave the GPU after this time without work; come back at its first work.'
+complete -c gpushare -n '__gpushare_at run' -l turns -x -d 'Take turns with jobs that do not fit at the same time, each with all of its memory.'
+complete -c gpushare -n '__gpushare_at run' -l swap -d 'With --opportunistic: leave the GPU when production needs its memory.'
 complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'Run N copies; {} in CMD and GPUSHARE_COPY are the number of each.'
 complete -c gpushare -n '__gpushare_at run' -l logs -r -F -d 'With --copies: write the output of each to DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: restart a failed copy, at most K times.'
@@ -362,7 +370,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --way --keep --metric --log --name --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'

@@ -265,6 +265,26 @@ def run(
             "--name", metavar="NAME", help="Give the job a name, for --for and other commands that take a JOB."
         ),
     ] = None,
+    swappable: Annotated[
+        bool, typer.Option("--swappable", help="Run it outside MPS, so that swap can move it out of the GPU and back.")
+    ] = False,
+    idle: Annotated[
+        str | None,
+        typer.Option(
+            "--idle", metavar="TIME", help="Leave the GPU after this time without work; come back at its first work."
+        ),
+    ] = None,
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            "--turns",
+            metavar="TIME|auto",
+            help="Take turns with jobs that do not fit at the same time, each with all of its memory.",
+        ),
+    ] = None,
+    swap: Annotated[
+        bool, typer.Option("--swap", help="With --opportunistic: leave the GPU when production needs its memory.")
+    ] = False,
     copies: Annotated[
         int | None,
         typer.Option("--copies", metavar="N", help="Run N copies; {} in CMD and GPUSHARE_COPY are the number of each."),
@@ -341,6 +361,8 @@ def run(
         gpu=gpu,
         alone=mig is None and copies is None,
     )
+    alone = mig is None and copies is None
+    room = _swap_options(room, roles, options, swappable=swappable, idle=idle, turns=turns, swap=swap, alone=alone)
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
@@ -446,6 +468,57 @@ def _memory_options(
     )
 
 
+def _swap_options(
+    room: MemoryOptions | None,
+    roles: Roles,
+    options: RunOptions,
+    *,
+    swappable: bool,
+    idle: str | None,
+    turns: str | None,
+    swap: bool,
+    alone: bool,
+) -> MemoryOptions | None:
+    """Return the options of the ledger with those of swapping."""
+    from gpushare.mps.limits import Limits
+    from gpushare.units import parse_seconds
+
+    if not (swappable or idle is not None or turns is not None or swap):
+        return room
+    if (idle is not None) + (turns is not None) + swap > 1:
+        raise _wrong("--idle, --turns and --swap exclude each other", "gpushare run --turns auto -- CMD")
+    if not alone:
+        raise _wrong(
+            "a job that is swapped has a whole GPU: it cannot be combined with --mig or --copies",
+            "gpushare run --swappable -- CMD",
+        )
+    if swap and not roles.opportunistic:
+        raise _wrong("--swap belongs to --opportunistic", "gpushare run --opportunistic --for NAME --swap -- CMD")
+    if roles.any and not swap:
+        raise _wrong(
+            "--swappable, --idle and --turns cannot be combined with roles",
+            "gpushare run --opportunistic --for NAME --swap -- CMD",
+        )
+    if options.strict or options.limits != Limits():
+        raise _wrong(
+            "a job that is swapped runs outside MPS: --threads, --memory, --priority and --strict are for MPS",
+            "gpushare run --swappable --job-memory 20G -- CMD",
+        )
+    from gpushare.run.queued import MemoryOptions
+
+    wait = turns is not None or swap
+    found = MemoryOptions(wait=wait) if room is None else replace(room, wait=room.wait or wait)
+    fixed = turns is not None and turns.strip().lower() != "auto"
+    return replace(
+        found,
+        swappable=True,
+        idle_seconds=None if idle is None else parse_seconds(idle),
+        turns=turns is not None,
+        turn_seconds=parse_seconds(turns) if turns is not None and fixed else None,
+        for_production=swap,
+    )
+
+
 def _queued(
     host: Host,
     gpus: Sequence[Gpu],
@@ -468,17 +541,26 @@ def _queued(
     check_program(command[0])
     if len(devices) == 1:
         check_memory(devices[0], memory.job_bytes)
+
+    def start(device: Device, metered: RunOptions) -> Any:
+        if not memory.swappable:
+            return _started(host, device, command, metered, roles)
+        from gpushare.run.plain import PlainShare
+
+        return _carried_out(host, PlainShare(host, device), command, metered, mps=False)
+
     if settings.dry_run:
-        return _started(host, devices[0], command, options, roles)
+        return start(devices[0], options)
     queued = Queued(
         host=host,
         devices=devices,
         command=command,
         options=options,
         memory=memory,
-        client=True,
+        client=not memory.swappable,
         name=roles.production or options.name,
-        start=lambda device, with_meter: _started(host, device, command, with_meter, roles),
+        production=roles.production is not None,
+        start=start,
         say=note,
     )
     return queued.run()

@@ -42,6 +42,7 @@ class Reservation:
     key: str | None
     # Others have seen that it holds its place.
     sure: bool
+    production: bool = False
 
     @property
     def id(self) -> str:
@@ -95,13 +96,15 @@ def reservations(host: Host) -> list[Reservation] | None:
 def _reservation(claim: Claim) -> Reservation | None:
     """Return what a claim says; None: nothing that we would have written."""
     want = name = key = None
-    sure = False
+    sure = production = False
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
         if word == "want" and want is None:
             want = rest.split(" ")
         elif word == "name":
             name = rest[:64]
+        elif word == "role":
+            production = rest == "production"
         elif word in {"hold", "sure"}:
             key, sure = rest, word == "sure"
         elif word == "back":
@@ -112,7 +115,16 @@ def _reservation(claim: Claim) -> Reservation | None:
     keys = tuple(want[2].split(","))
     if (size is not None and not 0 <= size <= _MOST_BYTES) or (key is not None and key not in keys):
         return None
-    return Reservation(claim=claim, name=name, memory_bytes=size, keys=keys, client=want[1] == "1", key=key, sure=sure)
+    return Reservation(
+        claim=claim,
+        name=name,
+        memory_bytes=size,
+        keys=keys,
+        client=want[1] == "1",
+        key=key,
+        sure=sure,
+        production=production,
+    )
 
 
 def line_of(
@@ -201,6 +213,7 @@ class Request:
     keys: tuple[str, ...]
     client: bool
     name: str | None = None
+    production: bool = False
 
 
 class Place:
@@ -219,6 +232,8 @@ class Place:
             self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
             if request.name is not None:
                 self._claim.tell(f"name {request.name}")
+            if request.production:
+                self._claim.tell("role production")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()

@@ -16,6 +16,7 @@ from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Peak, find_peak, keep_peak
 from gpushare.memory.room import best_first, size_text, wait_for_room
 from gpushare.run.jobs import is_running, productions
+from gpushare.run.swapping import ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -33,18 +34,22 @@ _TAIL_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """``--job-memory``, ``--memory-action``, ``--wait``, ``--wait-timeout`` and ``--requeue``."""
+    """``--job-memory``, ``--memory-action``, ``--wait``, ``--wait-timeout`` and ``--requeue``; and who swaps it when.
+
+    ``idle_seconds``: it leaves the GPU after so long without work. ``turns``: it takes turns with others, of
+    ``turn_seconds`` (None: by the measured switch). ``for_production``: it leaves when production needs room.
+    """
 
     job_bytes: int | None = None
     action: MemoryAction = "end"
     wait: bool = False
     wait_seconds: float | None = None
     requeue: bool = False
-
-    @property
-    def any(self) -> bool:
-        """Return whether the job needs the ledger."""
-        return self.wait or self.job_bytes is not None
+    swappable: bool = False
+    idle_seconds: float | None = None
+    turns: bool = False
+    turn_seconds: float | None = None
+    for_production: bool = False
 
 
 class ErrorTail:
@@ -85,6 +90,7 @@ class Queued:
     # Whether it will be a client of an MPS server.
     client: bool
     name: str | None
+    production: bool
     start: Callable[[Device, RunOptions], Any]
     say: Callable[[str], None]
 
@@ -127,7 +133,11 @@ class Queued:
         device, place = self._placed(size)
         # Given again with a larger size, the limit grows with it.
         limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
-        meter = JobMemory(self.host, device, limit_bytes=limit, action=self.memory.action, place=place, say=self.say)
+        memory = JobMemory(self.host, device, limit_bytes=limit, action=self.memory.action, place=place, say=self.say)
+        policy = self._policy()
+        meter: JobMemory | Swapping = memory
+        if policy is not None:
+            meter = Swapping(self.host, device, memory, place, policy, self.say)
         tail = ErrorTail() if self.memory.requeue else None
         options = replace(self.options, meter=meter, stderr=None if tail is None else tail.descriptor)
         try:
@@ -144,11 +154,19 @@ class Queued:
         self._keep(device, meter.peak_bytes, short=short, failed=failed)
         return code, short
 
+    def _policy(self) -> Policy | None:
+        if self.memory.turns:
+            return Turns(self.memory.turn_seconds, self.say)
+        if self.memory.idle_seconds is not None:
+            return Idle(self.memory.idle_seconds)
+        return ForProduction() if self.memory.for_production else None
+
     def _placed(self, size: int | None) -> tuple[Device, Place]:
         ordered = best_first(self.host, self.devices, self._productions) if len(self.devices) > 1 else []
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
-        place = Place(self.host, Request(memory_bytes=size, keys=keys, client=self.client, name=self.name))
+        request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name, production=self.production)
+        place = Place(self.host, request)
         if not self.memory.wait:
             place.take(devices[0].uuid)
             return devices[0], place

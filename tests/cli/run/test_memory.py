@@ -132,3 +132,82 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Star
     assert any("GPU 1: no production job" in line for line in answer.lines("note"))
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(20)
+
+
+A30 = "sim:a30"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--idle", "5s", "--turns", "5s"),
+        ("--swap",),
+        ("--swappable", "--threads", "50"),
+        ("--turns", "5s", "--memory", "4G"),
+        ("--swappable", "--production", "web"),
+        ("--swappable", "--copies", "2"),
+        ("--turns", "5s", "--mig", "1g"),
+    ],
+)
+def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    refused("run", *words, "--", "true", code="bad_combination", exit_code=2)
+
+
+def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
+    words = ("run", "--turns", "0.5", "--job-memory", "16G", "--", *JOB, "--footprint", "16G", "--seconds", "6")
+    both = [real(*words, host=A30) for _ in range(2)]
+    for one in both:
+        out, err = one.process.communicate(timeout=60)
+        assert one.process.returncode == 0, err
+        assert "out of the GPU: 16.0 GiB to host memory" in err
+        assert "back on the GPU: 16.0 GiB" in err
+        assert "OUT_OF_MEMORY" not in out + err
+    assert reservations(World(A30).host) == []
+
+
+def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started]) -> None:
+    world = World(A30)
+    # No work on the simulated GPU, and none on the CPU but for the first and the last second.
+    script = (
+        "import subprocess, sys, time\n"
+        "time.sleep(3)\n"
+        "until = time.monotonic() + 2\n"
+        "while time.monotonic() < until: pass\n"
+    )
+    job = real("run", "--idle", "1s", "--", sys.executable, "-c", script, host=world.spec)
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    from gpushare.sim.current import changing
+
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            one.sm_percent = 0
+    _, err = job.process.communicate(timeout=60)
+    assert job.process.returncode == 0, err
+    assert err.index("out of the GPU") < err.index("back on the GPU")
+
+
+def test_production_takes_the_memory_of_an_opportunistic_job(real: Callable[..., Started], world: World) -> None:
+    world = World(A30)
+    other = real(
+        "run",
+        "--opportunistic",
+        "--swap",
+        "--job-memory",
+        "16G",
+        "--",
+        *JOB,
+        "--footprint",
+        "16G",
+        "--seconds",
+        "30",
+        host=world.spec,
+    )
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    words = ("run", "--production", "web", "--wait", "--job-memory", "12G", "--", *JOB, "--footprint", "12G")
+    web = real(*words, "--seconds", "1", host=world.spec)
+    _, err = web.process.communicate(timeout=60)
+    assert web.process.returncode == 0, err
+    other.process.send_signal(signal.SIGINT)
+    _, err = other.process.communicate(timeout=60)
+    assert "out of the GPU" in err
+    assert reservations(world.host) == []

@@ -1,0 +1,353 @@
+"""A program that leaves the GPU and comes back by itself: while it is idle, in turns, or when production needs room."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from gpushare.errors import GpushareError
+from gpushare.host.process import cpu_time
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.room import client_limit
+from gpushare.memory.swap import (
+    BACK,
+    GPU_MARGIN_BYTES,
+    LEAVING,
+    OnGpu,
+    Swap,
+    check_out,
+    come_in,
+    find_swap,
+    forget,
+    go_out,
+    guarded,
+    locked,
+    path_of,
+)
+from gpushare.run.jobs import find_job, gpu_processes
+from gpushare.selection import select
+from gpushare.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.memory.limit import JobMemory
+    from gpushare.selection import Device
+
+_LOOK_SECONDS: Final = 0.5
+# A driver that refuses now is asked again after this time.
+_AGAIN_SECONDS: Final = 30.0
+# Without one given, a turn is this many times as long as the measured switch: nine tenths of the time are work.
+TURN_FACTOR: Final = 9.0
+_FIRST_TURN_SECONDS: Final = 30.0
+# CPU time since it left that counts as work: more than a timer tick and a heartbeat.
+_WAKING_SECONDS: Final = 0.1
+_IDLE_CPU_SHARE: Final = 0.02
+
+
+class Look(NamedTuple):
+    """What a policy decides on. Seconds are of a clock that only rises; unknown is None."""
+
+    now: float
+    # Since it left, or came.
+    since: float
+    # The job's GPU processes worked in the last window (percent of the SMs), and its CPU time in seconds so far.
+    busy_percent: int | None
+    cpu_seconds: float
+    # Free on the device now, and what waiting jobs before or after this one want there.
+    free_bytes: int
+    others_wait: bool
+    production_waits: bool
+
+
+class Policy(Protocol):
+    """Decides when a job leaves, and when it wants to come back."""
+
+    def leaves(self, look: Look) -> bool:
+        """Return whether a job that is on the GPU should leave."""
+
+    def returns(self, look: Look) -> bool:
+        """Return whether a job that is out should come back when there is room."""
+
+    def switched(self, seconds: float) -> None:
+        """Note how long it took to leave or to come back."""
+
+
+@dataclass
+class Idle:
+    """Leaves after some time without work on the GPU and on the CPU, and comes back at its first work."""
+
+    seconds: float
+    _still_since: float | None = None
+    _cpu: tuple[float, float] | None = None
+    _cpu_out: float | None = None
+
+    def leaves(self, look: Look) -> bool:
+        """Return whether it has been idle for long enough."""
+        self._cpu_out = None
+        before, self._cpu = self._cpu, (look.now, look.cpu_seconds)
+        if before is None or look.busy_percent is None:
+            self._still_since = None
+            return False
+        share = (look.cpu_seconds - before[1]) / max(1e-6, look.now - before[0])
+        if look.busy_percent > 0 or share > _IDLE_CPU_SHARE:
+            self._still_since = None
+            return False
+        self._still_since = before[0] if self._still_since is None else self._still_since
+        return look.now - self._still_since >= self.seconds
+
+    def returns(self, look: Look) -> bool:
+        """Return whether it has worked since it left: its next call of CUDA waits until it is back."""
+        self._still_since = self._cpu = None
+        if self._cpu_out is None:
+            self._cpu_out = look.cpu_seconds
+        return look.cpu_seconds - self._cpu_out >= _WAKING_SECONDS
+
+    def switched(self, seconds: float) -> None:
+        """Do nothing: how long it takes does not matter."""
+
+
+@dataclass
+class Turns:
+    """Leaves at the end of its turn if others wait for the device. ``seconds`` None: nine times the measured switch."""
+
+    seconds: float | None
+    say: Callable[[str], None] = lambda _: None
+    _switches: list[float] = field(default_factory=list)
+    _warned: bool = False
+
+    @property
+    def switch_seconds(self) -> float | None:
+        """Return how long leaving and coming back take together; None: not measured yet."""
+        return None if len(self._switches) < 2 else sum(self._switches[-2:])
+
+    @property
+    def turn_seconds(self) -> float:
+        """Return how long a turn is now."""
+        if self.seconds is not None:
+            return self.seconds
+        return _FIRST_TURN_SECONDS if self.switch_seconds is None else TURN_FACTOR * self.switch_seconds
+
+    def leaves(self, look: Look) -> bool:
+        """Return whether its turn is over."""
+        return look.others_wait and look.now - look.since >= self.turn_seconds
+
+    def returns(self, _look: Look) -> bool:
+        """Return True: it is in the line again at once."""
+        return True
+
+    def switched(self, seconds: float) -> None:
+        """Note a switch, and warn once of turns that are too short for it."""
+        self._switches.append(seconds)
+        switch = self.switch_seconds
+        if self._warned or self.seconds is None or switch is None or self.seconds >= TURN_FACTOR * switch:
+            return
+        self._warned = True
+        loss = 100 * switch / (self.seconds + switch)
+        self.say(
+            f"turns of {self.seconds:g} s lose about {loss:.0f} % of the time to switches of {switch:.1f} s; "
+            f"give --turns {TURN_FACTOR * switch:.0f}s or more"
+        )
+
+
+@dataclass
+class ForProduction:
+    """Leaves when production needs room: it waits for a place, or the GPU is full up to a margin."""
+
+    margin_bytes: int = GIB
+    quiet_seconds: float = 10.0
+    _free_since: float | None = None
+
+    def leaves(self, look: Look) -> bool:
+        """Return whether production waits, or is about to run out of memory."""
+        self._free_since = None
+        return look.production_waits or look.free_bytes < self.margin_bytes
+
+    def returns(self, look: Look) -> bool:
+        """Return whether no production job has waited for a while; room is checked by the ledger."""
+        if look.production_waits:
+            self._free_since = None
+            return False
+        self._free_since = look.now if self._free_since is None else self._free_since
+        return look.now - self._free_since >= self.quiet_seconds
+
+    def switched(self, seconds: float) -> None:
+        """Do nothing."""
+
+
+class Swapping:
+    """The watch over a program that is swapped by a policy; a `Meter`. ``memory`` is its limit and its place."""
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        memory: JobMemory,
+        place: Place,
+        policy: Policy,
+        say: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
+        self._clock = clock
+        self._place: Place | None = place
+        self._swap: Swap | None = None
+        self._pid = 0
+        self._since = clock()
+        self._due = 0.0
+        self._later = 0.0
+        self.times_out = 0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self._memory.peak_bytes
+
+    @property
+    def over(self) -> str | None:
+        return self._memory.over
+
+    @property
+    def out(self) -> bool:
+        """Return whether the job is in host memory."""
+        return self._swap is not None
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next look."""
+        return max(0.0, min(self._due - self._clock(), _LOOK_SECONDS if self.out else self._memory.seconds))
+
+    def started(self, pid: int) -> None:
+        """Begin to watch a program."""
+        self._pid, self._since = pid, self._clock()
+        self._memory.started(pid)
+
+    def look(self) -> bool:
+        """Look, and move the job if it is time; return whether it is to be ended."""
+        if not self.out and self._memory.seconds <= 0 and self._memory.look():
+            return True
+        now = self._clock()
+        if now < self._due or now < self._later:
+            return False
+        self._due = now + _LOOK_SECONDS
+        try:
+            self._step(self._read(now))
+        except GpushareError as error:
+            self._later = self._clock() + _AGAIN_SECONDS
+            self._say(f"{error.message}; tried again in {_AGAIN_SECONDS:g} s")
+        return False
+
+    def _step(self, look: Look) -> None:
+        if self._swap is None:
+            if self._policy.leaves(look):
+                self._leave()
+        elif self._place is not None or self._policy.returns(look):
+            self._return()
+
+    def _read(self, now: float) -> Look:
+        index = self._device.gpu.index
+        gpu = self._host.nvml.gpu(index)
+        family = set(self._host.processes.descendants(self._pid))
+        mine = [one for one in gpu.processes or () if one.pid in family]
+        busy: Sequence[int | None] = [one.sm_percent for one in mine]
+        used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
+        waiting = [one for one in reservations(self._host) or [] if one.key is None and self._device.uuid in one.keys]
+        own = None if self._place is None else self._place.claim.path.name
+        others = [one for one in waiting if one.id != own]
+        times = [one.seconds for pid in family if (one := cpu_time(pid)) is not None]
+        return Look(
+            now=now,
+            since=self._since,
+            busy_percent=None if None in busy else sum(one or 0 for one in busy),
+            cpu_seconds=sum(times),
+            free_bytes=max(0, (gpu.memory_total_bytes or 0) - used),
+            others_wait=bool(others),
+            production_waits=any(one.production for one in others),
+        )
+
+    def _leave(self) -> None:
+        job = find_job(self._host, str(self._pid))
+        held = {one.pid: one.memory_used_bytes or 0 for one in self._host.nvml.processes(self._device.gpu.index) or ()}
+        processes = [
+            OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps)
+            for one in gpu_processes(self._host, job)
+        ]
+        check_out(self._host, job.title, processes)
+        swap = Swap(
+            pid=job.pid,
+            started=job.started,
+            name=job.name,
+            uid=job.uid,
+            gpu_uuid=self._device.uuid,
+            state=LEAVING,
+            since=time.time(),
+            images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
+            path=path_of(self._host, job.pid),
+        )
+        began = self._clock()
+        with guarded(self._host), locked(self._host):
+            self._swap = go_out(self._host, swap, self._host.open_checkpoint())
+        self._moved(began, f"out of the GPU: {format_bytes(swap.memory_bytes)} to host memory")
+        self.times_out += 1
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
+
+    def _return(self) -> None:
+        if self._swap is None:
+            return
+        now = find_swap(self._host, self._swap.pid)
+        if now is None or now.state == BACK:
+            # Somebody brought it in by hand, or it has ended.
+            self._swap, self._since = None, self._clock()
+            return
+        if self._place is None:
+            self._place = Place(self._host, self._request(now))
+            self._place.add(self._pid)
+        if self._place.key is None and not self._take(self._place):
+            return
+        began = self._clock()
+        with guarded(self._host), locked(self._host):
+            come_in(self._host, now, self._host.open_checkpoint())
+        self._swap = None
+        self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
+
+    def _request(self, swap: Swap) -> Request:
+        return Request(
+            memory_bytes=swap.memory_bytes + GPU_MARGIN_BYTES, keys=(self._device.uuid,), client=False, name=swap.name
+        )
+
+    def _take(self, place: Place) -> bool:
+        now = select(self._device.selector, self._host.nvml.sweep())
+        return place.try_to_take(now, {one.uuid: client_limit(self._host, one) for one in now}, {})
+
+    def _moved(self, began: float, what: str) -> None:
+        self._since = self._clock()
+        seconds = self._since - began
+        self._policy.switched(seconds)
+        self._say(f"{what} in {seconds:.1f} s")
+
+    def release(self) -> None:
+        """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
+        self._memory.release()
+        if self.out:
+            with contextlib.suppress(GpushareError):
+                self._return()
+
+    def close(self) -> None:
+        """Leave the ledger, and forget the swap."""
+        if self._place is not None:
+            self._place.leave()
+        self._memory.close()
+        found = find_swap(self._host, self._pid)
+        if found is None:
+            with contextlib.suppress(OSError):
+                path_of(self._host, self._pid).unlink()
+        elif not found.living(self._host):
+            forget(found)
+
+    def check(self) -> None:
+        """Raise if the job was ended for its memory."""
+        self._memory.check()

@@ -1,0 +1,70 @@
+"""When a job leaves the GPU and comes back: while idle, in turns, for production."""
+
+from __future__ import annotations
+
+from gpushare.run.swapping import ForProduction, Idle, Look, Turns
+from gpushare.units import GIB
+
+
+def look(
+    now: float,
+    *,
+    since: float = 0.0,
+    busy: int | None = 0,
+    cpu: float = 0.0,
+    free: int = 50 * GIB,
+    others: bool = False,
+    production: bool = False,
+) -> Look:
+    return Look(now, since, busy, cpu, free, others, production)
+
+
+def test_an_idle_job_leaves_after_its_time_and_comes_back_at_its_first_work() -> None:
+    idle = Idle(10.0)
+    assert [idle.leaves(look(float(at))) for at in range(12)] == [False] * 10 + [True, True]
+    assert not idle.returns(look(20.0, cpu=5.0))
+    assert not idle.returns(look(21.0, cpu=5.02))
+    assert idle.returns(look(22.0, cpu=5.2))
+
+
+def test_work_on_the_gpu_or_the_cpu_is_not_idle() -> None:
+    idle = Idle(3.0)
+    assert not any(idle.leaves(look(float(at), busy=5)) for at in range(20))
+    assert not any(idle.leaves(look(20.0 + at, cpu=0.5 * at)) for at in range(20))
+    # Unknown is not idle.
+    assert not any(idle.leaves(look(40.0 + at, busy=None, cpu=10.0)) for at in range(20))
+
+
+def test_a_turn_ends_only_when_others_wait() -> None:
+    turns = Turns(30.0)
+    assert not turns.leaves(look(100.0, since=0.0))
+    assert not turns.leaves(look(29.0, others=True))
+    assert turns.leaves(look(30.0, others=True))
+    assert turns.returns(look(31.0))
+
+
+def test_a_turn_is_nine_times_the_measured_switch() -> None:
+    turns = Turns(None)
+    assert turns.turn_seconds == 30.0
+    turns.switched(2.0)
+    turns.switched(1.0)
+    assert turns.turn_seconds == 27.0
+
+
+def test_turns_that_are_too_short_warn_once_with_the_loss() -> None:
+    said: list[str] = []
+    turns = Turns(3.0, said.append)
+    for _ in range(4):
+        turns.switched(0.5)
+    assert said == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --turns 9s or more"]
+
+
+def test_production_that_waits_or_grows_gets_the_memory() -> None:
+    policy = ForProduction()
+    assert not policy.leaves(look(0.0))
+    assert policy.leaves(look(0.0, production=True))
+    assert policy.leaves(look(0.0, free=GIB - 1))
+    assert not policy.returns(look(1.0, production=True))
+    assert not policy.returns(look(2.0))
+    assert not policy.returns(look(11.0))
+    assert policy.returns(look(12.0))
