@@ -45,7 +45,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "advise": "Recommend a way of sharing, with its commands.",
         "compare": "Compare the ways of sharing; every cell has its source.",
         "bench": "Measure which way of sharing is best for a command.",
-        "tune": "Find the cap of a job next to a production job.",
+        "tune": "Find the time-slice or cap of a job next to a production job.",
         "savings": "Estimate what sharing fewer GPUs would save.",
     },
     "Whole host": {
