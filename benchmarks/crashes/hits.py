@@ -279,7 +279,9 @@ class Hits:
         words = [*words_of(self.world, self.row.command)]
         if self.row.guard_after is None:
             return self._run(words, at=at, fault=fault)
-        return self._run(words, guard=f"{at}:{fault}", kill_after_program=self.row.guard_after)
+        return self._run(
+            words, guard=f"{at}:{fault}", kill_after_program=self.row.guard_after, program=self.row.program
+        )
 
     def _run(self, words: Words, **hit: Any) -> Done:
         given = words_of(self.world, words)

@@ -19,13 +19,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import capabilities
+from gpushare.sim import channels
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.machine import SimulatedCapabilities
 from gpushare.sim.nvml_abi import Code
@@ -57,6 +58,7 @@ FAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "nvml": ("EACCES", "EIO"),
     "program": ("EACCES", "EIO"),
     "access": ("EACCES", "EIO"),
+    "channels": ("EACCES", "EIO"),
 }
 # What the rows run: a shell, which knows whether its gpushare lives.
 PROGRAM: Final = "start sh"
@@ -81,6 +83,7 @@ class Injector:
     log: int
     # Killed so many effects after the program of `gpushare run` was started, whatever `at` says; 0: not.
     kill_after_program: int = 0
+    program: str = PROGRAM
     program_at: int = 0
     # What a program does before it is executed counts too: its process shares this.
     _counted: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 8))
@@ -96,7 +99,7 @@ class Injector:
         """Count one effect; return the errno that it fails with, if it is to fail."""
         with self._mutex:
             self._counted[:] = (self.count + 1).to_bytes(8, "little")
-            if kind == "start" and not self.program_at and PROGRAM in what:
+            if kind == "start" and not self.program_at and self.program in what:
                 self.program_at = self.count
             hit = self.count == self.at
             if self.kill_after_program and self.program_at and self.count - self.program_at >= self.kill_after_program:
@@ -380,6 +383,7 @@ def _install_hardware(injector: Injector) -> None:
     library.__getattr__ = entry_point
     for name in ("set_access", "set_modify"):
         _count_access(injector, name)
+    _count_channels(injector)
     programs: Any = SimulatedPrograms
     starting = programs.start
 
@@ -420,6 +424,24 @@ def _install_signals(injector: Injector) -> None:
         )
 
     processes.send, processes.spawn = send, spawn
+
+
+def _count_channels(injector: Injector) -> None:
+    real = channels.answer
+
+    def stood_in(files: Any, request: Any) -> Any:
+        act = partial(real, files, request)
+        if request["do"] not in {"set", "off", "on"}:
+            return act()
+        codes = {errno.EACCES: "other_user"}
+        return injector.perform(
+            "channels",
+            f"channels {request['do']}",
+            act,
+            lambda code: {"refused": codes.get(code, "failed"), "text": "FIFO_DISABLE_CHANNELS", "status": 0x62},
+        )
+
+    channels.answer = stood_in  # type: ignore[attr-defined]
 
 
 def _count_access(injector: Injector, name: str) -> None:

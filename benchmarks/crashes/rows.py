@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from benchmarks.crashes.inject import PROGRAM as PROGRAM_STARTS
 from benchmarks.crashes.world import World
 from gpushare.connect import connect
 from gpushare.sim import admin
@@ -38,6 +39,8 @@ class Row:
     runs: bool = False
     # The guard is hit too, or instead, after gpushare was killed so many effects after it had started its program.
     guard_after: int | None = None
+    # Its program, as the effect that starts it begins.
+    program: str = PROGRAM_STARTS
     # It can run with the real control daemon.
     real: bool = False
 
@@ -302,6 +305,31 @@ def _run_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def _job(world: World) -> None:
+    """Give GPU 0 a job outside MPS."""
+    _foreign_mps(world)
+    world.facts["job"] = world.call(lambda: admin.add_process(world.spec, "0"))
+
+
+def _pause_rows() -> list[Row]:
+    pause, resume = ("pause", "{job}"), ("resume", "{job}")
+    row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
+    paused = _after(pause, first=_job)
+    return [
+        row(name="pause", command=pause, then=[resume, pause]),
+        row(name="pause, its guard too", command=pause, then=[resume, pause], guard_after=18, program="start guard.py"),
+        row(name="resume", prepare=paused, command=resume, then=[resume, pause]),
+    ]
+
+
 def rows() -> list[Row]:
     """Return all rows."""
-    return [*_mps_rows(), *_timeslice_rows(), *_mig_rows(), *_apply_rows(), *_advise_rows(), *_run_rows()]
+    return [
+        *_mps_rows(),
+        *_timeslice_rows(),
+        *_pause_rows(),
+        *_mig_rows(),
+        *_apply_rows(),
+        *_advise_rows(),
+        *_run_rows(),
+    ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.crashes.inject import Injector, install
+from benchmarks.crashes.inject import PROGRAM, Injector, install
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import MPS_CONTROL
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile, parse_spec
@@ -33,7 +33,10 @@ REAL_PROGRAM: Final = "GPUSHARE_MPS_CONTROL"
 GUARD: Final = "GPUSHARE_CRASH_GUARD"
 _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
 # Times, and the most memory that was seen of a job.
-_VARIES: Final = frozenset({"started_at", "at", "time", "boot_id", "since", "taken_at", "memory_peak_bytes"})
+_PAUSE_GUARD: Final = "the guard of a pause"
+_VARIES: Final = frozenset(
+    {"started_at", "at", "time", "boot_id", "since", "taken_at", "memory_peak_bytes", "keeper_pid", "keeper_started"}
+)
 _ELSEWHERE: Final = (
     "GPUSHARE_HOST", "GPUSHARE_NVIDIA_SMI", "GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR", "CUDA_VISIBLE_DEVICES",
     "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "COLUMNS", "NO_COLOR",
@@ -152,11 +155,12 @@ class World:
         fault: str = "kill",
         guard: str | None = None,
         kill_after_program: int = 0,
+        program: str = PROGRAM,
     ) -> Done:
         """Run a command in a process of its own, forked from this one, which has everything loaded.
 
         ``at`` and ``fault`` say where it is hit, ``guard`` where its guard is (``AT:FAULT``). With
-        ``kill_after_program`` it is killed so many effects after its program was started.
+        ``kill_after_program`` it is killed so many effects after ``program`` was started.
         """
         self.enter()
         log, out, err = (self.scratch / name for name in ("effects", "out", "err"))
@@ -167,7 +171,7 @@ class World:
             environment[GUARD] = f"{guard}:{self.scratch / 'guard'}"
         child = os.fork()
         if not child:
-            _become(self, words, at, fault, (log, out, err), environment, kill_after_program)
+            _become(self, words, at, fault, (log, out, err), environment, kill_after_program, program)
         code = _wait(child)
         return Done(code, _text(out), _text(err))
 
@@ -230,9 +234,12 @@ class World:
                 found[f"process {process.pid}"] = (
                     f"{process.name} on {process.gpu_uuid} instance {process.gpu_instance_id} daemon "
                     f"{process.mps_daemon} broken {process.broken} stopped {process.stopped_at is not None} "
-                    f"terminated {process.terminated_at is not None}"
+                    f"terminated {process.terminated_at is not None} channels off {len(process.channels_off)}"
                 )
         for pid, what in self.living().items():
+            if what == _PAUSE_GUARD:
+                # It belongs to the record; where it was killed, that alone must do.
+                continue
             key = "a real daemon" if what.startswith(MPS_CONTROL) else f"a process of ours, {what},"
             found[f"{key} lives" + ("" if key == "a real daemon" else f" ({pid})")] = _limits(self, pid)
         return found | self._files(state)
@@ -273,7 +280,11 @@ class World:
                 if wanted not in _begin(f"/proc/{entry}/environ") + b"\0":
                     continue
                 words = _begin(f"/proc/{entry}/cmdline").decode(errors="replace").split("\0")
-                if _lives(int(entry)):
+                if not _lives(int(entry)):
+                    continue
+                if any(word.endswith("pause/guard.py") for word in words[:4]):
+                    found[int(entry)] = _PAUSE_GUARD
+                else:
                     found[int(entry)] = " ".join(Path(word).name for word in words[:3] if word)
         return found
 
@@ -281,11 +292,26 @@ class World:
         """Wait until guards and programs are gone; return those that are not."""
         deadline = time.monotonic() + seconds
         while True:
-            left = {pid: what for pid, what in self.living().items() if not what.startswith(MPS_CONTROL)}
+            keeping = self._keeping()
+            left = {
+                pid: what
+                for pid, what in self.living().items()
+                if not what.startswith(MPS_CONTROL) and not (what == _PAUSE_GUARD and pid in keeping)
+            }
             _reap()
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.03)
+
+    def _keeping(self) -> set[int]:
+        """Return the guards of the jobs that are paused: they stay until the job is resumed."""
+        found = set()
+        for path in self.directory.glob("run/pause/*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(path.read_text(encoding="utf-8"))
+                if record["state"] == "paused":
+                    found.add(int(record["keeper_pid"]))
+        return found
 
     def end_all(self) -> None:
         """Kill every real process of this host."""
@@ -324,6 +350,7 @@ def _become(
     files: tuple[Path, Path, Path],
     environment: Mapping[str, str],
     kill_after_program: int,
+    program: str,
 ) -> None:
     """Run the command in this process, which ends with it."""
     code = 70
@@ -339,7 +366,7 @@ def _become(
 
         see_only_ours(str(world.root))
         injector = Injector(str(world.root), at, fault, log)
-        injector.kill_after_program = kill_after_program
+        injector.kill_after_program, injector.program = kill_after_program, program
         install(injector)
         code = main(["--host", world.spec, *words])
     except BaseException:  # noqa: BLE001 - it is what is looked for

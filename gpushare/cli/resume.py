@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpushare.cli.options import ChangingCommand, settings
 from gpushare.errors import BadCombination, BadUsage, GpushareError
+
+if TYPE_CHECKING:
+    from gpushare.pause.record import PausedJob
+    from gpushare.plan import Step
 
 
 def register(app: typer.Typer) -> None:
@@ -31,45 +36,51 @@ def resume(
         raise BadCombination("--all cannot be combined with JOB", "gpushare resume --all")
     if not everything and job is None:
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
-    from gpushare.cli.pause import row
-    from gpushare.pause.change import changing, find_paused, resume_steps
+    from gpushare.pause.change import changing, find_paused, resume_step
     from gpushare.pause.record import paused_jobs
-    from gpushare.show.plan import plan_result
 
     host = settings.connect()
 
-    def wanted() -> list[Any]:
+    def wanted() -> list[PausedJob]:
         if job is not None:
             return [find_paused(host, job)]
         return [one for one in paused_jobs(host, shared=False) if not (one.pause.by_run and one.kept(host))]
 
-    found = wanted()
     if settings.dry_run:
-        with host.open_channels() as control:
-            return plan_result(
-                "resume", [step for one in found for step in resume_steps(host, control, one)], dry_run=True
-            )
-    from dataclasses import replace
+        from gpushare.show.plan import plan_result
 
+        with host.open_channels() as control:
+            return plan_result("resume", [resume_step(host, control, one) for one in wanted()], dry_run=True)
+    from gpushare.host.records import sweep_leftovers
+
+    sweep_leftovers(host)
+    done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
-    done, steps = [], []
-    if found:
+    if wanted():
         with changing(host), host.open_channels() as control:
             # Under the lock: the guard may have resumed one.
             for one in wanted():
+                step = resume_step(host, control, one)
                 try:
-                    for step in resume_steps(host, control, one):
-                        step.do()
-                        steps.append(step)
-                    done.append(one)
+                    step.do()
+                    done.append((one, step))
                 except GpushareError as error:
                     errors.append(error)
-    result = plan_result("resume", steps, dry_run=False)
+    return _result(done, errors)
+
+
+def _result(done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
+    from dataclasses import replace
+
+    from gpushare.cli.pause import row
+    from gpushare.show.plan import plan_result
+
+    result = plan_result("resume", [step for _, step in done], dry_run=False)
     return replace(
         result,
-        data={**result.data, "jobs": [row(one) for one in done]},
-        text=None if steps or errors else "no job is paused",
-        tables=result.tables if steps else (),
+        data={**result.data, "jobs": [row(job) for job, _ in done]},
+        text=None if done or errors else "no job is paused",
+        tables=result.tables if done else (),
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,

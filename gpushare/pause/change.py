@@ -355,16 +355,14 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     return seconds
 
 
-def resume_steps(host: Host, control: ChannelControl, job: PausedJob) -> tuple[Step, ...]:
-    """Return the steps that resume a job. The caller holds the lock when they act."""
+def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
+    """Return the step that resumes a job. The caller holds the lock when it acts."""
     count = sum(len(group.channels) for one in job.channels for group in one.compute)
-    return (
-        Step(
-            what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
-            command=ON_COMMAND,
-            undo=f"gpushare pause {job.selector}",
-            do=lambda: _freed(host, control, job),
-        ),
+    return Step(
+        what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
+        command=ON_COMMAND,
+        undo=f"gpushare pause {job.selector}",
+        do=lambda: _freed(host, control, job),
     )
 
 
@@ -480,9 +478,11 @@ class Guard:
             raise _guard_failed("it ended" if ready else f"it does not answer within {_GUARD_SECONDS:g} s")
 
     def tell(self) -> None:
-        """Let it keep the job paused from here on."""
-        with contextlib.suppress(OSError):
+        """Let it keep the job paused from here on. Raises OperationFailed."""
+        try:
             os.write(self._pipe.fileno(), HELD)
+        except OSError as error:
+            raise _guard_failed(f"it is gone ({error.strerror})") from error
 
     def leave(self) -> None:
         """Close its input. Unless it was told to keep the job paused, it resumes it, as if gpushare had died."""

@@ -133,7 +133,8 @@ def write(job: PausedJob) -> None:
     Raises:
         NoPermission, OperationFailed: it cannot be written; an earlier one stays.
     """
-    document = {**vars(job.pause), "channels": [one.record() for one in job.channels]}
+    channels = [{key: value for key, value in one.record().items() if key != "seconds"} for one in job.channels]
+    document = {**vars(job.pause), "channels": channels}
     with writing(job.path, WHAT):
         replace_file(job.path, json.dumps(document), durable=True)
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Rows by the beginning of their name, and how many points of each.
 PARTS = {
     "mps": (["mps*"], 8),
+    "pause and resume": (["pause", "pause, its guard too", "resume"], 6),
     "timeslice, apply and advise": (["timeslice*", "apply*", "advise*"], 6),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
