@@ -34,8 +34,8 @@ def explain(
     """Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept.
 
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
-    and what is wrong; with -v also the normal lines. Concepts: streams, Hyper-Q, SM, time-slice, context, unified
-    memory, preemption, reboot.
+    and what is wrong; with -v also the normal lines. Concepts: kernel, SM, register file, occupancy, streams, threads,
+    context, context switch, time-slice, preemption, Hyper-Q, MPI, unified memory, oversubscription, architecture, reboot.
     """
     from gpushare.advice import explain as facts
     from gpushare.show.explain import explained_text

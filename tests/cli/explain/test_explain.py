@@ -122,6 +122,10 @@ def test_nvml_says_what_the_library_says() -> None:
         ("unified memory", ["concept"]),
         ("Time Slicing", ["concept"]),
         ("sm", ["concept"]),
+        ("register file", ["concept"]),
+        ("context switch", ["concept"]),
+        ("MPI with MPS", ["concept"]),
+        ("Python threads", ["concept"]),
         ("Xid 31", ["Xid 31"]),
         ("xid 79", ["Xid 79"]),
         ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
@@ -312,3 +316,14 @@ def test_a_code_of_gpushare_as_it_is_printed(cli: Cli, text: str) -> None:
 
 def test_a_code_that_is_nearly_one_is_named(cli: Cli) -> None:
     assert "in_use" in cli("explain", "inuse").err
+
+
+def test_the_help_names_every_concept() -> None:
+    """By one of its names, so that nobody has to guess them."""
+    from gpushare.cli.explain import explain as command
+
+    text = " ".join((command.__doc__ or "").split())
+    missing = [
+        one.names[0] for one in explanations() if one.kind == "concept" and not any(name in text for name in one.names)
+    ]
+    assert missing == []
