@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -476,9 +477,10 @@ class Worker:
         """Measure what tune's search of a way asks for, until it has an answer to each target."""
         outside = self.production[item.production][0]
         request = outside.state[SERVICE_NS] / 1000 if item.production in LATENCY else None
-        for target in targets(item.production, item.other):
+        for number, target in enumerate(targets(item.production, item.other), 1):
             # It is bounded by itself.
-            while (setting := next_of(way, item, cells, target, request_us=request)) is not None:
+            most = number * (5 if item.short else 8)
+            while (setting := next_of(way, cells, target, most, request_us=request)) is not None:
                 cells.append({**self.cell(item, setting, alone, self.seconds(item)), "tune": True})
 
     def line(
@@ -669,23 +671,26 @@ class Worker:
         """Try each program outside MPS, and then each way with one pair."""
         began = time.monotonic()
         starting = {name: Job(self, name, {}, name) for name in PROGRAMS}
-        self.production = {name: (job, job) for name, job in starting.items()}
-        self.wait_ready(starting.values())
+        failed = self.failures(list(starting.values()))
+        for job, text in failed:
+            del starting[job.name]
+            _say(f"FAILED {text}")
         _say(f"ready after {time.monotonic() - began:.1f} s, {self.meter.used_mib()} MiB")
         for name, job in starting.items():
             self.command(job, MEASURE)
             found = self.watched(job, [], 1.0)
+            if not found["latencies"]:
+                _say(f"FAILED {job.fail('did nothing in a second')}")
+                continue
             tail = f"p50 {percentile(found['latencies'], 50):.2f} p99 {percentile(found['latencies'], 99):.2f} ms"
             service, layers = job.state[SERVICE_NS] / 1e6, job.state[LAYERS]
-            _say(
-                f"{name:12} {_mean(found['rates']):8.1f}/s {tail}, request {service:.3f} ms, {layers} layers, {found}"[
-                    :190
-                ]
-            )
-        self.production = {}
+            drawn = f"{found['mhz']} MHz {found['watts']} W, {job.state[SMS]} SMs"
+            _say(f"{name:12} {_mean(found['rates']):8.1f}/s {tail}, request {service:.3f} ms, {layers} layers, {drawn}")
         self.end_jobs(list(starting.values()))
         item = Item("pair", "bert-eager", "bert-train", 1)
+        starts = time.monotonic()
         self.begin(Batch("bert-train", 1, (item,)), everything=False)
+        _say(f"a batch is ready after {time.monotonic() - starts:.1f} s, {self.meter.used_mib()} MiB")
         self.others_alone()
         alone = self.alone(item, ("outside", "inside"))
         cap, slice_ = Setting("caps", threads=50.0, low=True), Setting("slices", production_us=16000, other_us=200)
@@ -699,6 +704,20 @@ class Worker:
             on = self.control.enable(paused)
             _say(f"off {1000 * off:.2f} ms, on {1000 * on:.2f} ms")
         _say(f"smoke: {time.monotonic() - began:.1f} s, {self.meter.used_mib()} MiB, Xids since: {self.fresh_xids()}")
+
+        if failed:
+            raise RuntimeError(f"{len(failed)} programs failed")
+
+    def failures(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
+        """Wait until each program is ready or has ended; return those that are not ready, with what they said."""
+        limit, ended = time.monotonic() + START_SECONDS, {}
+        while time.monotonic() < limit:
+            ended |= self.starter.ask({"ended": True})
+            if all(job.state[READY] or str(job.pid) in ended for job in jobs):
+                break
+            time.sleep(0.05)
+        left = [job for job in jobs if not job.state[READY]]
+        return [(job, str(job.fail(f"ended with {ended.get(str(job.pid))}"))) for job in left]
 
     def fresh_xids(self) -> int:
         """Return how many Xids there were since the start."""
@@ -921,6 +940,8 @@ def _work(options: argparse.Namespace) -> int:
         raise Stop(f"signal {number}")
 
     signal.signal(signal.SIGTERM, late)
+    # PR_SET_PDEATHSIG: it does not outlive what started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
     directory = f"{options.directory}/{options.gpu[-8:]}"
     os.makedirs(directory, exist_ok=True)
     worker = Worker(options, options.gpu, directory)
@@ -955,6 +976,7 @@ def _everything(options: argparse.Namespace) -> int:
     words += ["--only", ",".join(options.only)] if options.only else []
     for path in options.done:
         words += ["--done", str(path)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = []
     for gpu in gpus:
         env = {**os.environ, **({} if options.fake else {"CUDA_VISIBLE_DEVICES": gpu})}

@@ -268,13 +268,12 @@ def choose(cells: Sequence[Mapping[str, Any]], target: Target) -> tuple[Setting,
 
 
 def next_of(
-    way: str, item: Item, cells: Sequence[Mapping[str, Any]], target: Target, *, request_us: float | None
+    way: str, cells: Sequence[Mapping[str, Any]], target: Target, most: int, *, request_us: float | None
 ) -> Setting | None:
     """Return what tune's search of a way asks for next, after these cells; None: it has an answer.
 
     As gpushare tune searches, but among the caps for which there is a process, and with fewer repetitions.
     """
-    most = 5 if item.short else 8
     known = [trial for trial in trials(seen_by_tune(cells)) if trial.setting.way == way]
     if way == SLICES:
         asked = SliceSearch(goal=target.goal, request_us=request_us, other_alone=1.0, confirmed=1, most=most)
