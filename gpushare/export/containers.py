@@ -22,7 +22,8 @@ from gpushare.units import MIB
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"
-CDI_FILE: Final = "gpushare-mps.yaml"
+# What this file was called when every device had the same.
+_OLD_CDI_FILE: Final = "gpushare-mps.yaml"
 COMPOSE_FILE: Final = "compose.yaml"
 
 
@@ -132,9 +133,11 @@ def cdi_export(share: ContainerDevice) -> Export:
     commands = ["sudo nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"]
     if share.mps is not None:
         name = device_key(share.uuid)
+        # A file for each device: one for all would lose the others.
+        file = f"gpushare-mps-{name}.yaml"
         flags += ["--device", f"{CDI_KIND}={name}", "--ipc=host"]
-        documents.append(yaml_document(CDI_FILE, _cdi_spec(share, name)))
-        commands.append(f"sudo install -D -m 644 {CDI_FILE} /etc/cdi/{CDI_FILE}")
+        documents.append(yaml_document(file, _cdi_spec(share, name)))
+        commands.append(f"sudo install -D -m 644 {file} /etc/cdi/{file}")
     commands += [f"docker run --rm {' '.join(flags)} {IMAGE}", f"podman run --rm {' '.join(flags)} {IMAGE}"]
     return Export(
         documents=(Document(name="cdi-flags", text=" ".join(flags) + "\n", kind="flags"), *documents),
@@ -142,6 +145,11 @@ def cdi_export(share: ContainerDevice) -> Export:
         needs=(
             "Docker 28.2 or later (25 to 28.1 with its feature cdi on), or Podman 4.1 or later",
             "nvidia-ctk cdi generate after every MIG change (nvidia-cdi-refresh does not notice; gpushare mig does it)",
+            *(
+                [f"no /etc/cdi/{_OLD_CDI_FILE} of an older gpushare: two files must not have one device"]
+                if documents
+                else []
+            ),
             *_needs(share),
         ),
         lost=tuple(_lost(share)),
@@ -162,7 +170,9 @@ def compose_export(
         # Compose would expand a $ in a value.
         body["environment"] = {key: value.replace("$", "$$") for key, value in share.environment.items()}
         body["ipc"] = "host"
-        body["volumes"] = [{"type": "bind", "source": share.pipe_directory, "target": share.pipe_directory}]
+        mount = {"type": "bind", "source": share.pipe_directory, "target": share.pipe_directory}
+        # By default compose makes a missing source, and the container would run without MPS.
+        body["volumes"] = [{**mount, "bind": {"create_host_path": False}}]
     body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
     needs = [
         "Docker 28.2 or later (25 to 28.1 with its feature cdi on)"
@@ -181,7 +191,8 @@ def compose_export(
 def _mps_flags(share: ContainerDevice) -> list[str]:
     if share.mps is None:
         return []
-    flags = ["--ipc=host", "-v", f"{share.pipe_directory}:{share.pipe_directory}"]
+    # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
+    flags = ["--ipc=host", "--mount", f"type=bind,source={share.pipe_directory},target={share.pipe_directory}"]
     for key, value in share.environment.items():
         flags += ["-e", f"{key}={value}"]
     return flags
@@ -202,7 +213,7 @@ def _needs(share: ContainerDevice) -> list[str]:
         return []
     return [
         "the container run as the same user as the other clients (--user): an MPS server serves one user at a time",
-        "the daemon running before the container starts: its directory is mounted, not created",
+        "the daemon running before the container starts: without its directory the container is refused",
     ]
 
 

@@ -21,7 +21,8 @@ GROUP: Final = "resource.nvidia.com/v1beta1"
 DRIVER: Final = "gpu.nvidia.com"
 NEWEST: Final = "1.34"
 _VERSIONS: Final = {"1.32": "v1beta1", "1.33": "v1beta2", "1.34": "v1"}
-_VERSION: Final = re.compile(r"1\.(\d{1,3})", re.ASCII)
+# As `kubectl version` prints it, too: v1.34.2, v1.33.1-eks-1a2b3c.
+_VERSION: Final = re.compile(r"1\.(\d{1,3})(?:\.\d{1,4}(?:[-+][0-9A-Za-z.+-]{1,40})?)?", re.ASCII)
 _ATTRIBUTES: Final = f"device.attributes['{DRIVER}']"
 
 
@@ -71,6 +72,11 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
     )
 
 
+def _own(gpu: GpuDescription) -> str:
+    """Return the name of one GPU in objects of a cluster, in which each node has a GPU 0."""
+    return "-".join(filter(None, ["gpu", str(gpu.index), gpu.uuid.removeprefix("GPU-")[:8].lower()]))
+
+
 def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
     found: dict[object, MigDescription] = {}
@@ -90,13 +96,16 @@ def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
 
 def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document]:
     model = re.sub(r"[^a-z0-9]+", "-", (gpu.name or "gpu").lower()).strip("-")
-    name = f"{model if any_gpu else f'gpu-{gpu.index}'}-{gpu.sharing.value}"
+    name = f"{model if any_gpu else _own(gpu)}-{gpu.sharing.value}"
     attribute = f"productName == '{_quoted(gpu.name or '')}'" if any_gpu else f"uuid == '{gpu.uuid}'"
     request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.{attribute}", version)
     if gpu.sharing is Sharing.EXCLUSIVE:
         return [_template(name, request, None, version)]
     if gpu.sharing is Sharing.TIMESLICE:
         level = gpu.time_slice or TimeSlice.DEFAULT
+        if level is TimeSlice.DEFAULT:
+            # Sharing the claim is enough; only another level needs the alpha gate.
+            return _shared(name, request, None, version)
         sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": level.name.capitalize()}}
     else:
         sharing = _mps(gpu.mps or MpsDescription(), f"GPU {gpu.index}")
@@ -107,7 +116,7 @@ def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: boo
     slug = re.sub(r"[^a-z0-9]+", "-", mig.profile)
     parent = "" if any_gpu else f" && {_ATTRIBUTES}.parentUUID == '{gpu.uuid}'"
     expression = f"{_ATTRIBUTES}.profile == '{mig.profile}'{parent}"
-    prefix = f"mig-{slug}" if any_gpu else f"gpu-{gpu.index}-mig-{slug}"
+    prefix = f"mig-{slug}" if any_gpu else f"{_own(gpu)}-mig-{slug}"
     if mig.mps is None and not mig.replicas:
         return [_template(prefix, _request("mig", "mig.nvidia.com", expression, version), None, version)]
     if not any_gpu and mig.uuid:
@@ -187,20 +196,23 @@ def _commands(documents: list[Document]) -> list[str]:
 
 def _needs(host: HostDescription, kubernetes: str) -> list[str]:
     gates = []
-    if any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
+    if any(gpu.sharing is Sharing.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
         gates.append("TimeSlicingSettings=true")
     mps = any(gpu.mps is not None for gpu in host.gpus) or any(mig.mps is not None for _, mig in host.instances())
     gates += ["MPSSupport=true"] if mps else []
     needs = [
         f"Kubernetes {kubernetes}" + ("" if kubernetes == NEWEST else f" ({api_version(kubernetes)} of the API)"),
         "NVIDIA's DRA driver with GPU support on (helm: gpuResourcesEnabledOverride=true), and no device plugin on the node",
+        "under GPU operator v26.7 or later instead: gpuCluster.deployCR=true, clusterPolicy.deployCR=false (experimental)",
     ]
     if any(gpu.mig for gpu in host.gpus):
         needs.append("the MIG devices created before the driver's pod starts: it does not create any")
     if gates:
-        needs.append("its feature gates " + ", ".join(gates) + " (alpha, off by default)")
+        needs.append(
+            f"its feature gates {', '.join(gates)} (alpha, off by default; in the GPU operator: draDriver.featureGates)"
+        )
     if mps:
-        needs.append("its feature gates DynamicMIG and NVMLDeviceHealthCheck off: they exclude MPSSupport")
+        needs.append("its feature gates DynamicMIG and, from 0.5 on, ConsumableShares off: they exclude MPS")
     return needs
 
 

@@ -471,10 +471,14 @@ def _commands(
             "kubectl wait --for=jsonpath='{.metadata.labels.nvidia\\.com/mig\\.config\\.state}'=success "
             f"node/{node} --timeout=15m"
         )
+    sets = ["nvidia-device-plugin-daemonset", "gpu-feature-discovery"]
+    if sharing.plugin.strategy == "mps":
+        # Reads the same configuration (assets/state-mps-control-daemon).
+        sets.append("nvidia-device-plugin-mps-control-daemon")
     lines += [
         _taint(node),
         # The operator does not watch the ConfigMap's content.
-        f"kubectl rollout restart -n {namespace} daemonset/nvidia-device-plugin-daemonset daemonset/gpu-feature-discovery",
+        f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{one}' for one in sets)}",
         f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
     ]
     return lines + verified([one for one in documents if one.name.startswith("verify-")])

@@ -217,7 +217,7 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         *([f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}"] if mps.users else []),
         "ExecStart=/usr/bin/nvidia-cuda-mps-control -f",
         f"ExecStartPost={READY_PATH} {_ready_arguments(mps)}",
-        f"ExecStop={program} mps stop --pipe-directory {pipe} --drain {DRAIN_SECONDS} --yes",
+        f"ExecStop=/bin/sh -c '{program} mps stop --pipe-directory {pipe} --drain {DRAIN_SECONDS} --yes || [ $$? -eq 6 ]'",
         # A GPU starts in compute mode default, so that is what to restore.
         *([f"ExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT"] if exclusive else []),
         "TimeoutStartSec=90",

@@ -11,7 +11,6 @@ import yaml
 
 from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
 from gpushare.export.containers import (
-    CDI_FILE,
     COMPOSE_FILE,
     ContainerDevice,
     cdi_export,
@@ -20,7 +19,7 @@ from gpushare.export.containers import (
     docker_export,
 )
 from gpushare.export.description import HostDescription
-from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.model import Priority, Sharing, TimeSlice, device_key
 from gpushare.units import GIB
 from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
 
@@ -44,7 +43,12 @@ def closed(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-VOLUME = closed(type={"enum": ["bind"]}, source={"type": "string"}, target={"type": "string"})
+VOLUME = closed(
+    type={"enum": ["bind"]},
+    source={"type": "string"},
+    target={"type": "string"},
+    bind=closed(create_host_path={"type": "boolean"}),
+)
 SERVICE = closed(
     image={"type": "string"},
     environment={"type": "object", "additionalProperties": {"type": "string"}},
@@ -101,7 +105,9 @@ def test_docker_takes_the_flags(share: ContainerDevice) -> None:
 
 def test_the_share_of_an_mps_client() -> None:
     flags = text(docker_export(MPS), "docker-flags").split()
-    assert f"{PIPE}:{PIPE}" in flags
+    # -v would make a directory that is missing, and the container would run without MPS.
+    assert flags[flags.index("--mount") + 1] == f"type=bind,source={PIPE},target={PIPE}"
+    assert "-v" not in flags
     environment = dict(word.split("=", 1) for before, word in pairwise(flags) if before == "-e")
     assert environment == {
         "CUDA_MPS_PIPE_DIRECTORY": PIPE,
@@ -115,9 +121,14 @@ def test_the_share_of_an_mps_client() -> None:
 
 def test_cdi_names_and_file() -> None:
     found = cdi_export(MIG_MPS)
-    spec = loaded(found, CDI_FILE)
+    (file,) = [one.name for one in found.documents if one.name.endswith(".yaml")]
+    spec = loaded(found, file)
     check(spec, CDI)
     (device,) = spec["devices"]
+    # Each device has a file of its own: the next export must not remove this one.
+    assert file == f"gpushare-mps-{device['name']}.yaml"
+    assert f"/etc/cdi/{file}" in found.commands[1]
+    assert loaded(cdi_export(MPS), f"gpushare-mps-{device_key(MPS.uuid)}.yaml")["devices"][0]["name"] != device["name"]
     flags = text(found, "cdi-flags").split()
     assert flags == [
         *("--device", f"nvidia.com/gpu={MIG_MPS.uuid}"),
@@ -144,6 +155,9 @@ def test_compose(share: ContainerDevice, by_cdi: bool) -> None:
     assert device["capabilities"] == ["gpu"]
     assert device["device_ids"] == [f"nvidia.com/gpu={share.uuid}" if by_cdi else share.uuid]
     assert service.get("environment", {}) == share.environment
+    assert [one["bind"] for one in service.get("volumes", [])] == [{"create_host_path": False}] * (
+        share.mps is not None
+    )
     # Numbers and "0=4096M" are texts in YAML too.
     assert all(isinstance(value, str) for value in service.get("environment", {}).values())
 

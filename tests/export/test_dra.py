@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,22 +36,22 @@ def test_each_gpu_is_said_by_itself() -> None:
     found = claims_export(UNEVEN)
     # Two of the MIG devices are alike and not shared: one template makes a claim per pod of either.
     assert check_kubernetes(found) == 10
-    sliced = loaded(found, "gpu-0-timeslice.yaml")
+    sliced = loaded(found, "gpu-0-00000000-timeslice.yaml")
     assert sliced["kind"] == "ResourceClaim"
     assert parameters(sliced)["sharing"] == {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
-    assert loaded(found, "gpu-1-exclusive.yaml")["kind"] == "ResourceClaimTemplate"
-    assert parameters(loaded(found, "gpu-2-mps.yaml"))["sharing"] == {
+    assert loaded(found, "gpu-1-00000001-exclusive.yaml")["kind"] == "ResourceClaimTemplate"
+    assert parameters(loaded(found, "gpu-2-00000002-mps.yaml"))["sharing"] == {
         "strategy": "MPS",
         "mpsConfig": {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4096Mi"},
     }
-    whole = loaded(found, "gpu-3-mig-1g-10gb.yaml")
+    whole = loaded(found, "gpu-3-00000003-mig-1g-10gb.yaml")
     assert whole["kind"] == "ResourceClaimTemplate"
     assert "profile == '1g.10gb'" in str(whole)
-    shared = loaded(found, "gpu-3-mig-1g-10gb-2-mps.yaml")
+    shared = loaded(found, "gpu-3-00000003-mig-1g-10gb-2-mps.yaml")
     assert parameters(shared)["kind"] == "MigDeviceConfig"
     # Time-slicing has no setting on MIG: the claim alone is shared.
-    assert "config" not in loaded(found, "gpu-3-mig-3g-40gb-3-timeslice.yaml")["spec"]["devices"]
-    for claim, check in (("gpu-0-timeslice", 2), ("gpu-2-mps", 2)):
+    assert "config" not in loaded(found, "gpu-3-00000003-mig-3g-40gb-3-timeslice.yaml")["spec"]["devices"]
+    for claim, check in (("gpu-0-00000000-timeslice", 2), ("gpu-2-00000002-mps", 2)):
         pod = loaded(found, f"verify-{claim}.yaml")["spec"]
         assert pod["replicas"] == check
         assert pod["template"]["spec"]["resourceClaims"] == [{"name": "gpu", "resourceClaimName": claim}]
@@ -58,6 +59,20 @@ def test_each_gpu_is_said_by_itself() -> None:
     assert "TimeSlicingSettings=true, MPSSupport=true" in said
     assert "gpuResourcesEnabledOverride=true" in said
     assert any("low MPS priority" in one for one in found.lost)
+
+
+def test_claims_of_two_nodes_have_names_of_their_own() -> None:
+    other = replace(gpu(0), uuid="GPU-abcdef01-0000-0000-0000-000000000000")
+    mine = {one.name for one in claims_export(host(gpu(0))).documents}
+    assert not mine & {one.name for one in claims_export(host(other)).documents}
+
+
+def test_what_excludes_mps() -> None:
+    (said,) = [one for one in claims_export(UNEVEN).needs if "exclude MPS" in one]
+    # NVMLDeviceHealthCheck excludes DynamicMIG, not MPSSupport (pkg/featuregates).
+    assert "DynamicMIG" in said
+    assert "NVMLDeviceHealthCheck" not in said
+    assert any("gpuCluster.deployCR=true" in one for one in claims_export(t4s()).needs)
 
 
 def test_names_are_names_of_kubernetes() -> None:
@@ -75,12 +90,20 @@ def test_any_gpu_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kubernetes", "api"), [("1.32", "v1beta1"), ("v1.33", "v1beta2"), ("1.34", "v1"), ("1.36", "v1")]
+    ("kubernetes", "api"),
+    [
+        ("1.32", "v1beta1"),
+        ("v1.33", "v1beta2"),
+        ("1.34", "v1"),
+        ("1.36", "v1"),
+        ("v1.34.2", "v1"),
+        ("v1.33.1-eks-1a2b", "v1beta2"),
+    ],
 )
 def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
     found = claims_export(UNEVEN, kubernetes=kubernetes)
-    assert check_kubernetes(found, kubernetes.removeprefix("v")) == 10
-    assert loaded(found, "gpu-2-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
+    assert check_kubernetes(found, ".".join(kubernetes.removeprefix("v").split(".")[:2])) == 10
+    assert loaded(found, "gpu-2-00000002-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +111,7 @@ def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
     [
         (t4s(), {"kubernetes": "1.31"}, NotSupported, "no_dra"),
         (t4s(), {"kubernetes": "newest"}, BadUsage, "bad_version"),
+        (t4s(), {"kubernetes": "1.34."}, BadUsage, "bad_version"),
         (t4s(sharing=Sharing.MPS, mps=mps(33.3)), {}, NotSupported, "fractional_threads"),
         (host(gpu(0, Sharing.MIG, mig=(mig(0, "1c.3g.40gb"),))), {}, NotSupported, "partial_compute_instance"),
         (host(gpu(0, Sharing.MIG)), {}, NotSupported, "no_device"),
@@ -153,8 +177,13 @@ def test_parameters_that_it_takes() -> None:
 def test_what_is_written_means_the_same(percent: int | None, mebibytes: int | None, level: TimeSlice) -> None:
     limits = mps(None if percent is None else float(percent), memory_limit_bytes=mebibytes and mebibytes * 2**20)
     found = claims_export(host(gpu(0, time_slice=level), gpu(1, Sharing.MPS, mps=limits)))
-    interval = parameters(loaded(found, "gpu-0-timeslice.yaml"))["sharing"]["timeSlicingConfig"]["interval"]
-    assert TimeSlice[interval.upper()] is level
-    sharing = parameters(loaded(found, "gpu-1-mps.yaml"))["sharing"].get("mpsConfig", {})
+    devices = loaded(found, "gpu-0-00000000-timeslice.yaml")["spec"]["devices"]
+    # The default level needs no parameters, and so no alpha gate.
+    assert ("config" in devices) is (level is not TimeSlice.DEFAULT)
+    assert any("TimeSlicingSettings" in one for one in found.needs) is (level is not TimeSlice.DEFAULT)
+    if "config" in devices:
+        sharing = devices["config"][0]["opaque"]["parameters"]["sharing"]
+        assert TimeSlice[sharing["timeSlicingConfig"]["interval"].upper()] is level
+    sharing = parameters(loaded(found, "gpu-1-00000001-mps.yaml"))["sharing"].get("mpsConfig", {})
     assert sharing.get("defaultActiveThreadPercentage") == percent
     assert sharing.get("defaultPinnedDeviceMemoryLimit") == (None if mebibytes is None else f"{mebibytes}Mi")

@@ -278,3 +278,10 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
         if kind["mps"] is not None:
             assert kind["mps"].limits.threads_percent in {None, 100 // number}
             assert kind["mps"].limits.memory_limit_bytes in {None, T4_BYTES // number // MIB * MIB}
+
+
+def test_mps_restarts_its_control_daemon_too() -> None:
+    shared = operator_export(t4s(sharing=Sharing.MPS, mps=mps(25.0)))
+    restarts = [one for one in shared.commands if "rollout restart" in one]
+    assert restarts[0].endswith("daemonset/gpu-feature-discovery daemonset/nvidia-device-plugin-mps-control-daemon")
+    assert "mps-control-daemon" not in "\n".join(operator_export(t4s()).commands)

@@ -283,7 +283,8 @@ def test_names_follow_the_conventions() -> None:
 
 
 def expressions() -> list[str]:
-    rules = yaml.safe_load((DATA / "prometheus-rules.yaml").read_text())["groups"][0]["rules"]
+    groups = yaml.safe_load((DATA / "prometheus-rules.yaml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
     panels = json.loads((DATA / "grafana-dashboard.json").read_text())["panels"]
     return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
 
@@ -295,7 +296,9 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
 
 
 def test_rules_name_the_command_that_fixes_it(cli: Cli) -> None:
-    rules = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"][0]["rules"]
+    groups = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(rules) > 12
     assert all(rule["annotations"]["remedy"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
 
 
@@ -347,3 +350,29 @@ def test_promtool_tests_the_rules(promtool: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SUCCESS" in done.stdout
+
+
+def test_a_panel_that_counts_faults_shows_0_where_there_are_none(promtool: str, tmp_path: Path) -> None:
+    panels = json.loads((DATA / "grafana-dashboard.json").read_text())["panels"]
+    counts = [
+        one
+        for one in panels
+        if one["title"] in {"MPS daemons down", "MPS servers in FAULT", "CUDA programs outside MPS"}
+    ]
+    assert len(counts) == 3
+    expected = [
+        {
+            "expr": target["expr"].replace("$instance", ".*"),
+            "eval_time": "5m",
+            "exp_samples": [{"labels": "{}", "value": 0}],
+        }
+        for panel in counts
+        for target in panel["targets"]
+    ]
+    series = [{"series": 'gpushare_host_up{instance="a"}', "values": "1x10"}]
+    test = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]}
+    (tmp_path / "test.yaml").write_text(json.dumps(test))
+    done = subprocess.run(
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
