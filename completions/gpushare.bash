@@ -26,6 +26,9 @@ _gpushare_asked() {
       gpushare "${host[@]}" mig profiles -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
       gpushare "${host[@]}" mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
       ;;
+    @jobs)
+      gpushare "${host[@]}" status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f14,22 | tr ',' '\n' | grep . | sort -u
+      ;;
   esac
 }
 
@@ -192,6 +195,7 @@ _gpushare_node() {
     'timeslice reset')
       options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
+      positional='@jobs'
       ;;
     'timeslice keep')
       options='-f --file -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -200,10 +204,12 @@ _gpushare_node() {
     'pause')
       options='--timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--timeout --host -o --output'
+      positional='@jobs'
       ;;
     'resume')
       options='--all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
+      positional='@jobs'
       ;;
     'swap')
       commands='out in list'
@@ -213,10 +219,12 @@ _gpushare_node() {
     'swap out')
       options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
+      positional='@jobs'
       ;;
     'swap in')
       options='--wait --wait-timeout -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--wait-timeout --host -o --output'
+      positional='@jobs'
       ;;
     'swap list')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -354,6 +362,7 @@ _gpushare_values() {
     -g|--gpu) printf '%s\n' '@gpus' ;;
     --fail-on) printf '%s\n' 'failure warning' ;;
     -f|--file) printf '%s\n' '@files' ;;
+    --for) printf '%s\n' '@jobs' ;;
     --to) printf '%s\n' '@files' ;;
     --from) printf '%s\n' '@files' ;;
     --mig) printf '%s\n' '@places' ;;

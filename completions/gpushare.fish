@@ -51,6 +51,8 @@ function __gpushare_asked
         case @places
             gpushare $host mig profiles -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
             gpushare $host mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
+        case @jobs
+            gpushare $host status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f14,22 | tr ',' '\n' | grep . | sort -u
     end
 end
 
@@ -339,7 +341,7 @@ complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it 
 complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10]'
 complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the production job of this name: capped only by --threads, and spared by opportunistic jobs.'
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a production job: with tuned limits, or a cap of 60 % and low priority.'
-complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare, by name or PID.'
+complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'With --opportunistic: the production job to spare, by name or PID.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
 complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic: the share of the time to run while production runs; 100: all. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included; over it, the job is ended.'
@@ -678,6 +680,7 @@ complete -c gpushare -n '__gpushare_at timeslice reset' -s q -l quiet -d 'Do not
 complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at timeslice keep' -s f -l file -r -F -d 'gpushare.yaml with rules. [default: the last applied file]'
 complete -c gpushare -n '__gpushare_at timeslice keep' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at timeslice keep' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -695,6 +698,7 @@ complete -c gpushare -n '__gpushare_at pause' -s q -l quiet -d 'Do not print not
 complete -c gpushare -n '__gpushare_at pause' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at pause' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at pause' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at pause' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at resume' -l all -d 'All paused jobs of this user.'
 complete -c gpushare -n '__gpushare_at resume' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at resume' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -703,6 +707,7 @@ complete -c gpushare -n '__gpushare_at resume' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at resume' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at resume' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at resume' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at resume' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at swap' -a out -d 'Move a job out of the GPU into host memory: it holds no device memory until it comes back'
 complete -c gpushare -n '__gpushare_at swap' -a in -d 'Bring a job back to its GPU and let it continue'
 complete -c gpushare -n '__gpushare_at swap' -a list -d 'List the jobs that are out, this user\'s and root\'s'
@@ -720,6 +725,7 @@ complete -c gpushare -n '__gpushare_at swap out' -s q -l quiet -d 'Do not print 
 complete -c gpushare -n '__gpushare_at swap out' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at swap out' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at swap out' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at swap out' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at swap in' -l wait -d 'Wait until the GPU has room, first come first served.'
 complete -c gpushare -n '__gpushare_at swap in' -l wait-timeout -x -d 'With --wait: give up after this time.'
 complete -c gpushare -n '__gpushare_at swap in' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
@@ -729,6 +735,7 @@ complete -c gpushare -n '__gpushare_at swap in' -s q -l quiet -d 'Do not print n
 complete -c gpushare -n '__gpushare_at swap in' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at swap in' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at swap in' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at swap in' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at swap list' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at swap list' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at swap list' -s q -l quiet -d 'Do not print notes.'

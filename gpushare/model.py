@@ -75,6 +75,10 @@ class GpuProcess:
     sm_percent: int | None = None
     # Since when `gpushare pause` keeps it off the GPU, in seconds since 1970; None: it is not paused.
     paused_since: float | None = None
+    # The time-slice that gpushare has set, in microseconds, from its record; None: none.
+    slice_us: int | None = None
+    # The name of the job that it belongs to (`gpushare run --name`, `--production`); only `status` looks for it.
+    job: str | None = None
 
     @property
     def type(self) -> str:

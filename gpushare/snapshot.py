@@ -174,8 +174,8 @@ class Observer:
         fresh = time.monotonic() < self._levels_until
         if not fresh:
             state.ask_levels()
-        paused = _paused(self._host)
-        gpus = tuple(replace(gpu, processes=self._named(gpu, paused)) for gpu in state.gpus)
+        paused, slices = _paused(self._host), _slices(self._host)
+        gpus = tuple(replace(gpu, processes=self._named(gpu, paused, slices)) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
@@ -196,12 +196,15 @@ class Observer:
             taken_at=time.time(),
         )
 
-    def _named(self, gpu: Gpu, paused: Mapping[int, float]) -> tuple[GpuProcess, ...] | None:
+    def _named(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> tuple[GpuProcess, ...] | None:
         if gpu.processes is None:
             return None
-        return tuple(self._with_owner(process, paused.get(process.pid)) for process in gpu.processes)
+        return tuple(
+            replace(self._with_owner(one), paused_since=paused.get(one.pid), slice_us=slices.get(one.pid))
+            for one in gpu.processes
+        )
 
-    def _with_owner(self, process: GpuProcess, paused_since: float | None) -> GpuProcess:
+    def _with_owner(self, process: GpuProcess) -> GpuProcess:
         info = self._host.processes.describe(process.pid)
         if info is None:
             return process
@@ -212,7 +215,6 @@ class Observer:
             command_line=info.command_line,
             started_at=info.started_at,
             container=info.container,
-            paused_since=paused_since,
         )
 
     def _daemons_now(self, state: HostState) -> tuple[MpsDaemon, ...]:
@@ -254,12 +256,26 @@ class Observer:
 
 def _paused(host: Host) -> dict[int, float]:
     """Return since when processes are paused, from the records: the driver is not asked."""
-    directories = (host.run_directory, *host.shared_run_directories)
-    if not any(os.path.isdir(os.path.join(directory, "pause")) for directory in directories):
+    if not has_records(host, "pause"):
         return {}
     from gpushare.pause.record import paused_since
 
     return paused_since(host)
+
+
+def _slices(host: Host) -> dict[int, int]:
+    """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
+    if not has_records(host, "slices"):
+        return {}
+    from gpushare.timeslice.slices import slice_records
+
+    return {pid: one.slice_us for pid, one in slice_records(host).items()}
+
+
+def has_records(host: Host, name: str) -> bool:
+    """Return whether there is a directory of records of this kind: most hosts need not load what reads them."""
+    directories = (host.run_directory, *host.shared_run_directories)
+    return any(os.path.isdir(os.path.join(directory, name)) for directory in directories)
 
 
 def _records_in(directory: Path) -> list[tuple[str, int]]:

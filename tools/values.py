@@ -18,6 +18,7 @@ NAMES: Final = "@names"
 INSTANCES: Final = "@instances"
 PROFILES: Final = "@profiles"
 PLACES: Final = "@places"
+JOBS: Final = "@jobs"
 
 
 class Asked(NamedTuple):
@@ -38,6 +39,7 @@ ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
     INSTANCES: (("all",), (Asked("mig status", "^[0-9]", "3,4"),)),
     PROFILES: ((), (_OFFERED,)),
     PLACES: ((), (_OFFERED, _NAMED)),
+    JOBS: ((), (Asked("status", "^[0-9]", "14,22"),)),
 }
 # Options that take a comma-separated list.
 LISTS: Final = ("-g", "--gpu", "--needs", "--ways", "--isolation", "--evict")
@@ -61,6 +63,8 @@ def option_values(option: Option) -> tuple[str, ...]:
 
     if option.metavar in {"FILE", "DIR", "PATH"}:
         return (FILES,)
+    if option.metavar == "JOB":
+        return (JOBS,)
     if option.long == "--mig":
         return (PLACES,) if option.metavar == "PROFILE|NAME" else (INSTANCES,)
     return {
@@ -98,6 +102,8 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
         return (PROGRAM,)
     if path == ("timeslice", "set"):
         return tuple(level.title for level in TimeSlice)
+    if "JOB" in name:
+        return (JOBS,)
     if path[:1] == ("sim",) and "HOST" in name:
         return simulated_hosts()
     if "FILE" in name:

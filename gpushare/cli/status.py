@@ -13,6 +13,7 @@ from gpushare.cli.options import Command, GpuOption, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
+    from gpushare.host.host import Host
     from gpushare.model import Snapshot
 
 
@@ -56,10 +57,11 @@ def status(
     from gpushare.show.status import status_result
     from gpushare.snapshot import Observer
 
-    observer = Observer(settings.connect(), strangers=settings.verbose)
+    host = settings.connect()
+    observer = Observer(host, strangers=settings.verbose)
 
     def look() -> Any:
-        return status_result(of_gpus(observer.look(), gpu))
+        return status_result(_with_jobs(host, of_gpus(observer.look(), gpu)))
 
     if watch is None:
         return look()
@@ -70,6 +72,26 @@ def status(
     look()
     keep_watching(look, seconds=seconds, stream=sys.stdout, output=settings.output, quiet=settings.quiet)
     return 0
+
+
+def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the names of the jobs that processes belong to."""
+    from gpushare.snapshot import has_records
+
+    if not any(gpu.processes for gpu in snapshot.gpus) or not (
+        has_records(host, "jobs") or has_records(host, "production")
+    ):
+        return snapshot
+    from gpushare.run.jobs import job_names
+
+    names = job_names(host, {one.pid for gpu in snapshot.gpus for one in gpu.processes or ()})
+    gpus = (
+        gpu
+        if gpu.processes is None
+        else replace(gpu, processes=tuple(replace(one, job=names.get(one.pid)) for one in gpu.processes))
+        for gpu in snapshot.gpus
+    )
+    return replace(snapshot, gpus=tuple(gpus))
 
 
 def interval(text: str) -> float:

@@ -124,7 +124,7 @@ def _slice(value: Any) -> str:
 
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[dict[str, Any]]:
     """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
-    from gpushare.run.jobs import is_running, records
+    from gpushare.run.jobs import job_names
     from gpushare.timeslice.slices import read_slices, slice_records
 
     gpus = {device.gpu.index: device.gpu for device in devices}
@@ -135,7 +135,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[dict[str, Any]]
     ]
     if not found:
         return []
-    names = {one.pid: one.name for one in records(host) if is_running(host, one)}
+    names = job_names(host, {process.pid for _, process in found})
     noted = slice_records(host)
     readings: dict[int, Reading] = {}
     rows = []

@@ -16,7 +16,7 @@ from gpushare.plan import Loss
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from gpushare.host.host import Host
     from gpushare.run.share import Share, Watch
@@ -132,6 +132,25 @@ def find_record(host: Host, name: str) -> JobRecord | None:
 def is_running(host: Host, record: JobRecord) -> bool:
     """Return whether a job runs now."""
     return host.processes.alive(record.pid, record.started_at)
+
+
+# A program that starts another through that many is not followed.
+_MOST_PARENTS: Final = 16
+
+
+def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
+    """Return the names of the running jobs that processes belong to: as their program, or as its descendant."""
+    names = {one.pid: one.name for one in records(host) if is_running(host, one)}
+    found = {}
+    for pid in pids if names else ():
+        parent: int | None = pid
+        for _ in range(_MOST_PARENTS):
+            if parent is None or parent in names:
+                break
+            parent = host.processes.parent(parent)
+        if parent in names:
+            found[pid] = names[parent]
+    return found
 
 
 def record_of(

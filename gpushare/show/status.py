@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
 from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, MigInstance, MpsDaemon, Priority, Snapshot, mechanism
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
-from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, ranges
+from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
 
 Row = Mapping[str, Any]
 
@@ -313,6 +313,10 @@ def _mps_clients(snapshot: Snapshot) -> Table:
     return Table(name="mps_clients", title="MPS clients", columns=columns, rows=rows)
 
 
+def _slice(value: int | None) -> str:
+    return "-" if value is None else format_slice(value)
+
+
 def _processes(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True),
@@ -323,6 +327,8 @@ def _processes(snapshot: Snapshot) -> Table:
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column(key="age", title="age", right=True, rank=3, format=age),
+        Column(key="job", title="job", optional=True),
+        Column(key="slice", title="slice", right=True, optional=True, format=_slice),
         Column(key="paused", title="paused", right=True, optional=True, format=age),
         Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
         Column(key="command", title="command", rank=1, least=16),
@@ -344,6 +350,8 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "sm_percent": process.sm_percent,
                 "memory_used_bytes": process.memory_used_bytes,
                 "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
+                "job": process.job,
+                "slice": process.slice_us,
                 "paused": None if process.paused_since is None else (snapshot.taken_at or 0.0) - process.paused_since,
                 "container": process.container,
                 "command": command_of(process),
@@ -369,7 +377,7 @@ CSV_GPU: Final = (
 )
 CSV_PROCESS: Final = (
     *("pid", "type", "user", "gpu_instance_id", "compute_instance_id", "sm_percent"),
-    *("process_memory_used_bytes", "started_at", "container", "command_line"),
+    *("process_memory_used_bytes", "started_at", "job", "slice_us", "container", "command_line"),
 )
 
 

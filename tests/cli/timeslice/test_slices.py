@@ -268,3 +268,15 @@ def test_what_was_restored_elsewhere_needs_only_its_record_removed(cli: Cli, wor
         next(one for one in state.processes if one.pid == pid).slices.clear()
     assert "forget the record" in world.run("timeslice", "reset", str(pid)).ok().out
     assert slice_records(world.host) == {}
+
+
+def test_status_shows_slices_and_jobs_from_records_without_the_driver(
+    world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = world.host.processes.describe(pid)
+    assert info is not None
+    write_record(world.host, JobRecord(name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid()))
+    world.run("timeslice", "set", "500us", "web").ok()
+    monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
+    (process,) = world.run("status").data["gpus"][0]["processes"]
+    assert (process["job"], process["slice_us"]) == ("web", 500)
