@@ -100,6 +100,8 @@ function __gpushare_valued
             return 0
         case --wait-timeout
             return 0
+        case --slice
+            return 0
         case --way
             return 0
         case --keep
@@ -339,7 +341,7 @@ complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'Device memory that 
 complete -c gpushare -n '__gpushare_at run' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
 complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it runs on the GPU outside MPS.'
 complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10]'
-complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the production job of this name: capped only by --threads, and spared by opportunistic jobs.'
+complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the production job of this name, spared by opportunistic jobs: under MPS, or outside with --slice.'
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a production job: with tuned limits, or a cap of 60 % and low priority.'
 complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'With --opportunistic: the production job to spare, by name or PID.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
@@ -349,7 +351,8 @@ complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-m
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on any GPU.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more.'
-complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With --opportunistic: share one time-slice in an MPS daemon, with production outside it; or a cap under MPS.'
+complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.'
+complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With a role: production outside MPS and one time-slice for the others; or all under MPS with caps.'
 complete -c gpushare -n '__gpushare_at run' -l adapt -d 'With --opportunistic: move the time-slice so that production keeps its speed.'
 complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'With --adapt: how much of its speed production keeps. [default: 97%]'
 complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'With --production: its speed in its output, in brackets: \'rate=([0-9.]+)\'; for --adapt.'
@@ -372,7 +375,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'

@@ -53,6 +53,8 @@ class Roles:
     duty: float | None = None
     # "slices" or "caps"; None: not given.
     way: str | None = None
+    # Microseconds; None: not given.
+    slice_us: int | None = None
     adapt: bool = False
     # Which part of its speed production keeps.
     keep: float = 0.97
@@ -110,16 +112,38 @@ def check_combination(
         raise BadUsage(f"--restart {farming.restart} is below 0", "give --restart 1", code="bad_restart")
 
 
+def _check_slice_alone(roles: Roles, limits: Limits, *, strict: bool, apart: bool) -> None:
+    """Raise if a slice outside MPS is combined with what only MPS has, or an instance or copies."""
+    outside = roles.slice_us is not None or (roles.production is not None and roles.way == "slices")
+    if roles.slice_us is not None and roles.way == "caps":
+        raise _wrong("--slice cannot be combined with --way caps", "gpushare run --production NAME --slice 16ms -- CMD")
+    if roles.slice_us is not None and apart:
+        raise _wrong("--slice cannot be combined with --mig or --copies", "gpushare run --slice 500us -- CMD")
+    if roles.slice_us is not None and (roles.pause or roles.duty is not None or roles.adapt):
+        raise _wrong(
+            "--slice cannot be combined with --pause, --duty-cycle or --adapt",
+            "gpushare run --opportunistic --for NAME --slice 500us -- CMD",
+        )
+    if outside and not roles.opportunistic and (limits != type(limits)() or strict):
+        raise _wrong(
+            "a time-slice means outside MPS: it cannot be combined with --threads, --memory, --priority or --strict",
+            "gpushare run --slice 500us -- CMD; to limit its memory: --job-memory 20G",
+        )
+
+
 def _check_opportunistic(roles: Roles) -> None:
     if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
         raise _wrong(
             "--for, --pause and --duty-cycle belong to --opportunistic",
             "gpushare run --opportunistic --for NAME -- CMD",
         )
-    if not roles.opportunistic and (roles.way is not None or roles.adapt):
+    if not roles.any and roles.way is not None:
         raise _wrong(
-            "--way and --adapt belong to --opportunistic", "gpushare run --opportunistic --for NAME --way slices -- CMD"
+            "--way belongs to --opportunistic or --production",
+            "gpushare run --opportunistic --for NAME --way slices -- CMD",
         )
+    if not roles.opportunistic and roles.adapt:
+        raise _wrong("--adapt belongs to --opportunistic", "gpushare run --opportunistic --for NAME --adapt -- CMD")
     if roles.way is not None and (roles.pause or roles.duty is not None):
         raise _wrong(
             "--way cannot be combined with --pause or --duty-cycle",
@@ -180,7 +204,7 @@ def run(
         typer.Option(
             "--production",
             metavar="NAME",
-            help="Run as the production job of this name: capped only by --threads, and spared by opportunistic jobs.",
+            help="Run as the production job of this name, spared by opportunistic jobs: under MPS, or outside with --slice.",
         ),
     ] = None,
     opportunistic: Annotated[
@@ -228,12 +252,20 @@ def run(
         bool,
         typer.Option("--requeue", help="With --wait: if it runs out of memory, wait again for a fifth more."),
     ] = False,
+    slice_text: Annotated[
+        str | None,
+        typer.Option(
+            "--slice",
+            metavar="TIME",
+            help="Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.",
+        ),
+    ] = None,
     way: Annotated[
         str | None,
         typer.Option(
             "--way",
             metavar="slices|caps",
-            help="With --opportunistic: share one time-slice in an MPS daemon, with production outside it; or a cap under MPS.",
+            help="With a role: production outside MPS and one time-slice for the others; or all under MPS with caps.",
         ),
     ] = None,
     adapt: Annotated[
@@ -342,12 +374,14 @@ def run(
         pause=pause,
         duty=duty,
         way=_way(way),
+        slice_us=_slice(slice_text),
         adapt=adapt,
         keep=_kept(keep, adapt=adapt),
         rate=_rate(metric, log, higher_is_better=not lower),
     )
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict, name=name)
+    _check_slice_alone(roles, limits, strict=strict, apart=mig is not None or copies is not None)
     if name is not None:
         from gpushare.run.jobs import check_job_name
 
@@ -385,6 +419,23 @@ def _way(text: str | None) -> str | None:
     return text
 
 
+def _slice(text: str | None) -> int | None:
+    from gpushare.timeslice.rules import MOST_US
+    from gpushare.timeslice.slices import check_slice
+    from gpushare.units import format_slice, parse_slice
+
+    if text is None:
+        return None
+    found = check_slice(parse_slice(text))
+    if found > MOST_US:
+        raise BadUsage(
+            f"--slice {format_slice(found)} is above {format_slice(MOST_US)}: it freezes the other programs on the GPU that long",
+            "give --slice 16ms; or set a longer one as root while it runs: gpushare timeslice set 50ms JOB",
+            code="slice_too_long",
+        )
+    return found
+
+
 def _kept(text: str | None, *, adapt: bool) -> float:
     """Return which part of its speed production keeps."""
     from gpushare.cli.options import percentage
@@ -418,6 +469,8 @@ def _rate(metric: str | None, log: str | None, *, higher_is_better: bool) -> Pri
 def _started(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
     if roles.any:
         return role_result(host, device, command, options, roles)
+    if roles.slice_us is not None:
+        return _sliced(host, device, command, options, roles.slice_us)
     from gpushare.run.share import MpsShare
 
     return _carried_out(host, MpsShare(host, device, options.limits), command, options)
@@ -614,17 +667,42 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
 def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
     """Run a production job or an opportunistic one, and return the program's exit code."""
     if roles.production is not None:
-        return _production(host, device, command, replace(options, rate=roles.rate), roles.production)
+        return _production(host, device, command, replace(options, rate=roles.rate), roles, roles.production)
     return _opportunistic(host, device, command, options, roles)
 
 
-def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
+def _production(
+    host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles, name: str
+) -> Any:
+    from gpushare.run.group import PRODUCTION_US, members
     from gpushare.run.jobs import PRODUCTION, check_job_name
-    from gpushare.run.results import find_tuned
+    from gpushare.run.results import CAPS, SLICES, find_tuned
     from gpushare.run.roles import ProductionShare, production_cap_note
 
     check_job_name(name)
-    for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
+    options = replace(options, name=name, role=PRODUCTION)
+    tuned = find_tuned(host, name)
+    if (
+        tuned is not None
+        and tuned.way == SLICES
+        and roles.slice_us is None
+        and options.limits == type(options.limits)()
+    ):
+        tuned_us = tuned.production_slice_us or PRODUCTION_US
+    else:
+        tuned_us = None
+    if roles.way != CAPS and (roles.slice_us is not None or roles.way == SLICES or tuned_us is not None):
+        return _sliced(host, device, command, options, roles.slice_us or tuned_us or PRODUCTION_US)
+    group = members(host, device)
+    if group:
+        raise InUse(
+            f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {group[0].pid}),"
+            " and production would share it",
+            f"start it outside MPS: gpushare run --production {name} --slice 16ms -- CMD",
+            gpu=str(device.gpu.index),
+            code="production_under_mps",
+        )
+    for text in production_cap_note(device, tuned, options.limits.threads_percent):
         note(text)
     share = ProductionShare(host, device, options.limits)
     cap = share.daemon_cap()
@@ -632,7 +710,20 @@ def _production(host: Host, device: Device, command: Sequence[str], options: Run
         note(
             f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
         )
-    return _carried_out(host, share, command, replace(options, name=name, role=PRODUCTION))
+    return _carried_out(host, share, command, options)
+
+
+def _sliced(host: Host, device: Device, command: Sequence[str], options: RunOptions, slice_us: int) -> Any:
+    """Run a program outside MPS with a time-slice."""
+    from gpushare.run.plain import PlainShare, dropped_variables
+    from gpushare.run.sliced import SlicedShare, check_outside_mps
+
+    check_outside_mps(device)
+    dropped = dropped_variables(os.environ)
+    if dropped:
+        note(f"ignored without MPS: {', '.join(dropped)}")
+    share = SlicedShare(PlainShare(host, device), slice_us)
+    return _carried_out(host, share, command, options, mps=False)
 
 
 def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
@@ -672,7 +763,7 @@ def _by_slices(host: Host, device: Device, roles: Roles, process: SparedProcess 
         return False
     if roles.pause or roles.duty is not None:
         return False
-    asked = roles.way == SLICES or roles.adapt
+    asked = roles.way == SLICES or roles.adapt or roles.slice_us is not None
     if asked and process is not None and process.under_mps:
         raise _under_mps(process)
     if roles.adapt and process is None:
@@ -729,7 +820,7 @@ def _grouped(
 
     spared = spare(host, device, options.limits, roles.target, way=SLICES)
     tuned = spared.tuned
-    slice_us = (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
+    slice_us = roles.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
     title = "production" if process is None else process.title
     production, adapting = None, None
     if process is not None:
@@ -772,7 +863,7 @@ def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | No
         name = process.name or "NAME"
         raise NotFound(
             f"the speed of {process.title} is not known, which --adapt needs",
-            f"start it so: gpushare run --production {name} --metric 'rate=([0-9.]+)' --log FILE -- CMD",
+            f"start it so: gpushare run --production {name} --slice 16ms --metric 'rate=([0-9.]+)' --log FILE -- CMD",
             code="no_progress",
         )
     return found

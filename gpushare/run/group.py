@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -34,12 +34,12 @@ from gpushare.run.pause import Pauser
 from gpushare.run.progress import Progress
 from gpushare.run.roles import PausingWatch
 from gpushare.run.share import MpsShare
+from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, is_final
 from gpushare.units import format_percent, format_slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
@@ -49,14 +49,12 @@ if TYPE_CHECKING:
 
 # Measured beside a production job of 16 ms: below, the others lose more than production gains.
 DEFAULT_US: Final = 500
+# Production's: longer than its request, else it is cut up.
+PRODUCTION_US: Final = 16_000
 _DIRECTORY: Final = "group"
-# A look at the slice itself; the daemon logs every conversation, so it is asked more seldom.
-_LOOK_SECONDS: Final = 1.0
 _FIRST_SECONDS: Final = 0.1
 # Production's log, so that its numbers have a time.
 _READ_SECONDS: Final = 0.1
-# A server that comes or goes is found at the next look; other refusals this often mean that it will not work.
-_PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels"})
 _MOST_TRIES: Final = 2
 
 
@@ -68,8 +66,6 @@ class Member:
     started_at: float | None
     device_uuid: str
     slice_us: int
-    # What the group's server had before.
-    before_us: int | None = None
 
 
 def write_member(host: Host, member: Member) -> None:
@@ -147,7 +143,7 @@ def _tried(host: Host, pids: Sequence[int]) -> GpushareError | None:
                 control.find(pid)
             except GpushareError as error:
                 # Production of another user is not touched: that says nothing about our own server.
-                if error.code not in {*_PASSING, "other_user"}:
+                if error.code not in {*PASSING, "other_user"}:
                     return error
             else:
                 return None
@@ -166,56 +162,6 @@ def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
 
 
 @dataclass
-class ServerSlices:
-    """Sets the slices of MPS servers, reads them back, and sets them again where they differ. Closed by `close`."""
-
-    host: Host
-    _control: ChannelControl | None = None
-    _known: dict[int, Channels] = field(default_factory=dict)
-    # What was proved by a read-back, by server.
-    proved: dict[int, int] = field(default_factory=dict)
-    # What a server had when it was first seen.
-    found: dict[int, int | None] = field(default_factory=dict)
-
-    def apply(self, servers: Collection[int], microseconds: int) -> list[int]:
-        """Let servers have a slice, and return those where it was another one, or not known.
-
-        Raises as `ChannelControl.find` and `set_slice`.
-        """
-        if self._control is None:
-            self._control = self.host.open_channels().__enter__()
-        for gone in self._known.keys() - set(servers):
-            del self._known[gone]
-            self.proved.pop(gone, None)
-            self.found.pop(gone, None)
-        return [pid for pid in sorted(servers) if self._apply(self._control, pid, microseconds)]
-
-    def _apply(self, control: ChannelControl, pid: int, microseconds: int) -> bool:
-        known = self._known.get(pid)
-        if known is not None:
-            try:
-                if set(control.read_slices(known)) == {microseconds}:
-                    changed = self.proved.get(pid) != microseconds
-                    self.proved[pid] = microseconds
-                    return changed
-            except NotFound:
-                known = None
-        if known is None:
-            self.proved.pop(pid, None)
-            known = self._known[pid] = control.find(pid)
-            self.found[pid] = known.compute[0].slice_us
-        control.set_slice(known, microseconds)
-        self.proved[pid] = microseconds
-        return True
-
-    def close(self) -> None:
-        """End the calls; the slices stay."""
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
-
-
-@dataclass
 class GroupWatch:
     """The watch over an opportunistic program in the group, as `Watch`: it also keeps the slice of the group's server.
 
@@ -227,14 +173,14 @@ class GroupWatch:
     instead: Callable[[], PausingWatch] | None = None
     # The slice changes all the time, which is nothing to report.
     moves: bool = False
-    _slices: ServerSlices = field(init=False)
+    _slices: KeptSlices = field(init=False)
     _paused: PausingWatch | None = None
     _tries: int = 0
     _due: float = 0.0
     _told: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._slices = ServerSlices(self.inner.host)
+        self._slices = KeptSlices(self.inner.host, fixed=True)
 
     def __getattr__(self, name: str) -> Any:
         # All else is as in the inner watch.
@@ -244,7 +190,7 @@ class GroupWatch:
         """Return how many seconds may pass until the next look."""
         if self._paused is not None:
             return self._paused.wait()
-        return min(self.inner.wait(), _LOOK_SECONDS if self._slices.proved else _FIRST_SECONDS)
+        return min(self.inner.wait(), LOOK_SECONDS if self._slices.proved else _FIRST_SECONDS)
 
     def look(self) -> None:
         """Look for the program's processes, and for the slice of their server."""
@@ -299,11 +245,10 @@ class GroupWatch:
             changed = self._slices.apply(servers, wanted)
         except GpushareError as error:
             self._tries += 1
-            if error.code not in _PASSING and (isinstance(error, NotSupported) or self._tries >= _MOST_TRIES):
+            if error.code not in PASSING and (is_final(error) or self._tries >= _MOST_TRIES):
                 self._give_up(error)
             return
         self._tries = 0
-        self._note_before(others)
         for pid in changed:
             if self.moves and pid in self._told:
                 continue
@@ -313,21 +258,11 @@ class GroupWatch:
                 f" (MPS server {pid}, read back)"
             )
 
-    def _note_before(self, others: Sequence[Member]) -> None:
-        """Know what the last member is to restore: the first one saw it."""
-        known = next((one.before_us for one in others if one.before_us is not None), None)
-        found = known or next(iter(self._slices.found.values()), None)
-        if self.member.before_us is None and found is not None:
-            self.member = replace(self.member, before_us=found)
-            self.note()
-
     def _restore(self) -> None:
         """Give a server that goes on without members the slice that it had before."""
-        before = self.member.before_us
-        servers = [pid for pid in self._slices.proved if self._is_server(pid)]
-        if before is not None and servers and not self._others():
+        if not self._others():
             with contextlib.suppress(GpushareError):
-                self._slices.apply(servers, before)
+                self._slices.restore()
 
     def _is_server(self, pid: int) -> bool:
         info = self.inner.host.processes.describe(pid)

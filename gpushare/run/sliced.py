@@ -1,0 +1,215 @@
+"""Programs with a time-slice of their own, outside MPS: the slice of each of their processes, kept while `run` watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported
+from gpushare.host.smi import compute_mode_command
+from gpushare.model import ComputeMode
+from gpushare.run.jobs import find_job, gpu_processes
+from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
+from gpushare.units import format_slice
+
+if TYPE_CHECKING:
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.host import Host
+    from gpushare.run.share import Share, Watch
+    from gpushare.selection import Device
+
+
+# A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
+LOOK_SECONDS: Final = 1.0
+_CONTEXT_SECONDS: Final = 5.0
+_FIRST_SECONDS: Final = 0.1
+# A process that comes or goes is found at the next look.
+PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
+
+
+def is_final(error: GpushareError) -> bool:
+    """Return whether another try would be refused, too."""
+    return isinstance(error, (NotSupported, NoPermission)) and error.code not in PASSING
+
+
+def check_outside_mps(device: Device) -> None:
+    """Raise unless a program can run on a device outside MPS.
+
+    Raises:
+        InUse: its compute mode is not the default one (``exclusive_process``).
+        NotSupported: the GPU is in MIG mode.
+    """
+    gpu, index = device.gpu, str(device.gpu.index)
+    if device.mig is None and gpu.mig_enabled:
+        raise NotSupported(
+            f"{device.title} is in MIG mode: a program runs in an instance",
+            "run it in one: gpushare run --mig 1g -- CMD",
+            gpu=index,
+            code="mig_enabled",
+        )
+    mode = gpu.compute_mode
+    if mode not in {None, ComputeMode.DEFAULT}:
+        raise InUse(
+            f"{device.title} is in compute mode {mode.title if mode else ''}: programs cannot share it by time-slices",
+            f"allow it: sudo {compute_mode_command(gpu.uuid or '', 'DEFAULT')}",
+            gpu=index,
+            code="exclusive_process",
+        )
+
+
+@dataclass
+class KeptSlices:
+    """Sets the slices of processes, reads them back, and finds contexts made later. Used until `close`; slices stay.
+
+    ``fixed``: a slice that others have changed is set again; else it is left.
+    """
+
+    host: Host
+    fixed: bool = False
+    # What was proved by a read-back, by process.
+    proved: dict[int, int] = field(default_factory=dict)
+    _control: ChannelControl | None = None
+    _known: dict[int, Channels] = field(default_factory=dict)
+    _due: dict[int, float] = field(default_factory=dict)
+
+    def apply(self, pids: Collection[int], microseconds: int) -> list[int]:
+        """Let processes have a slice; return those that were given it now. Others than these are forgotten.
+
+        Raises as `ChannelControl.find` and `apply_slice`.
+        """
+        for gone in self._known.keys() - set(pids):
+            self._forget(gone)
+        return [pid for pid in sorted(pids) if self._apply(pid, microseconds)]
+
+    def _forget(self, pid: int) -> None:
+        for known in (self._known, self.proved, self._due):
+            known.pop(pid, None)
+
+    def _apply(self, pid: int, microseconds: int) -> bool:
+        if self._control is None:
+            self._control = self.host.open_channels().__enter__()
+        known = self._known.get(pid)
+        if known is not None and self._is_right(self._control, known, microseconds):
+            return False
+        if known is None:
+            known = self._known[pid] = self._control.find(pid)
+        self._known[pid] = apply_slice(self.host, self._control, known, microseconds)
+        self.proved[pid], self._due[pid] = microseconds, time.monotonic() + _CONTEXT_SECONDS
+        return True
+
+    def _is_right(self, control: ChannelControl, known: Channels, microseconds: int) -> bool:
+        """Return whether a known process has its slice, in all contexts that it has now."""
+        pid = known.pid
+        try:
+            if self.fixed or self.proved.get(pid) != microseconds:
+                if set(control.read_slices(known)) != {microseconds}:
+                    return False
+                self.proved[pid] = microseconds
+            if time.monotonic() < self._due.get(pid, 0.0):
+                return True
+            self._due[pid] = time.monotonic() + _CONTEXT_SECONDS
+            now = control.find_again(known)
+        except NotFound:
+            self._forget(pid)
+            return False
+        before = {(one.client, one.handle) for one in known.compute}
+        self._known[pid] = now
+        more = [one for one in now.compute if (one.client, one.handle) not in before]
+        if not self.fixed:
+            record = slice_records(self.host).get(pid)
+            # Set by `timeslice set` meanwhile: that slice is for later contexts, too.
+            if more and record is not None and record.slice_us != microseconds:
+                apply_slice(self.host, control, now, record.slice_us)
+                return True
+        return all(one.slice_us == microseconds for one in more)
+
+    def restore(self) -> None:
+        """Give the processes that still run the slices of before. Raises as `restore_slice`."""
+        if self._control is not None:
+            for known in self._known.values():
+                restore_slice(self.host, self._control, known)
+
+    def close(self) -> None:
+        """End the calls."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+
+@dataclass
+class SlicedWatch:
+    """The watch over a program outside MPS whose processes get a slice, as `Watch`."""
+
+    inner: Watch
+    slice_us: int
+    _slices: KeptSlices = field(init=False)
+    _due: float = 0.0
+    _told: set[str] = field(default_factory=set)
+    _failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._slices = KeptSlices(self.inner.host)
+
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner watch.
+        return getattr(self.inner, name)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        # The slice counts from the first kernel on.
+        return min(self.inner.wait(), LOOK_SECONDS if self._slices.proved or self._failed else _FIRST_SECONDS)
+
+    def look(self) -> None:
+        """Look for the program's processes, and give new ones the slice."""
+        self._give()
+        if time.monotonic() >= self._due:
+            self.inner.look()
+            self._due = time.monotonic() + self.inner.wait()
+
+    def _give(self) -> None:
+        if self._failed:
+            return
+        try:
+            found = gpu_processes(self.inner.host, find_job(self.inner.host, str(self.inner.program_pid)))
+            changed = self._slices.apply([one.pid for one in found if not one.under_mps], self.slice_us)
+        except GpushareError as error:
+            if error.code not in PASSING:
+                self._say(f"the time-slice cannot be set: {error.message}; the program runs with the driver's default")
+            self._failed = is_final(error)
+            return
+        for pid in changed:
+            self._say(f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.inner.news.append(text)
+
+    def settle(self) -> None:
+        """End the calls, and let the inner watch settle."""
+        self._slices.close()
+        self.inner.settle()
+
+
+@dataclass
+class SlicedShare:
+    """A share outside MPS whose program gets a slice."""
+
+    inner: Share
+    slice_us: int
+
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner share.
+        return getattr(self.inner, name)
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it, and with which slice."""
+        return f"{self.inner.where}, outside MPS, with a time-slice of {format_slice(self.slice_us)}"
+
+    def watch(self, pid: int) -> Watch:
+        """Return the watch over a program."""
+        # The other attributes are the inner watch's.
+        return cast("Watch", SlicedWatch(self.inner.watch(pid), self.slice_us))

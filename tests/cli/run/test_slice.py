@@ -1,0 +1,170 @@
+"""`gpushare run --slice` and `run --production --slice`: outside MPS, with a time-slice that is set and read back."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.run.jobs import find_record
+from gpushare.run.results import SLICES, keep_tuned
+from gpushare.sim.state import StateFile
+from tests.cli.drive import Answer, Started, World, until
+from tests.cli.run.test_roles import TUNED
+
+Cli = Callable[..., Answer]
+JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--noise", "0.2", "--need")
+OUTSIDE = ("--production", "web", "--slice", "16ms")
+
+
+def slices(world: World) -> list[int]:
+    return [one.slices.get("compute", 2048) for one in world.state.processes]
+
+
+def test_production_runs_outside_mps_with_its_slice(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    job = real("run", *OUTSIDE, "--grace", "1", "--", *JOB, "50")
+    until(lambda: slices(world) == [16000], "it has its slice")
+    assert world.state.daemons == []
+    record = find_record(world.host, "web")
+    assert record is not None
+    assert record.role == "production"
+    until(lambda: (find_record(world.host, "web") or record).memory_peak_bytes, "its memory is noted")
+    job.signal(signal.SIGTERM)
+    answer = job.result()
+    assert re.search(r"process \d+ has a time-slice of 16ms \(read back\)", answer.err)
+    assert re.search(r"process \d+ runs in GPU 0", answer.err)
+
+
+def test_any_program_may_have_one(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
+    until(lambda: slices(world) == [300], "it has its slice")
+    (row,) = world.run("timeslice", "show").data["processes"]
+    assert (row["job"], row["slices_us"]) == ("batch", [300])
+    job.signal(signal.SIGTERM)
+    job.result()
+
+
+def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
+    until(lambda: slices(world) == [300], "it has its slice")
+    world.run("timeslice", "set", "700us", "batch")
+    time.sleep(1.5)
+    assert slices(world) == [700]
+    job.signal(signal.SIGTERM)
+    assert job.result().err.count("read back") == 1
+
+
+def test_a_slice_that_cannot_be_set_is_told(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    with StateFile(world.spec).changed() as state:
+        state.channel_fault = "seccomp"
+    job = real("run", *OUTSIDE, "--", *JOB, "50", "--seconds", "2")
+    answer = job.result()
+    assert answer.code == 0
+    told = [line for line in answer.err.splitlines() if "the time-slice cannot be set" in line]
+    assert len(told) == 1
+    assert told[0].endswith("; the program runs with the driver's default")
+
+
+def test_it_is_planned(cli: Cli, world: World) -> None:
+    planned = cli("run", *OUTSIDE, "-n", "--", "true").ok()
+    assert "run true on GPU 0, outside MPS, with a time-slice of 16ms" in planned.out
+    assert "nvidia-cuda-mps-control" not in planned.out
+    assert (
+        "with a time-slice of 16ms" in cli("run", "--production", "web", "--way", "slices", "-n", "--", "true").ok().out
+    )
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, production_slice_us=8000))
+    tuned = ("run", "--production", "web")
+    assert "with a time-slice of 8ms" in cli(*tuned, "-n", "--", "true").ok().out
+    assert "with a time-slice of 4ms" in cli(*tuned, "--slice", "4ms", "-n", "--", "true").ok().out
+    for more in (("--way", "caps"), ("--threads", "50")):
+        assert "as a client of the MPS daemon" in cli(*tuned, *more, "-n", "--", "true").ok().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (("--slice", "10us"), "bad_slice", "20us"),
+        (("--slice", "500"), "bad_slice", "500us"),
+        (("--slice", "31ms"), "slice_too_long", "16ms"),
+        (("--slice", "1ms", "--threads", "50"), "bad_combination", "--job-memory"),
+        (("--slice", "1ms", "--strict"), "bad_combination", "--job-memory"),
+        (("--slice", "1ms", "--mig", "1g"), "bad_combination", "--slice"),
+        (("--slice", "1ms", "--copies", "2"), "bad_combination", "--slice"),
+        (("--production", "web", "--slice", "1ms", "--way", "caps"), "bad_combination", "--slice"),
+        (("--production", "web", "--way", "slices", "--priority", "low"), "bad_combination", "--slice"),
+        (("--opportunistic", "--slice", "1ms", "--adapt"), "bad_combination", "--slice"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    refused: Callable[..., str], words: tuple[str, ...], code: str, hint: str
+) -> None:
+    assert hint in refused("run", *words, "--", "true", code=code, exit_code=2)
+
+
+def test_in_an_exclusive_mode_it_is_refused(refused: Callable[..., str], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    with StateFile(world.spec).changed() as state:
+        state.gpus[0].compute_mode = 3
+    text = refused("run", *OUTSIDE, "--", "true", code="exclusive_process", exit_code=19)
+    assert "DEFAULT" in text
+
+
+def test_production_under_mps_next_to_the_group_is_refused(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    assert world.host.nvml.count() == 1
+    job = real("run", "--opportunistic", "--way", "slices", "--slice", "400us", "--", *JOB, "50")
+    until(
+        lambda: [s.slices.get("compute") for d in world.state.daemons for s in d.servers] == [400], "it has its slice"
+    )
+    text = refused("run", "--production", "web", "--", "true", code="production_under_mps", exit_code=19)
+    assert "--production web --slice 16ms" in text
+    job.signal(signal.SIGTERM)
+    job.result()
+
+
+def test_the_slice_follows_production_by_its_log(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+    """Two phases: alone the GPU is its own for 90 %; then it needs all of it, and a second one starts."""
+    assert world.host.nvml.count() == 1
+    log = tmp_path / "web.log"
+    web = real("run", *OUTSIDE, "--metric", "rate=([0-9.]+)", "--log", str(log), "--", *JOB, "90")
+    until(lambda: slices(world) == [16000], "production has its slice")
+    words = ("run", "--opportunistic", "--for", "web", "--adapt", "--keep", "90%", "--", *JOB, "90")
+    other = real(*words)
+    until(lambda: any(1 for d in world.state.daemons for s in d.servers if s.slices.get("compute")), "it begins")
+    seen: set[int] = set()
+
+    def moved() -> bool:
+        seen.update(s.slices.get("compute", 0) for d in world.state.daemons for s in d.servers)
+        return len(seen) >= 4
+
+    until(moved, "the slice moves")
+    # With a trial of the first scan.
+    assert all(20 <= one <= 2049 for one in seen)
+    before = log.stat().st_size
+    time.sleep(4)
+    with log.open() as file:
+        file.seek(before)
+        rates = [float(one) for one in re.findall(r"rate=([0-9.]+)\n", file.read())]
+    assert sum(rates) / len(rates) > 85
+    # Production ends: nobody is there to be spared.
+    web.signal(signal.SIGTERM)
+    web.result()
+    until(
+        lambda: all(s.slices.get("compute", 2048) == 2048 for d in world.state.daemons for s in d.servers),
+        "it is let go",
+    )
+    other.signal(signal.SIGTERM)
+    answer = other.result()
+    assert "share a time-slice of " in answer.err
+    assert "'web' keeps 90 % of its speed" in answer.err
