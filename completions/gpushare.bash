@@ -240,7 +240,7 @@ _gpushare_node() {
       positional='streams mps timeslice mig vgpu'
       ;;
     'bench')
-      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --copy --footprint --to --compare --plot -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')

@@ -62,7 +62,7 @@ def bench(
         typer.Option(
             "--ways",
             metavar="LIST",
-            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig and streams. [default: all]",
+            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams, streams:priority and threads. [default: all but the last two]",
         ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each.")] = 3,
@@ -79,6 +79,9 @@ def bench(
     timeout: HungAfter = None,
     size: Annotated[int | None, typer.Option("--size", metavar="N", help="Built-in workload: N x N matrices.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: multiply on the CPU too.")] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Built-in workload: copy a matrix to the GPU next to each multiplication.")
+    ] = False,
     footprint: Annotated[
         str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory to hold.")
     ] = None,
@@ -103,7 +106,7 @@ def bench(
     """
     from gpushare.measure.bench_data import check_new, read_bench
 
-    built_in = {"size": size, "cpu": cpu or None, "footprint": footprint}
+    built_in = {"size": size, "cpu": cpu or None, "copy": copy or None, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else _picture(plot)
@@ -179,11 +182,11 @@ def _request(
     """Return what to measure, and the facts of the built-in workload if that is measured."""
     from gpushare.cli.options import positive
     from gpushare.measure.bench import BenchRequest
-    from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
+    from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
 
     copies, ways, repeat, window, timeout = words
-    streams = () if command else ("--streams", "{}")
-    default = DEFAULT_WAYS if streams else DEFAULT_WAYS.replace(",streams", "")
+    in_one = {} if command else IN_ONE_OPTIONS
+    default = DEFAULT_WAYS if in_one else DEFAULT_WAYS.replace(",streams", "")
     environment: Mapping[str, str] = {}
     workload = None
     argv = list(command or ())
@@ -191,7 +194,12 @@ def _request(
         from gpushare.measure.built_in import built_in_workload
 
         chosen = built_in_workload(
-            host, device, size=built_in["size"], cpu=bool(built_in["cpu"]), footprint=built_in["footprint"]
+            host,
+            device,
+            size=built_in["size"],
+            cpu=bool(built_in["cpu"]),
+            footprint=built_in["footprint"],
+            copy=bool(built_in["copy"]),
         )
         argv, metric, environment, workload = list(chosen.argv), chosen.metric, chosen.environment, chosen.facts
         window = window or "2s"
@@ -203,7 +211,7 @@ def _request(
         repeat=repeat,
         window=None if window is None else positive("--for", window, "3s"),
         limit=None if timeout is None else positive("--timeout", timeout, "10m"),
-        streams=streams,
+        in_one=in_one,
         environment=environment,
     )
     return request, workload

@@ -26,7 +26,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "bench": {
         "What is measured": "copies ways repeat gpu for timeout",
         "Numbers that CMD prints": "metric lower-is-better latency",
-        "The built-in workload": "size cpu footprint",
+        "The built-in workload": "size cpu copy footprint",
         "Results": "to compare plot",
     },
     "tune": {

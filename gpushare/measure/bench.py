@@ -16,10 +16,10 @@ from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
     ALONE,
+    IN_ONE,
     MIG,
     MPS,
     QUEUE,
-    STREAMS,
     TIMESLICE,
     BenchWay,
     Grounds,
@@ -58,7 +58,7 @@ Cell = tuple[BenchWay, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, and how. ``streams`` are the options that make one process run N streams ("{}" is N)."""
+    """What is measured, and how. ``in_one``: the options that make one process do the work of N copies, by way."""
 
     argv: Sequence[str]
     metric: Metric
@@ -69,7 +69,7 @@ class Settings:
     window: float | None = None
     # None: derived from how long one copy takes.
     limit: float | None = None
-    streams: Sequence[str] = ()
+    in_one: Mapping[str, Sequence[str]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -114,7 +114,7 @@ class Measurement:
 def measured_as(cell: Cell, settings: Settings) -> Cell:
     """Return the cell whose runs measure this one: some are equivalent."""
     way, copies = cell
-    outside = way.kind in {QUEUE, TIMESLICE, STREAMS} and settings.alone.kind == QUEUE
+    outside = way.kind in {QUEUE, TIMESLICE, *IN_ONE} and settings.alone.kind == QUEUE
     # In turn, a printed rate is the rate of one copy.
     if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
         return settings.alone, 1
@@ -289,9 +289,9 @@ class Bench:
 
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
         settings = self._settings
-        if way.kind != STREAMS:
+        if way.kind not in IN_ONE:
             return self._grounds.launches(way, copies, settings.argv, settings.environment)
-        argv = [*settings.argv, *(word.replace("{}", str(copies)) for word in settings.streams)]
+        argv = [*settings.argv, *(word.replace("{}", str(copies)) for word in settings.in_one[way.name])]
         return self._grounds.launches(way, 1, argv, settings.environment)
 
     def _limit(self, copies: int) -> float:
@@ -370,7 +370,7 @@ class BenchRequest:
     repeat: int = 3
     window: float | None = None
     limit: float | None = None
-    streams: Sequence[str] = ()
+    in_one: Mapping[str, Sequence[str]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -400,7 +400,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         request.ways,
         request.copies,
         why,
-        streams=bool(request.streams),
+        streams=bool(request.in_one),
         more=lambda way, copies: _too_few(copies, instances) if way.kind == MIG and copies > instances else None,
     )
     if alone is None or not cells:
@@ -416,7 +416,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         repeat=request.repeat,
         window=request.window,
         limit=request.limit,
-        streams=request.streams,
+        in_one=request.in_one,
         environment=request.environment,
     )
     uncapped = any(way.kind == MPS and way.cap(copies) is None for way, copies in schedule(settings))

@@ -16,7 +16,7 @@ from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, percentile, ratio, summarize
-from gpushare.measure.ways import QUEUE, STREAMS, TIMESLICE, BenchWay
+from gpushare.measure.ways import IN_ONE_OPTIONS, QUEUE, TIMESLICE, BenchWay
 from gpushare.run.results import BenchedCap
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
     def speed(run: RunResult) -> list[float]:
         if metric.printed:
             # One process prints the sum of its streams.
-            parts = run.copies if run.way == STREAMS else 1
+            parts = run.copies if run.way in IN_ONE_OPTIONS else 1
             speeds = [metric.speed(one.value) if one.value else one.value for one in run.result.copies]
             return [speed / parts for speed in speeds if speed is not None]
         return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []

@@ -41,7 +41,9 @@ class BuiltIn:
     facts: Mapping[str, Any]
 
 
-def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None) -> BuiltIn:
+def built_in_workload(
+    host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None, copy: bool = False
+) -> BuiltIn:
     """Return the built-in workload; on a simulated host, a simulated job with about the same needs."""
     size = DEFAULT_SIZE if size is None else size
     if not 16 <= size <= _MOST_SIZE:
@@ -49,6 +51,7 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
     if footprint is not None:
         parse_memory_limit(footprint)
     title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
+    title += ", with a copy to the GPU next to each" if copy else ""
     root = str(Path(gpushare.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
@@ -59,12 +62,14 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
         "unit": "multiplications per second",
         "size": size,
         "cpu": cpu,
+        "copy": copy,
         "footprint": footprint,
         "backend": backend,
     }
     held = [] if footprint is None else ["--footprint", footprint]
     argv = _simulated(size, cpu=cpu) if host.is_simulated else _real(size, backend, cpu=cpu)
-    return BuiltIn(argv=[*argv, *held], metric=parse_metric(_RATE), environment=environment, facts=facts)
+    beside = ["--copy"] if copy and not host.is_simulated else []
+    return BuiltIn(argv=[*argv, *beside, *held], metric=parse_metric(_RATE), environment=environment, facts=facts)
 
 
 def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:

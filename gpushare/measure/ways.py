@@ -38,12 +38,22 @@ TIMESLICE: Final = "timeslice"
 MPS: Final = "mps"
 MIG: Final = "mig"
 STREAMS: Final = "streams"
+THREADS: Final = "threads"
+# One process does the work of all copies, which only the built-in workload can.
+IN_ONE: Final = frozenset({STREAMS, THREADS})
+_PRIORITY: Final = "streams:priority"
+# Its options for each of these ways; {} is the number.
+IN_ONE_OPTIONS: Final[Mapping[str, Sequence[str]]] = {
+    STREAMS: ("--streams", "{}"),
+    _PRIORITY: ("--streams", "{}", "--priority"),
+    THREADS: ("--threads", "{}"),
+}
 # One copy that has the device to itself.
 ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
 # The simplest first, which is chosen where there is no difference. For streams, the program must be rewritten.
-_SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, STREAMS)
-_WAY: Final = re.compile(r"(queue|timeslice|mig|streams|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
+_SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, THREADS, STREAMS)
+_WAY: Final = re.compile(r"(queue|timeslice|mig|streams|threads|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
 _MOST_COPIES: Final = 512
 
 
@@ -83,6 +93,9 @@ def parse_ways(text: str) -> tuple[BenchWay, ...]:
     """Return the ways in a list, in its order, each once."""
     found: dict[str, BenchWay] = {}
     for word in (word.strip().lower() for word in text.split(",")):
+        if word == _PRIORITY:
+            found.setdefault(word, BenchWay(name=word, kind=STREAMS))
+            continue
         match = _WAY.fullmatch(word)
         if match is None or (match[2] is not None and match[1] != MPS):
             raise BadUsage(
@@ -124,7 +137,7 @@ class Reasons:
 
     def of(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
-        if way.kind in {QUEUE, STREAMS}:
+        if way.kind in {QUEUE, *IN_ONE}:
             return self.outside
         if way.kind == TIMESLICE:
             return self.outside or self.timeslice
@@ -247,14 +260,14 @@ def sort_out(
 ) -> tuple[list[tuple[BenchWay, int]], list[LeftOut]]:
     """Return which ways are measured with how many copies, and which are left out and why.
 
-    ``streams``: the command can run as streams of one process. ``more`` returns why a number of copies is impossible.
+    ``streams``: the command can run as streams or threads of one process. ``more`` returns why a number of copies is impossible.
     """
     cells: list[tuple[BenchWay, int]] = []
     left: list[LeftOut] = []
     for way in ways:
         reason = why.of(way)
-        if way.kind == STREAMS and not streams:
-            reason = "only the built-in workload runs as streams of one process"
+        if way.kind in IN_ONE and not streams:
+            reason = f"only the built-in workload runs as {way.kind} of one process"
         if reason is not None:
             left.append(LeftOut(way=way.name, copies=None, reason=reason))
             continue

@@ -2,7 +2,10 @@
 
 Multiplies square matrices until it is ended, and prints ``rate=NUMBER`` (multiplications per second since the line
 before) several times a second. It runs on PyTorch or CuPy, whichever is installed. With ``--cpu``, each multiplication on
-the GPU is followed by one of the same size on the CPU. ``--probe`` only prints which of the two works here.
+the GPU is followed by one of the same size on the CPU; with ``--copy``, one matrix is copied to the GPU next to it.
+``--streams N`` multiplies in N streams, ``--threads N`` in N threads, which share the default stream. Of several streams,
+the first also tells how long one multiplication takes that comes while the others are busy (``p50=``, ``p99=``, in ms);
+``--priority`` gives it a high priority. ``--probe`` only prints which library works here.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Protocol
 
 from gpushare.errors import BadUsage
+from gpushare.measure.statistics import percentile
 from gpushare.units import parse_memory_limit
 
 _FLOAT_BYTES: Final = 4
@@ -32,6 +38,12 @@ class Multiplier(Protocol):
     def launch(self, stream: int) -> None:
         """Queue one multiplication in a stream."""
 
+    def wait(self, stream: int) -> None:
+        """Wait until one stream is done."""
+
+    def copy(self, stream: int) -> None:
+        """Queue a copy of one matrix from the host, next to the work of a stream."""
+
     def synchronize(self) -> None:
         """Wait until all streams are done."""
 
@@ -39,14 +51,39 @@ class Multiplier(Protocol):
         """Return one element of the last product: the size of the matrices, if it is correct."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Which streams there are. ``default``: all work is in the default stream; ``first_high``: the first has priority."""
+
+    default: bool = False
+    first_high: bool = False
+    copies: bool = False
+
+
+_PLAIN: Final = Streams()
+# The higher of the two priorities that every GPU has.
+_HIGH: Final = -1
+
+
 class TorchMultiplier:
     """Through PyTorch (cuBLAS), single precision."""
 
-    def __init__(self, size: int, streams: int, footprint: int) -> None:
+    def __init__(self, size: int, streams: int, footprint: int, kind: Streams = _PLAIN) -> None:
         self._torch = torch = _library("torch")
         if not torch.cuda.is_available():
             raise Unusable("torch sees no GPU")
-        self._streams = [torch.cuda.Stream() for _ in range(streams)]
+        self._streams = [
+            torch.cuda.default_stream()
+            if kind.default
+            else torch.cuda.Stream(priority=_HIGH)
+            if kind.first_high and number == 0
+            else torch.cuda.Stream()
+            for number in range(streams)
+        ]
+        if kind.copies:
+            self._beside = [torch.cuda.Stream() for _ in range(streams)]
+            self._sources = [torch.ones(size, size, pin_memory=True) for _ in range(streams)]
+            self._targets = [torch.empty(size, size, device="cuda") for _ in range(streams)]
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
         self._held = torch.empty(_rest(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
@@ -56,6 +93,15 @@ class TorchMultiplier:
         left, right, product = self._matrices[stream]
         with self._torch.cuda.stream(self._streams[stream]):
             self._torch.matmul(left, right, out=product)
+
+    def wait(self, stream: int) -> None:
+        """Wait until one stream is done."""
+        self._streams[stream].synchronize()
+
+    def copy(self, stream: int) -> None:
+        """Queue a copy from pinned memory, in a stream of its own."""
+        with self._torch.cuda.stream(self._beside[stream]):
+            self._targets[stream].copy_(self._sources[stream], non_blocking=True)
 
     def synchronize(self) -> None:
         """Wait until all streams are done."""
@@ -69,10 +115,21 @@ class TorchMultiplier:
 class CupyMultiplier:
     """Through CuPy (cuBLAS), single precision."""
 
-    def __init__(self, size: int, streams: int, footprint: int) -> None:
+    def __init__(self, size: int, streams: int, footprint: int, kind: Streams = _PLAIN) -> None:
         self._cupy = cupy = _library("cupy")
         try:
-            self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
+            self._streams = [
+                cupy.cuda.Stream.null
+                if kind.default
+                else cupy.cuda.Stream(non_blocking=True, priority=_HIGH)
+                if kind.first_high and number == 0
+                else cupy.cuda.Stream(non_blocking=True)
+                for number in range(streams)
+            ]
+            if kind.copies:
+                self._beside = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
+                self._sources = [_library("cupyx").zeros_pinned((size, size), dtype="float32") for _ in range(streams)]
+                self._targets = [cupy.empty((size, size), dtype="float32") for _ in range(streams)]
             self._matrices = [[cupy.ones((size, size), dtype="float32") for _ in range(3)] for _ in range(streams)]
             self._held = cupy.empty(_rest(size, streams, footprint), dtype="uint8")
             self.synchronize()
@@ -85,6 +142,14 @@ class CupyMultiplier:
         left, right, product = self._matrices[stream]
         with self._streams[stream]:
             self._cupy.matmul(left, right, out=product)
+
+    def wait(self, stream: int) -> None:
+        """Wait until one stream is done."""
+        self._streams[stream].synchronize()
+
+    def copy(self, stream: int) -> None:
+        """Queue a copy from pinned memory, in a stream of its own."""
+        self._targets[stream].set(self._sources[stream], stream=self._beside[stream])
 
     def synchronize(self) -> None:
         """Wait until all streams are done."""
@@ -108,7 +173,7 @@ def _rest(size: int, streams: int, footprint: int) -> int:
 
 
 # In the order in which they are tried.
-BACKENDS: Final[dict[str, Callable[[int, int, int], Multiplier]]] = {
+BACKENDS: Final[dict[str, Callable[..., Multiplier]]] = {
     "torch": TorchMultiplier,
     "cupy": CupyMultiplier,
 }
@@ -161,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         footprint = 0 if options.footprint is None else parse_memory_limit(options.footprint)
         name = options.backend or first_usable(list(BACKENDS))
-        multiplier = BACKENDS[name](options.size, options.streams, footprint)
+        kind = Streams(default=options.threads > 0, first_high=options.priority, copies=options.copy)
+        multiplier = BACKENDS[name](options.size, options.threads or options.streams, footprint, kind)
         run(multiplier, options, ended)
     except (Unusable, RuntimeError, MemoryError, ImportError, BadUsage) as error:
         sys.stderr.write(f"error: {error}\n")
@@ -174,7 +240,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=list(BACKENDS), default=None)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--priority", action="store_true")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--copy", action="store_true")
     parser.add_argument("--footprint", default=None)
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two lines")
     parser.add_argument("--seconds", type=float, default=None, help="end after this many seconds")
@@ -183,27 +252,71 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int]) -> None:
-    """Multiply until it is ended, and print the rate."""
-    on_cpu = cpu_multiplication(options.size) if options.cpu else None
-    batch = 1 if options.cpu else _batch(multiplier, options.streams)
+    """Multiply until it is ended, and print the rate, and of several streams the latency of the first."""
+    on_cpu = cpu_multiplication(options.size) if options.cpu else _nothing
+    parts = options.threads or options.streams
+    batch = 1 if options.cpu else _batch(multiplier, parts)
     started = since = time.perf_counter()
     done = 0
-    while not ended:
-        for _ in range(batch):
-            for stream in range(options.streams):
-                multiplier.launch(stream)
-        multiplier.synchronize()
-        if on_cpu is not None:
-            for _ in range(options.streams):
+    waits: list[float] = []
+    with ThreadPoolExecutor(max_workers=parts) as threads:
+        work = _Round(multiplier, batch, copies=options.copy, threads=threads if options.threads else None)
+        while not ended:
+            waits += work.queue(parts)
+            multiplier.synchronize()
+            for _ in range(parts):
                 on_cpu()
-        done += batch * options.streams
-        now = time.perf_counter()
-        if now - since >= options.every:
-            sys.stdout.write(f"rate={done / (now - since):.6g}\n")
-            sys.stdout.flush()
-            done, since = 0, now
-        if options.seconds is not None and now - started >= options.seconds:
-            break
+            done += batch * parts
+            now = time.perf_counter()
+            if now - since >= options.every:
+                _tell(done / (now - since), waits)
+                done, since, waits = 0, now, []
+            if options.seconds is not None and now - started >= options.seconds:
+                break
+
+
+def _nothing() -> None:
+    pass
+
+
+def _tell(rate: float, waits: Sequence[float]) -> None:
+    sys.stdout.write(f"rate={rate:.6g}\n")
+    if waits:
+        sys.stdout.write(f"p50={percentile(waits, 50):.6g} p99={percentile(waits, 99):.6g}\n")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The work between two waits for the GPU: a batch in each stream, queued by one thread or by one for each."""
+
+    multiplier: Multiplier
+    batch: int
+    copies: bool
+    threads: ThreadPoolExecutor | None
+
+    def queue(self, parts: int) -> list[float]:
+        """Queue it; return how long one multiplication in the first of several streams took (ms), the others being busy."""
+        if self.threads is not None:
+            list(self.threads.map(self._queue, range(parts), [self.batch] * parts))
+            return []
+        for stream in range(1, parts):
+            self._queue(stream, self.batch)
+        if parts == 1:
+            self._queue(0, self.batch)
+            return []
+        start = time.perf_counter()
+        self._queue(0, 1)
+        self.multiplier.wait(0)
+        taken = 1e3 * (time.perf_counter() - start)
+        self._queue(0, self.batch - 1)
+        return [taken]
+
+    def _queue(self, stream: int, count: int) -> None:
+        for _ in range(count):
+            self.multiplier.launch(stream)
+            if self.copies:
+                self.multiplier.copy(stream)
 
 
 def _batch(multiplier: Multiplier, streams: int) -> int:

@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--need", type=float, default=50.0, help="percent of the GPU that its full rate takes")
     parser.add_argument("--rate", type=float, default=100.0, help="its full rate: units of work per second")
     parser.add_argument("--streams", type=int, default=1, help="streams in one process")
+    parser.add_argument("--threads", type=int, default=0, help="threads in one process: one stream, in turn")
+    parser.add_argument("--priority", action="store_true", help="accepted: streams have no priorities here")
     parser.add_argument("--seconds", type=float, default=None, help="seconds after which it ends")
     parser.add_argument("--work", type=float, default=None, help="units of work after which it ends")
     parser.add_argument("--footprint", default=None, help="device memory: 1G")

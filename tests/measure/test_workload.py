@@ -38,10 +38,18 @@ class Counting:
 
     def __init__(self) -> None:
         self.launched: list[int] = []
+        self.copied: list[int] = []
+        self.waited: list[int] = []
         self.waits = 0
 
     def launch(self, stream: int) -> None:
         self.launched.append(stream)
+
+    def wait(self, stream: int) -> None:
+        self.waited.append(stream)
+
+    def copy(self, stream: int) -> None:
+        self.copied.append(stream)
 
     def synchronize(self) -> None:
         self.waits += 1
@@ -51,7 +59,7 @@ class Counting:
 
 
 def options(**named: object) -> argparse.Namespace:
-    given = {"size": 16, "streams": 1, "cpu": False, "every": 0.0, "seconds": 0.0, **named}
+    given = {"size": 16, "streams": 1, "threads": 0, "cpu": False, "copy": False, "every": 0.0, "seconds": 0.0, **named}
     return argparse.Namespace(**given)
 
 
@@ -69,7 +77,30 @@ def test_it_prints_a_rate_that_bench_reads(capsys: pytest.CaptureFixture[str]) -
 def test_streams_take_turns() -> None:
     gpu = Counting()
     workload.run(gpu, options(streams=3, cpu=True), [])
-    assert gpu.launched == [0, 1, 2]
+    assert (gpu.launched, gpu.waited) == ([1, 2, 0], [0]), (
+        "the first, whose latency is measured, comes while the others are busy"
+    )
+
+
+def test_of_several_streams_the_first_tells_its_latency(capsys: pytest.CaptureFixture[str]) -> None:
+    workload.run(Counting(), options(streams=2, cpu=True), [])
+    rate, latency = capsys.readouterr().out.splitlines()
+    assert rate.startswith("rate=")
+    assert re.fullmatch(r"p50=[0-9.e-]+ p99=[0-9.e-]+", latency)
+    workload.run(Counting(), options(cpu=True), [])
+    assert "p50" not in capsys.readouterr().out
+
+
+def test_each_thread_launches_its_own_part() -> None:
+    gpu = Counting()
+    workload.run(gpu, options(threads=3, cpu=True), [])
+    assert sorted(gpu.launched) == [0, 1, 2]
+
+
+def test_copies_go_next_to_the_multiplications() -> None:
+    gpu = Counting()
+    workload.run(gpu, options(streams=2, cpu=True, copy=True), [])
+    assert sorted(gpu.copied) == [0, 1]
 
 
 def test_with_cpu_each_multiplication_is_followed_by_one_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +196,18 @@ class Stream:
         self.library.current = None
 
 
+class _Streams:
+    """The class of streams of a library: called it makes one, and CuPy has the default one as ``null``."""
+
+    null = None
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __call__(self, **options: object) -> Stream:
+        return Stream(self._library, **options)
+
+
 class Library(types.ModuleType):
     """Notes what is asked of it. ``wrong`` is added to each product."""
 
@@ -178,7 +221,8 @@ class Library(types.ModuleType):
         self.uint8 = "uint8"
         self.cuda = types.SimpleNamespace(
             is_available=lambda: gpu,
-            Stream=lambda **options: Stream(self, **options),
+            Stream=_Streams(self),
+            default_stream=lambda: None,
             stream=lambda stream: stream,
             synchronize=self._wait,
             Device=lambda: types.SimpleNamespace(synchronize=self._wait),
@@ -242,6 +286,20 @@ def test_streams_of_cupy_do_not_wait_for_the_default_one(monkeypatch: pytest.Mon
     ((stream, *_),) = library.launches
     assert stream is not None
     assert stream.options == {"non_blocking": True}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_first_stream_can_have_priority(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(name)
+    install(monkeypatch, library)
+    multiplier = BACKENDS[name](16, 2, 0, workload.Streams(first_high=True))
+    multiplier.launch(0)
+    multiplier.launch(1)
+    (first, *_), (second, *_) = library.launches
+    assert first is not None
+    assert second is not None
+    assert first.options.get("priority") == -1
+    assert "priority" not in second.options
 
 
 def test_a_footprint_below_the_matrices_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,21 @@ def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path
     assert any("exclusive-process" in note for note in data["notes"])
     runs = sum(len(run["copies_run"]) if "copies_run" in run else run["copies"] for run in data["runs"])
     assert len(pipes.read_text().splitlines()) == runs + 1, "with the warm-up"
+
+
+def test_threads_of_one_process_take_turns_and_streams_do_not(cli: Cli) -> None:
+    words = ("--copies", "4", "--ways", "streams,streams:priority,threads", "--repeat", "1", "--for", "0.3s", "--copy")
+    data = cli("-o", "json", "bench", *words).ok().json["data"]
+    gain = {cell["way"]: cell["gain"]["value"] for cell in data["cells"]}
+    assert gain["threads"] < 1.5
+    assert min(gain["streams"], gain["streams:priority"]) > 3
+    assert data["workload"]["copy"] is True
+    assert "with a copy to the GPU next to each" in data["workload"]["title"]
+
+
+def test_only_the_built_in_workload_has_threads_and_copies(cli: Cli, refused: Callable[..., str]) -> None:
+    assert "--copy" in cli("bench", "--copy", "--", "true").err
+    data = cli("-o", "json", "bench", *WAYS[:2], "--ways", "timeslice,threads", *WAYS[4:], "--", "echo", "rate=2").ok()
+    assert [one["reason"] for one in data.json["data"]["left_out"]] == [
+        "only the built-in workload runs as threads of one process"
+    ]
