@@ -198,7 +198,7 @@ def find_channels(control: ChannelControl, process: OnGpu, *, probe: bool = True
     """Scan a process whose slice is to be set. Without a probe nothing is written.
 
     Raises:
-        NotSupported: it is a client of MPS (``mps_client``); and as `ChannelControl.find`.
+        NotSupported: it is a client of MPS (``under_mps``); and as `ChannelControl.find`.
         NotFound, NoPermission, TimedOut, OperationFailed: as `ChannelControl.find`.
     """
     if process.under_mps:
@@ -213,7 +213,7 @@ def _under_mps(pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is a client of MPS: all clients of a server share one time-slice",
         "limit it: gpushare mps set --threads PCT; or start it outside MPS: gpushare run --slice TIME -- CMD",
-        code="mps_client",
+        code="under_mps",
     )
 
 

@@ -159,7 +159,7 @@ def test_wrong_words_change_nothing(
 def test_a_client_of_mps_is_refused(cli: Cli, refused: Callable[..., str], world: World, pid: int) -> None:
     cli("mps", "start").ok()
     client = world.client()
-    said = refused("timeslice", "set", "500us", str(client), code="mps_client", exit_code=3)
+    said = refused("timeslice", "set", "500us", str(client), code="under_mps", exit_code=3)
     assert "share one time-slice" in said
     rows = {one["pid"]: one for one in world.run("timeslice", "show").data["processes"]}
     assert (rows[client]["under_mps"], rows[pid]["under_mps"]) == (True, False)
