@@ -266,7 +266,7 @@ _gpushare_node() {
       valued='-g --gpu --by --host -o --output'
       ;;
     'export')
-      commands='k8s dra karpenter slurm mig-parted cdi docker compose systemd prometheus'
+      commands='k8s dra karpenter slurm mig-parted cdi docker compose ecs systemd prometheus'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -301,6 +301,10 @@ _gpushare_node() {
     'export compose')
       options='-g --gpu -f --file --image --service --cdi --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --image --service --to --host -o --output'
+      ;;
+    'export ecs')
+      options='-g --gpu -f --file --image --name --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --image --name --to --host -o --output'
       ;;
     'export systemd')
       options='-g --gpu -f --file --program --at-boot --to --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -49,6 +49,7 @@ def add(group: typer.Typer) -> None:
     group.command("cdi", cls=Command, short_help="One device as CDI flags and file.")(cdi)
     group.command("docker", cls=Command, short_help="One device as flags of docker run.")(docker)
     group.command("compose", cls=Command, short_help="One device as a compose file.")(compose)
+    group.command("ecs", cls=Command, short_help="A task definition for Amazon ECS.")(ecs)
     group.command("systemd", cls=Command, short_help="Units that restore it after a reboot.")(systemd)
 
 
@@ -191,6 +192,24 @@ def compose(
 
     found = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
     return exported("compose", found, to)
+
+
+def ecs(
+    gpu: OneGpuOption = None,
+    file: FileOption = None,
+    image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the container.")] = None,
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="The family of the task definition.")
+    ] = "gpu-shared",
+    to: To = None,
+) -> Any:
+    """Write an ECS task definition with one container on an MPS share like this one, or on a whole GPU.
+
+    ECS starts the MPS daemon itself, and places containers by GPU memory: the share needs a memory limit.
+    """
+    from gpushare.export.ecs import ecs_export
+
+    return exported("ecs", ecs_export(_share(gpu, file), family=name, image=image), to)
 
 
 def systemd(

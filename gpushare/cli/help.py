@@ -165,6 +165,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "export mig-parted": (("The layout as it is", "export mig-parted --name balanced"),),
     "export cdi": (("Into files", "export cdi --to cdi"),),
     "export docker": (("A share of GPU 0", "export docker -g 0"),),
+    "export ecs": (("A share of GPU 0", "export ecs -g 0 --image pytorch/pytorch --name train"),),
     "export compose": (("A service", "export compose -g 0 --image pytorch/pytorch --service train"),),
     "export systemd": (
         ("Set up the host at each boot", "export systemd --at-boot /etc/gpushare.yaml --to /etc/systemd/system"),

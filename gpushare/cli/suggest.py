@@ -48,7 +48,10 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "kill": "mps kill",
         "limit": "mps set",
         **dict.fromkeys(("kubernetes", "k8s"), "export k8s"),
-        **{name: f"export {name}" for name in ("slurm", "docker", "compose", "systemd", "prometheus", "karpenter")},
+        **{
+            name: f"export {name}"
+            for name in ("slurm", "docker", "compose", "ecs", "systemd", "prometheus", "karpenter")
+        },
         **dict.fromkeys(("recommend", "suggest"), "advise"),
         "benchmark": "bench",
         "check": "doctor",

@@ -433,3 +433,10 @@ def test_a_media_extension_is_not_lost(cli: Cli) -> None:
     cli("mig", "create", "1g.5gb+me", "1c.3g.20gb", "-y", host=host).ok()
     assert '"1g.5gb+me": 1' in cli("export", "mig-parted", host=host).ok().out
     assert '"1c.3g.20gb": 1' in cli("export", "mig-parted", host=host).ok().out
+
+
+def test_a_task_definition_of_ecs(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "50", "--memory", "8G").ok()
+    done = cli("export", "ecs", "--name", "train").ok()
+    assert json.loads(done.out)["family"] == "train"
+    assert "note: apply: aws ecs register-task-definition --cli-input-json file://task-definition.json" in done.err

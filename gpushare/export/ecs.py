@@ -1,0 +1,103 @@
+"""Amazon ECS: a task definition with one container that shares a GPU by MPS. Pure.
+
+Facts: the ECS API (SharingStrategy, NvidiaMpsAllocation): ECS runs the MPS daemon itself, places containers by GPU memory
+alone, and sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE in the container.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.export.containers import ContainerDevice
+from gpushare.export.document import IMAGE, Document, Export
+from gpushare.model import Priority, Sharing
+from gpushare.units import MIB, format_percent
+
+FILE: Final = "task-definition.json"
+# Host memory that ECS keeps for the container.
+_HOST_MEBIBYTES: Final = 1024
+_FAMILY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}", re.ASCII)
+
+
+def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str | None = None) -> Export:
+    """Return the task definition of one container on a share like this one."""
+    if _FAMILY.fullmatch(family) is None:
+        raise BadUsage(
+            f"'{family[:70]}' is not the name of a task definition", "for example: --name gpu-shared", code="bad_name"
+        )
+    container = {
+        "name": "gpu",
+        "image": image or IMAGE,
+        "essential": True,
+        "memoryReservation": _HOST_MEBIBYTES,
+        "resourceRequirements": [{"type": "GPU", **_requirement(share)}],
+    }
+    task = {"family": family, "requiresCompatibilities": ["EC2"], "containerDefinitions": [container]}
+    return Export(
+        documents=(Document(name=FILE, text=json.dumps(task, indent=2) + "\n", kind="json"),),
+        commands=(
+            f"aws ecs register-task-definition --cli-input-json file://{FILE}",
+            f"aws ecs run-task --cluster CLUSTER --launch-type EC2 --task-definition {family} --count 2",
+        ),
+        needs=tuple(_needs(share)),
+        lost=tuple(_lost(share)),
+    )
+
+
+def _requirement(share: ContainerDevice) -> dict[str, Any]:
+    if share.mig is not None or share.gpu.sharing is Sharing.MIG:
+        raise NotSupported(
+            f"ECS offers no MIG devices; {share.title} is one" if share.mig else "ECS offers no MIG devices",
+            "gpushare export k8s, dra and slurm can, and gpushare export docker, compose and cdi",
+            code="no_mig_there",
+        )
+    if share.gpu.sharing is Sharing.EXCLUSIVE:
+        return {"value": "1"}
+    if share.mps is None:
+        raise NotSupported(
+            f"ECS shares GPUs by MPS only; {share.title} is time-sliced",
+            f"gpushare mps start -g {share.gpu.index} --memory 8G; or for one task per GPU: compute mode exclusive-process",
+            code="no_time_slicing",
+        )
+    limits = share.mps.limits
+    if limits.memory_limit_bytes is None:
+        raise NotFound(
+            f"ECS places containers by GPU memory, and the MPS daemon of {share.title} has no memory limit",
+            f"give one: gpushare mps set -g {share.gpu.index} --memory 8G",
+            code="no_memory_limit",
+        )
+    allocation = {"memory": limits.memory_limit_bytes // MIB}
+    percent = limits.threads_percent
+    if percent is not None and percent < 100:
+        if percent != int(percent):
+            raise NotSupported(
+                f"ECS takes a whole percentage; {share.title} has {format_percent(percent)}",
+                f"round it: gpushare mps set -g {share.gpu.index} --threads {max(1, round(percent))}",
+                code="fractional_threads",
+            )
+        allocation["maxComputePercent"] = int(percent)
+    return {"sharingStrategy": {"nvidiaMps": allocation}}
+
+
+def _needs(share: ContainerDevice) -> list[str]:
+    needs = ["container instances on EC2, or ECS Managed Instances: not Fargate, and not G6f instances"]
+    if share.mps is not None:
+        needs += [
+            "an AMI and an ECS agent with GPU sharing by MPS; ECS starts the daemon itself, so none of gpushare there",
+            "one CUDA process in the container: the limits are per process",
+        ]
+    return [*needs, f"memoryReservation set to the host memory that the program needs, in MiB (now {_HOST_MEBIBYTES})"]
+
+
+def _lost(share: ContainerDevice) -> list[str]:
+    if share.mps is None:
+        return []
+    lost = ["fault isolation: a fatal fault in one container ends the work of all on the GPU"]
+    if share.mps.limits.priority is Priority.LOW:
+        lost.append("low MPS priority: ECS sets no priority; the program can set CUDA_MPS_CLIENT_PRIORITY=1 itself")
+    if share.mps.users:
+        lost.append("the users who may connect: ECS decides by task")
+    return lost
