@@ -102,6 +102,8 @@ function __gpushare_valued
             return 0
         case --slice
             return 0
+        case --weight
+            return 0
         case --way
             return 0
         case --keep
@@ -352,6 +354,7 @@ complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has roo
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more.'
 complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.'
+complete -c gpushare -n '__gpushare_at run' -l weight -x -d 'Run outside MPS with a slice for this share: 3 is three times that of programs without a weight.'
 complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With a role: production outside MPS and one time-slice for the others; or all under MPS with caps.'
 complete -c gpushare -n '__gpushare_at run' -l adapt -d 'With --opportunistic: move the time-slice so that production keeps its speed.'
 complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'With --adapt: how much of its speed production keeps. [default: 97%]'
@@ -375,7 +378,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'

@@ -45,6 +45,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "run": (
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
+        ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
     ),

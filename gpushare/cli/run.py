@@ -118,7 +118,9 @@ def _check_slice_alone(roles: Roles, limits: Limits, *, strict: bool, apart: boo
     if roles.slice_us is not None and roles.way == "caps":
         raise _wrong("--slice cannot be combined with --way caps", "gpushare run --production NAME --slice 16ms -- CMD")
     if roles.slice_us is not None and apart:
-        raise _wrong("--slice cannot be combined with --mig or --copies", "gpushare run --slice 500us -- CMD")
+        raise _wrong(
+            "--slice and --weight cannot be combined with --mig or --copies", "gpushare run --slice 500us -- CMD"
+        )
     if roles.slice_us is not None and (roles.pause or roles.duty is not None or roles.adapt):
         raise _wrong(
             "--slice cannot be combined with --pause, --duty-cycle or --adapt",
@@ -260,6 +262,14 @@ def run(
             help="Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.",
         ),
     ] = None,
+    weight: Annotated[
+        str | None,
+        typer.Option(
+            "--weight",
+            metavar="N",
+            help="Run outside MPS with a slice for this share: 3 is three times that of programs without a weight.",
+        ),
+    ] = None,
     way: Annotated[
         str | None,
         typer.Option(
@@ -346,6 +356,9 @@ def run(
     With --mig the program has an instance of its own while it runs, and needs no daemon; limits or
     --strict run it under MPS inside the instance. Instances with a name are reserved for --mig NAME.
 
+    With --slice or --weight the program runs outside MPS, with a time-slice of its own that is read back.
+    Where it cannot be set, the reason is printed and the program runs with the driver's default.
+
     With --copies each copy gets a cap of 200/N percent and a share of the free memory, unless limits are
     given; a copy whose memory does not fit waits. A failed copy does not affect the others.
     """
@@ -374,7 +387,9 @@ def run(
         pause=pause,
         duty=duty,
         way=_way(way),
-        slice_us=_slice(slice_text),
+        slice_us=_slice(slice_text)
+        if weight is None
+        else _weighed(weight, slice_text, roles=bool(production or opportunistic)),
         adapt=adapt,
         keep=_kept(keep, adapt=adapt),
         rate=_rate(metric, log, higher_is_better=not lower),
@@ -434,6 +449,30 @@ def _slice(text: str | None) -> int | None:
             code="slice_too_long",
         )
     return found
+
+
+def _weighed(text: str, slice_text: str | None, *, roles: bool) -> int:
+    """Return the slice of a weight."""
+    from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
+
+    if slice_text is not None:
+        raise _wrong("--weight cannot be combined with --slice, as it is one", "gpushare run --weight 3 -- CMD")
+    if roles:
+        raise _wrong(
+            "--weight cannot be combined with --production or --opportunistic, which have slices of their own",
+            "gpushare run --weight 3 --name NAME -- CMD",
+        )
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise BadUsage(
+            f"--weight {quoted(text)} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+            "give --weight 3; programs without a weight count as 1",
+            code="bad_weight",
+        )
+    return slice_of_weight(weight)
 
 
 def _kept(text: str | None, *, adapt: bool) -> float:

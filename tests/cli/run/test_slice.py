@@ -52,6 +52,24 @@ def test_any_program_may_have_one(real: Callable[..., Started], world: World) ->
     job.result()
 
 
+@pytest.mark.parametrize(("weight", "microseconds"), [("3", 4364), ("1", 2048), ("0.5", 1469)])
+def test_a_weight_is_a_slice(cli: Cli, weight: str, microseconds: int) -> None:
+    planned = cli("run", "--weight", weight, "-n", "--", "true").ok()
+    assert "nvidia-cuda-mps-control" not in planned.out
+    text = f"{microseconds}us" if microseconds % 1000 else f"{microseconds // 1000}ms"
+    assert f"outside MPS, with a time-slice of {text}" in planned.out
+
+
+def test_two_programs_share_by_their_weights(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    jobs = [real("run", "--weight", text, "--", *JOB, "100") for text in ("3", "1")]
+    until(lambda: sorted(slices(world)) == [2048, 4364], "both have their slices")
+    for job in jobs:
+        job.signal(signal.SIGTERM)
+    assert "has a time-slice of 4364us (read back)" in jobs[0].result().err
+    jobs[1].result()
+
+
 def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
@@ -103,6 +121,16 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
         (("--production", "web", "--slice", "1ms", "--way", "caps"), "bad_combination", "--slice"),
         (("--production", "web", "--way", "slices", "--priority", "low"), "bad_combination", "--slice"),
         (("--opportunistic", "--slice", "1ms", "--adapt"), "bad_combination", "--slice"),
+        (("--weight", "3", "--slice", "1ms"), "bad_combination", "--weight 3"),
+        (("--weight", "3", "--production", "web"), "bad_combination", "--weight 3"),
+        (("--weight", "3", "--opportunistic"), "bad_combination", "--weight 3"),
+        (("--weight", "3", "--threads", "50"), "bad_combination", "--job-memory"),
+        (("--weight", "3", "--strict"), "bad_combination", "--job-memory"),
+        (("--weight", "3", "--copies", "2"), "bad_combination", "--slice"),
+        (("--weight", "0.4"), "bad_weight", "--weight 3"),
+        (("--weight", "15"), "bad_weight", "--weight 3"),
+        (("--weight", "nan"), "bad_weight", "--weight 3"),
+        (("--weight", "three"), "bad_weight", "--weight 3"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
