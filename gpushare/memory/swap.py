@@ -27,6 +27,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.pause.record import paused_since
 from gpushare.units import GIB, MIB, format_bytes
 from gpushare.values import dataclass
 
@@ -184,7 +185,7 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
 
     Raises:
         NotSupported: a client of MPS, on several GPUs or a MIG instance, a driver before 570.
-        InUse: it is stopped (a stopped process hangs the lock), or host memory is short.
+        InUse: it is stopped or paused (which hangs the lock), or host memory is short.
     """
     major = (host.nvml.driver_version() or "").partition(".")[0]
     if major.isdecimal() and int(major) < 570:
@@ -219,7 +220,14 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
 
 
 def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
+    off = paused_since(host)
     for one in processes:
+        if one.pid in off:
+            raise InUse(
+                f"process {one.pid} of {title} is paused, and the driver would wait for its work for ever",
+                f"let it continue first: gpushare resume {one.pid}",
+                code="paused",
+            )
         info = host.processes.describe(one.pid)
         if info is not None and info.stopped:
             raise InUse(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -223,7 +224,8 @@ class JobPause:
         # Noted first: a driver that does not answer may have done it.
         self._off.append(channels)
         try:
-            self.seconds += self.control.disable(channels)
+            with _signals_wait():
+                self.seconds += self.control.disable(channels)
         except TimedOut:
             raise
         except NotFound as error:
@@ -279,6 +281,17 @@ class JobPause:
         write(self.job)
         if self._guard is not None:
             self._guard.tell()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let Ctrl-C and its like wait: a call that was left to its own could take channels off after the roll-back."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _gone(pid: int) -> NotFound:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -369,3 +370,20 @@ def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper)
     job.control.fails.clear()
     assert keeper.step() == LOOK_SECONDS
     assert job.off == [True, True]
+
+
+def test_ctrl_c_during_the_call_takes_the_pause_back(job: Paused) -> None:
+    real = job.control.__getattr__
+
+    def disable(channels: Channels) -> float:
+        if channels.pid == job.pids[1]:
+            signal.raise_signal(signal.SIGINT)
+        return float(real("disable")(channels))
+
+    job.control.disable = disable  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        job.pause()
+    # It waited for the end of the call, and what was off is on again.
+    assert ("disable", job.pids[1]) in job.control.done
+    assert job.off == [False, False]
+    assert not job.path.exists()

@@ -19,7 +19,8 @@ __all__ = ["busy"]
 def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
     assert world.process(pid).channels_off
-    (job,) = world.run("pause", "list").data["jobs"]
+    # The state in the record follows the pause.
+    (job,) = until(lambda: world.run("pause", "list").data["jobs"], "it is listed")
     assert (job["pid"], job["by_run"], job["guarded"], job["guard"]) == (pid, True, True, started.pid)
     for verb in ("pause", "resume"):
         answer = world.run(verb, str(pid))

@@ -98,6 +98,14 @@ def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], 
     assert process(world, int(pid)).checkpoint == CHECKPOINTED
 
 
+def test_a_paused_job_is_resumed_first(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("pause", pid).ok()
+    assert f"gpushare resume {pid}" in refused("swap", "out", pid, code="paused", exit_code=19)
+    cli("resume", pid).ok()
+    cli("swap", "out", pid).ok()
+
+
 def test_short_host_memory_is_noticed_before(refused: Callable[..., str], world: World) -> None:
     pid = str(job())
     fault(world, host_memory_bytes=20 * GIB)
