@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.activity import BandwidthRecorder, utilization
 from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.search import Search
@@ -23,7 +22,6 @@ from gpushare.run.several import Program, Several, peak_memory
 from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
-    from gpushare.host.channels import Channels
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
@@ -290,73 +288,6 @@ class TuneOptions:
     start_seconds: float = 600.0
     # How long a pause waits for a queue to drain; the deepest one on an H200 took 0.1 s.
     drain_seconds: float = 1.5
-
-
-class Slicer:
-    """Sets the time-slices of running programs outside MPS; a context manager, which restores them at the end."""
-
-    def __init__(self, host: Host, device: Device) -> None:
-        self._host, self._device = host, device
-        self._control = host.open_channels()
-        self._found: dict[int, Channels] = {}
-
-    def __enter__(self) -> Slicer:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for channels in self._found.values():
-            # Most have ended by now.
-            with contextlib.suppress(GpushareError):
-                self._control.restore_slices(channels)
-        self._control.close()
-
-    def probe(self, program: Program) -> int:
-        """Return the slice of a program in microseconds as the driver has it now.
-
-        Raises:
-            GpushareError: its slices cannot be read and set, as `ChannelControl.find`.
-        """
-        slices = [group.slice_us for channels in self._channels(program) for group in channels.compute]
-        return max((one for one in slices if one is not None), default=0)
-
-    def set(self, program: Program, microseconds: int) -> None:
-        """Set the slice of all of a program's contexts. Raises as `probe`."""
-        for channels in self._channels(program):
-            try:
-                self._control.set_slice(channels, microseconds)
-            except NotFound as error:
-                if error.code != "stale_channels":
-                    raise
-                self._found[channels.pid] = self._control.find_again(channels)
-                self._control.set_slice(self._found[channels.pid], microseconds)
-
-    def _channels(self, program: Program) -> list[Channels]:
-        """Return the channels of a program's processes that have a CUDA context."""
-        tree = self._host.processes.descendants(program.pid)
-        listed = self._host.nvml.processes(self._device.gpu.index)
-        if listed is not None and self._host.processes.namespace_is_host() is not False:
-            on_gpu = {one.pid for one in listed}
-            tree = [pid for pid in tree if pid in on_gpu]
-        found, none = (
-            [],
-            NotFound(f"the {program.title} job has no CUDA context", "let it use the GPU", code="no_context"),
-        )
-        for pid in tree:
-            try:
-                self._found[pid] = self._found.get(pid) or self._control.find(pid)
-            except NotFound as error:
-                none = error
-                continue
-            if self._found[pid].under_mps:
-                raise NotSupported(
-                    f"the {program.title} job is a client of an MPS daemon, whose clients share one time-slice",
-                    "let it not change CUDA_MPS_PIPE_DIRECTORY",
-                    code="under_mps",
-                )
-            found.append(self._found[pid])
-        if not found:
-            raise none
-        return found
 
 
 class Pair:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.measure.pair import (
     Pair,
-    Slicer,
     Timeline,
     TuneOptions,
     Window,
@@ -43,6 +42,7 @@ from gpushare.measure.search import (
     outcome,
     summed_up,
 )
+from gpushare.measure.slicer import Slicer
 from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
 from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, product, ratio, widened
 from gpushare.measure.ways import reasons
@@ -422,7 +422,7 @@ class Tuning:
     ) -> None:
         self._options, self._reporter, self._several = options, reporter, several
         self._pair = Pair(host, device, options, several)
-        self._slicer = Slicer(host, device)
+        self._slicer = Slicer(host)
         self.other = OtherAlone()
         # The other job between two trials with slices: it is paused.
         self._beside: tuple[Program, Timeline] | None = None
@@ -447,7 +447,7 @@ class Tuning:
 
         def probe(program: Program) -> None:
             try:
-                self._slicer.probe(program)
+                self._slicer.probe(program.pid)
             except GpushareError as error:
                 unsliced.append(error)
 
@@ -541,7 +541,7 @@ class Tuning:
         self._request_us = self._pair.request_us
         if sliced and self._pair.production is not None:
             try:
-                self._default_us = self._slicer.probe(self._pair.production) or None
+                self._default_us = self._slicer.probe(self._pair.production.pid) or None
             except GpushareError as error:
                 raise _LeftOut(error) from None
 
@@ -596,7 +596,7 @@ class Tuning:
         ):
             if program is not None and slice_us is not None:
                 self._pair.demand_alive(program)
-                self._slicer.set(program, slice_us)
+                self._slicer.set(program.pid, slice_us)
         if beside is None:
             # Requests that began before are over.
             self._several.wait(self._options.settle_seconds)

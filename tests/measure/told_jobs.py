@@ -54,6 +54,8 @@ class ToldSeveral:
     """Stands in for `Several`: the model of gpushare.sim.job, and a clock that only waiting moves."""
 
     now = 100.0
+    # All jobs ever, by PID.
+    started: dict[int, ToldJob] = {}  # noqa: RUF012
 
     def __init__(self, host: Host, share: Share, *, grace_seconds: float = 0.0) -> None:
         self.share, self.programs = share, list[ToldJob]()
@@ -83,6 +85,9 @@ class ToldSeveral:
         if given is not None:
             job.need, job.rate, job.busy, job.latency = given.need, given.rate, given.busy, given.latency
         self.programs.append(job)
+        # Above every real one, so that nobody else has it.
+        job.pid = (1 << 30) + len(ToldSeveral.started)
+        ToldSeveral.started[job.pid] = job
         return job
 
     def look(self) -> None:
@@ -172,12 +177,13 @@ class ToldSlicer:
         for program in self.programs:
             program.slice_us = None
 
-    def probe(self, program: ToldJob) -> int:
+    def probe(self, pid: int) -> int:
         if ToldSlicer.refusal is not None:
             raise ToldSlicer.refusal
-        return program.slice_us or 2048
+        return ToldSeveral.started[pid].slice_us or 2048
 
-    def set(self, program: ToldJob, microseconds: int) -> None:
+    def set(self, pid: int, microseconds: int) -> None:
+        program = ToldSeveral.started[pid]
         assert program.runs
         self.programs.append(program)
         program.slice_us = microseconds
