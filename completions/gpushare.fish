@@ -806,7 +806,7 @@ complete -c gpushare -n '__gpushare_at compare' -l debug -d 'Show the traceback 
 complete -c gpushare -n '__gpushare_at compare' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at compare' -a 'streams mps timeslice mig vgpu'
 complete -c gpushare -n '__gpushare_at bench' -l copies -x -d 'Numbers of copies.'
-complete -c gpushare -n '__gpushare_at bench' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams, streams:priority and threads. [default: all but the last two]'
+complete -c gpushare -n '__gpushare_at bench' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).'
 complete -c gpushare -n '__gpushare_at bench' -l repeat -x -d 'Runs of each.'
 complete -c gpushare -n '__gpushare_at bench' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
 complete -c gpushare -n '__gpushare_at bench' -l metric -x -d 'A number that CMD prints, in brackets: \'rate=([0-9.]+)\'.'

@@ -62,7 +62,7 @@ def bench(
         typer.Option(
             "--ways",
             metavar="LIST",
-            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams, streams:priority and threads. [default: all but the last two]",
+            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
         ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each.")] = 3,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Slices, failures
 from gpushare.measure.metric import Metric
+from gpushare.measure.slicer import Slicer
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
     ALONE,
@@ -20,6 +21,7 @@ from gpushare.measure.ways import (
     MIG,
     MPS,
     QUEUE,
+    SLICES,
     TIMESLICE,
     BenchWay,
     Grounds,
@@ -114,7 +116,7 @@ class Measurement:
 def measured_as(cell: Cell, settings: Settings) -> Cell:
     """Return the cell whose runs measure this one: some are equivalent."""
     way, copies = cell
-    outside = way.kind in {QUEUE, TIMESLICE, *IN_ONE} and settings.alone.kind == QUEUE
+    outside = way.kind in {QUEUE, TIMESLICE, SLICES, *IN_ONE} and settings.alone.kind == QUEUE
     # In turn, a printed rate is the rate of one copy.
     if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
         return settings.alone, 1
@@ -147,6 +149,8 @@ class Bench:
         self._signals, self._progress, self._clock = signals, progress, clock
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
+        # Why time-slices cannot be set.
+        self._unsliced: GpushareError | None = None
         self.measurement = Measurement(settings=settings)
 
     def steps(self) -> tuple[Step, ...]:
@@ -161,7 +165,10 @@ class Bench:
             )
             for cell in cells
         ]
-        return (*(MpsShare(self._host, self._device, Limits()).steps() if mps else ()), *runs)
+        levels = {cell[0].level: cell[0] for cell in cells if cell[0].level is not None}
+        # Set for each run, and set back after it.
+        changes = [step for way in levels.values() for step in self._grounds.level_steps(way)]
+        return (*(MpsShare(self._host, self._device, Limits()).steps() if mps else ()), *changes, *runs)
 
     def _keep(self, number: int, cell: Cell) -> None:
         """Run a cell in a round, and keep the result unless the user has interrupted it."""
@@ -185,7 +192,7 @@ class Bench:
         elif not warm.throughput:
             raise _nothing_done()
         else:
-            self._go_round(self._fitting(cells, warm))
+            self._go_round(self._sliceable(self._fitting(cells, warm)))
         measurement.seconds = self._clock() - started
         return measurement
 
@@ -253,6 +260,17 @@ class Bench:
             self.measurement.left_out += [LeftOut(way=one.name, copies=number, reason=reason) for one, number in names]
         return kept
 
+    def _sliceable(self, cells: list[Cell]) -> list[Cell]:
+        """Leave out the time-slices if that of the first copy could not be read and set."""
+        if self._unsliced is None:
+            return cells
+        left = [cell for cell in self._settings.cells if cell[0].kind == SLICES]
+        if len(left) == len(self._settings.cells):
+            raise self._unsliced
+        reason = f"{self._unsliced.message}; {self._unsliced.hint}"
+        self.measurement.left_out += [LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in left]
+        return [cell for cell in cells if cell[0].kind != SLICES]
+
     def _run(self, number: int, cell: Cell) -> RunResult:
         way, copies = cell
         settings, before = self._settings, self._clock()
@@ -271,7 +289,12 @@ class Bench:
             guard=self._grounds.guard,
             signals=self._signals,
         )
-        result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
+        with self._grounds.at_level(way), Slicer(self._host) as slicer:
+            if way.slice_us is not None or self._asks_for_slices(number):
+                runner.slices = Slices(slicer, way.slice_us)
+            result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
+        if runner.slices is not None and runner.slices.microseconds is None:
+            self._unsliced = runner.slices.refused
         self._took[cell] = self._clock() - before
         drawn = usage.usage()
         invalid = self._grounds.lost(way)
@@ -285,6 +308,14 @@ class Bench:
             throughput=None if invalid is not None else throughput(way, result, settings.metric),
             usage=drawn,
             invalid=invalid,
+        )
+
+    def _asks_for_slices(self, number: int) -> bool:
+        """Return whether the first run, of one copy alone, tells if slices can be set."""
+        return (
+            number == 0
+            and self._settings.alone.kind == QUEUE
+            and any(way.kind == SLICES for way, _ in self._settings.cells)
         )
 
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:

@@ -217,7 +217,7 @@ def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int
             same.append(other)
     near = [one for one in same if _speed(one, metric) >= (1 - _NEAR) * _speed(best, metric)]
     chosen = min([best, *near], key=lambda one: one.way.order)
-    base = next((one for kind in (TIMESLICE, QUEUE) for one in verdicts if one.way.kind == kind), None)
+    base = next((one for kind in (TIMESLICE, QUEUE) for one in verdicts if one.way.name == kind), None)
     gain = None
     if base is not None:
         gain = ratio(_speeds(measurement, chosen), _speeds(measurement, base))
@@ -362,6 +362,8 @@ def _cell(verdict: CellVerdict, pick: Pick | None) -> dict[str, Any]:
         else verdict.way != pick.best and verdict.way not in pick.same,
         "failures": list(verdict.failures),
         "others": list(verdict.others),
+        "slice_us": verdict.way.slice_us,
+        "time_slice": None if verdict.way.level is None else verdict.way.level.title,
     }
 
 

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.errors import GpushareError
 from gpushare.measure.metric import Metric, Printed, hopeless, within
+from gpushare.measure.slicer import PASSING
 from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.several import Group, Program
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.measure.slicer import Slicer
     from gpushare.measure.usage import UsageMeter
     from gpushare.mps.kill import Meter
     from gpushare.run.program import EndSignals, Guard
@@ -23,6 +26,8 @@ _POLL_SECONDS: Final = 0.05
 # Shorter intervals at first: start-up and short programs are timed more exactly.
 _FIRST_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
+# A look for new contexts asks NVML.
+_SLICE_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +77,46 @@ class CopiesResult:
 
 
 @dataclass
+class Slices:
+    """The time-slice that each copy gets as soon as it has a context; None: only whether it could get one is found out.
+
+    ``refused`` is why not.
+    """
+
+    slicer: Slicer
+    microseconds: int | None
+    refused: GpushareError | None = None
+    _due: float = -math.inf
+
+    def look(self, copies: Sequence[_Copy], at: float) -> None:
+        """Set the slices of the copies that have none yet, from time to time."""
+        if at < self._due:
+            return
+        for copy in copies:
+            if not copy.program.runs or copy.sliced or copy.unsliced is not None:
+                continue
+            try:
+                if self.microseconds is None:
+                    self.slicer.probe(copy.program.pid)
+                else:
+                    self.slicer.set(copy.program.pid, self.microseconds)
+                copy.sliced = True
+            except GpushareError as error:
+                if error.code not in PASSING:
+                    copy.unsliced, self.refused = error.message, error
+        self._due = at + _SLICE_SECONDS
+
+
+@dataclass
 class _Copy:
     number: int
     program: Program
     printed: Printed
     by_us: bool = False
     left_behind: tuple[int, ...] = ()
+    # Whether its slice was set, or why it could not be.
+    sliced: bool = False
+    unsliced: str | None = None
 
     def hopeless(self, at: float) -> bool:
         """Return whether it only prints what is not a number, and will not stop doing so."""
@@ -99,6 +138,8 @@ class Copies:
     guard: Guard | None = None
     signals: EndSignals | None = None
     clock: Callable[[], float] = time.monotonic
+    # None: each has the driver's default.
+    slices: Slices | None = None
 
     def together(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
         """Run copies at the same time.
@@ -148,7 +189,7 @@ class Copies:
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
-            if self.durations.window is not None and opened is None and all(copy.printed.values for copy in running):
+            if self.durations.window is not None and opened is None and all(self._begun(copy) for copy in running):
                 opened = at
                 if usage is not None:
                     usage.restart()
@@ -170,6 +211,11 @@ class Copies:
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
+    def _begun(self, copy: _Copy) -> bool:
+        """Return whether a copy has printed a number, and has its slice or never will."""
+        wanted = self.slices is not None and self.slices.microseconds is not None
+        return bool(copy.printed.values) and (not wanted or copy.sliced or copy.unsliced is not None)
+
     def _asked(self, seconds: float) -> bool:
         """Wait at most ``seconds``, and return whether the user has asked for the end."""
         if self.signals is not None:
@@ -185,7 +231,10 @@ class Copies:
         group.look()
         if usage is not None:
             usage.look([copy.program.pid for copy in copies if copy.program.runs])
-        return self.clock()
+        at = self.clock()
+        if self.slices is not None:
+            self.slices.look(copies, at)
+        return at
 
     def _end(self, group: Group, copies: Sequence[_Copy]) -> None:
         for copy in copies:
@@ -231,6 +280,8 @@ class Copies:
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
+        if self.slices is not None and self.slices.microseconds is not None and not copy.sliced:
+            return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
                 return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.durations.limit:g} s")

@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpushareError
+from gpushare.host.compute_mode import need_root
 from gpushare.host.host import make_private_directory
 from gpushare.measure.copies import Launch
 from gpushare.mig.places import places_on
-from gpushare.model import ComputeMode
+from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.control import MpsControl, max_clients
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import client_environment
 from gpushare.mps.limits import Limits
+from gpushare.plan import Plan, Step, carry_out, roll_back
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
 from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.program import Guard
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
-from gpushare.units import quoted
+from gpushare.timeslice.policy import plan_level
+from gpushare.timeslice.rules import LEAST_US, MOST_US
+from gpushare.units import format_slice, parse_slice, quoted
 
 if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 QUEUE: Final = "queue"
 TIMESLICE: Final = "timeslice"
+# Outside MPS, each copy with a time-slice of its own.
+SLICES: Final = "slices"
 MPS: Final = "mps"
 MIG: Final = "mig"
 STREAMS: Final = "streams"
@@ -52,19 +58,26 @@ IN_ONE_OPTIONS: Final[Mapping[str, Sequence[str]]] = {
 ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
 # The simplest first, which is chosen where there is no difference. For streams, the program must be rewritten.
-_SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, THREADS, STREAMS)
+_SIMPLEST: Final = (QUEUE, TIMESLICE, SLICES, MPS, MIG, THREADS, STREAMS)
 _WAY: Final = re.compile(r"(queue|timeslice|mig|streams|threads|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
+_LEVEL: Final = re.compile(r"timeslice:(default|short|medium|long)")
+_EXAMPLE: Final = f"{DEFAULT_WAYS},mps:50,slices:500us,2ms,timeslice:short"
 _MOST_COPIES: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchWay:
-    """One way of sharing. ``percent`` caps the SM threads of each MPS client, divided by the copies if ``divided``."""
+    """One way of sharing. ``percent`` caps the SM threads of each MPS client, divided by the copies if ``divided``.
+
+    ``slice_us`` is the time-slice of each copy, ``level`` the time-slice level of the GPU during a run.
+    """
 
     name: str
     kind: str
     percent: float | None = None
     divided: bool = False
+    slice_us: int | None = None
+    level: TimeSlice | None = None
 
     def cap(self, copies: int) -> float | None:
         """Return the thread percentage of each copy, or None: no cap."""
@@ -77,7 +90,7 @@ class BenchWay:
     @property
     def order(self) -> tuple[int, bool]:
         """Return the sort key: the simplest set-up first."""
-        return _SIMPLEST.index(self.kind), self.percent is not None
+        return _SIMPLEST.index(self.kind), self.percent is not None or self.level is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,24 +103,40 @@ class LeftOut:
 
 
 def parse_ways(text: str) -> tuple[BenchWay, ...]:
-    """Return the ways in a list, in its order, each once."""
+    """Return the ways in a list, in its order, each once. Times after ``slices:`` are more slices: ``slices:500us,2ms``."""
     found: dict[str, BenchWay] = {}
+    slices = False
     for word in (word.strip().lower() for word in text.split(",")):
-        if word == _PRIORITY:
-            found.setdefault(word, BenchWay(name=word, kind=STREAMS))
-            continue
-        match = _WAY.fullmatch(word)
-        if match is None or (match[2] is not None and match[1] != MPS):
-            raise BadUsage(
-                f"{quoted(word)} is not a way of sharing", f"give some of --ways {DEFAULT_WAYS},mps:50", code="bad_way"
-            )
-        percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
-        if percent is not None and (percent == 0 or (percent > 100 and not divided)):
-            raise BadUsage(
-                f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way"
-            )
-        found.setdefault(word, BenchWay(name=word, kind=match[1], percent=percent, divided=divided))
+        slices = word.startswith(f"{SLICES}:") or (slices and word[:1].isdecimal())
+        way = _slice(word) if slices else _way(word)
+        found.setdefault(way.name, way)
     return tuple(found.values())
+
+
+def _slice(word: str) -> BenchWay:
+    slice_us = parse_slice(word.removeprefix(f"{SLICES}:"))
+    if not LEAST_US <= slice_us <= MOST_US:
+        raise BadUsage(
+            f"the slice {quoted(word)} is outside {format_slice(LEAST_US)} to {format_slice(MOST_US)}",
+            "give --ways slices:500us,2ms,8ms",
+            code="bad_slice",
+        )
+    return BenchWay(name=f"{SLICES}:{format_slice(slice_us)}", kind=SLICES, slice_us=slice_us)
+
+
+def _way(word: str) -> BenchWay:
+    if word == _PRIORITY:
+        return BenchWay(name=word, kind=STREAMS)
+    level = _LEVEL.fullmatch(word)
+    if level is not None:
+        return BenchWay(name=word, kind=TIMESLICE, level=TimeSlice[level[1].upper()])
+    match = _WAY.fullmatch(word)
+    if match is None or (match[2] is not None and match[1] != MPS):
+        raise BadUsage(f"{quoted(word)} is not a way of sharing", f"give some of --ways {_EXAMPLE}", code="bad_way")
+    percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
+    if percent is not None and (percent == 0 or (percent > 100 and not divided)):
+        raise BadUsage(f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
+    return BenchWay(name=word, kind=match[1], percent=percent, divided=divided)
 
 
 def parse_copies(text: str) -> tuple[int, ...]:
@@ -134,13 +163,14 @@ class Reasons:
     caps: str | None
     mig: str | None
     clients: int | None
+    level: str | None = None
 
     def of(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
         if way.kind in {QUEUE, *IN_ONE}:
             return self.outside
-        if way.kind == TIMESLICE:
-            return self.outside or self.timeslice
+        if way.kind in {TIMESLICE, SLICES}:
+            return self.outside or self.timeslice or (self.level if way.level is not None else None)
         if way.kind == MIG:
             return self.mig
         return self.mps or (self.caps if way.percent is not None else None)
@@ -162,7 +192,18 @@ def reasons(host: Host, device: Device, program: str) -> Reasons:
         else None,
         mig=_mig(device),
         clients=max_clients(_version(host), capability) if device.mig is None else None,
+        level=_level(host, device),
     )
+
+
+def _level(host: Host, device: Device) -> str | None:
+    """Return why the time-slice level of a device cannot be set, or None."""
+    try:
+        need_root(host, f"setting the time-slice of {device.title}")
+        plan_level(host, [device], TimeSlice.DEFAULT, beside_mps=True)
+    except GpushareError as error:
+        return f"{error.message}; {error.hint}"
+    return None
 
 
 def _is_served(host: Host, device: Device) -> bool:
@@ -387,6 +428,25 @@ class Grounds:
         if self._share is None or not self.under_mps(way):
             return set()
         return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
+
+    def level_steps(self, way: BenchWay) -> tuple[Step, ...]:
+        """Return the change of the device's time-slice level that a way needs; none where it has it."""
+        return () if way.level is None else plan_level(self._host, [self._device], way.level, beside_mps=True).steps
+
+    @contextlib.contextmanager
+    def at_level(self, way: BenchWay) -> Iterator[None]:
+        """Set the time-slice level of a way, and set it back at the end.
+
+        Raises:
+            GpushareError: it cannot be set, or not be set back.
+        """
+        steps = self.level_steps(way)
+        carry_out(Plan(title=f"time-slice level of {way.name}", steps=steps))
+        try:
+            yield
+        finally:
+            for step, error in roll_back(steps):
+                raise error.restated(hint=f"set it back: sudo {step.undo}")
 
     def meter(self, way: BenchWay) -> Meter | None:
         """Return what measures a drained queue under a way; None where a sudden end breaks no others."""

@@ -1,0 +1,141 @@
+"""``gpushare bench --ways slices:LIST,timeslice:LEVEL`` on simulated hosts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpushare.measure.bench import Bench
+from gpushare.model import TimeSlice
+from gpushare.sim.current import changing
+from gpushare.sim.state import StateFile
+from gpushare.timeslice.slices import slice_records
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+WINDOW = ("--metric", "^rate=(.+)$", "--for", "0.3", "--repeat", "1", "--copies", "2")
+# -S: it starts in half the time.
+JOB = ("--", sys.executable, "-S", "-m", "gpushare.sim.job", "--need", "40", "--rate", "100", "--every", "0.02")
+
+
+def bench(cli: Cli, *words: str) -> Any:
+    return cli("-o", "json", "bench", *words, *WINDOW, *JOB).ok().data
+
+
+def level(world: World) -> int:
+    return world.state.gpus[0].time_slice
+
+
+def test_each_copy_has_its_slice_and_none_is_left(cli: Cli, world: World) -> None:
+    data = bench(cli, "--ways", "timeslice,slices:500us,2ms")
+    cells = {cell["way"]: cell for cell in data["cells"]}
+    assert {way: cell["slice_us"] for way, cell in cells.items()} == {
+        "timeslice": None,
+        "slices:500us": 500,
+        "slices:2ms": 2000,
+    }
+    # Of each turn, two switches of 0.25 ms are lost with short slices.
+    assert cells["slices:500us"]["throughput"]["mean"] == pytest.approx(100 * 1000 / 1500, rel=0.1)
+    assert cells["slices:2ms"]["throughput"]["mean"] == pytest.approx(100, rel=0.1)
+    assert all(not cell["failures"] for cell in cells.values())
+    assert world.pids() == []
+    assert slice_records(world.host) == {}
+
+
+def test_where_slices_cannot_be_set_the_others_are_measured(cli: Cli, world: World) -> None:
+    with changing(StateFile(world.spec)) as (state, _):
+        state.channel_fault = "seccomp"
+    data = bench(cli, "--ways", "timeslice,slices:500us,2ms")
+    assert [cell["way"] for cell in data["cells"]] == ["timeslice"]
+    assert {one["way"] for one in data["left_out"]} == {"slices:500us", "slices:2ms"}
+    assert "pidfd_getfd" in data["left_out"][0]["reason"]
+    # Each run has a PID of its own.
+    answer = cli("bench", "--ways", "slices:500us", *WINDOW, *JOB)
+    assert (answer.code, answer.out, len(answer.lines("error")), len(answer.lines("hint"))) == (3, "", 1, 1)
+    assert "pidfd_getfd" in answer.err
+    assert not world.host.nvml.processes(0)
+
+
+def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[tuple[str, int]] = []
+    launches = Bench._launches
+
+    def seen(self: Bench, way: Any, copies: int) -> Any:
+        found = launches(self, way, copies)
+        levels.append((way.name, -1))
+        return found
+
+    def together(self: Any, *words: Any) -> Any:
+        levels[-1] = (levels[-1][0], level(world))
+        return run(self, *words)
+
+    from gpushare.measure.copies import Copies
+
+    run = Copies.together
+    monkeypatch.setattr(Bench, "_launches", seen)
+    monkeypatch.setattr(Copies, "together", together)
+    data = bench(cli, "--ways", "timeslice,timeslice:short,timeslice:long")
+    assert set(levels) == {("alone", 0), ("timeslice", 0), ("timeslice:short", 1), ("timeslice:long", 3)}
+    assert level(world) == TimeSlice.DEFAULT
+    assert {cell["way"]: cell["time_slice"] for cell in data["cells"]} == {
+        "timeslice": None,
+        "timeslice:short": "short",
+        "timeslice:long": "long",
+    }
+    # The gain is over time-slicing as it is.
+    assert {pick["over"] for pick in data["picks"]} == {"timeslice"}
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(KeyboardInterrupt(), 130), (RuntimeError("a bug"), 1)])
+def test_a_level_is_set_back_whatever_ends_the_run(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int
+) -> None:
+    from gpushare.measure.copies import Copies
+
+    together = Copies.together
+
+    def ended(self: Copies, *words: Any) -> Any:
+        if level(world):
+            raise error
+        return together(self, *words)
+
+    monkeypatch.setattr(Copies, "together", ended)
+    assert cli("bench", "--ways", "timeslice:short", *WINDOW, *JOB).code == exit_code
+    assert level(world) == TimeSlice.DEFAULT
+
+
+def test_a_level_needs_root(cli: Cli, world: World, refused: Callable[..., str]) -> None:
+    with changing(StateFile(world.spec)) as (state, _):
+        state.uid = 1000
+    data = bench(cli, "--ways", "timeslice,timeslice:short")
+    (left,) = data["left_out"]
+    assert "needs root" in left["reason"]
+    refused("bench", "--ways", "timeslice:short", *WINDOW, *JOB, code="no_way", exit_code=3)
+    assert level(world) == TimeSlice.DEFAULT
+
+
+def test_the_plan_names_the_change_of_the_level(cli: Cli, world: World) -> None:
+    steps = cli("-o", "json", "bench", "-n", "--ways", "timeslice:short,slices:1ms", *WINDOW, *JOB).ok().data["steps"]
+    assert steps[0]["what"] == "set the time-slice of GPU 0 to short"
+    assert "--set-timeslice 0" in steps[0]["undo"]
+    assert level(world) == TimeSlice.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("ways", "code"),
+    [
+        ("slices:5us", "bad_slice"),
+        ("slices:31ms", "bad_slice"),
+        ("slices:500", "bad_slice"),
+        ("slices:", "bad_slice"),
+        ("slices", "bad_way"),
+        ("2ms", "bad_way"),
+        ("slices:1ms,mps,2ms", "bad_way"),
+        ("timeslice:fast", "bad_way"),
+    ],
+)
+def test_wrong_slices_and_levels_are_refused(refused: Callable[..., str], ways: str, code: str) -> None:
+    refused("bench", "--ways", ways, "--", "true", code=code, exit_code=2)
