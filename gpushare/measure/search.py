@@ -234,6 +234,8 @@ _STEP: Final = 10.0
 _NARROW: Final = 0.015
 # A gain below this is within the scatter.
 FASTER: Final = 1.03
+# Slices whose p99 differs by less than this are equally good for production.
+_CALM: Final = 1.04
 # From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
@@ -349,6 +351,8 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
     if most is not None:
         meeting = [one for one in meeting if one.opportunistic is not None and most <= FASTER * one.opportunistic]
+    calmest = min((one.p99 for one in meeting if one.setting.way == SLICES and one.p99 is not None), default=0.0)
+    meeting = [one for one in meeting if one.setting.way == CAPS or (one.p99 or 0.0) <= _CALM * calmest]
     return max(
         meeting,
         key=lambda one: (
@@ -358,7 +362,6 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
             one.setting.threads,
             one.setting.low,
             one.setting.production_threads or 0.0,
-            0.0 if one.p99 is None else -round(one.p99, 1),
             -(one.setting.production_slice_us or 0),
             one.margin,
         ),
