@@ -134,7 +134,7 @@ _gpushare_node() {
       positional='@instances'
       ;;
     'mig apply')
-      options='-g --gpu -f --file -c --config --name --grant --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file -c --config --exact --name --grant --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file -c --config --name --grant --evict --host -o --output'
       positional='@profiles'
       ;;
@@ -151,7 +151,7 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'mig check')
-      options='-g --gpu -f --file -c --config --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file -c --config --exact --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file -c --config --host -o --output'
       positional='@profiles'
       ;;

@@ -17,6 +17,7 @@ from gpushare.cli.options import (
     NeededMemory,
     NeededSms,
     PartedConfig,
+    PartedExact,
     PartedFile,
     Wishes,
     carried_out,
@@ -422,6 +423,7 @@ def apply(
     gpu: GpuOption = None,
     file: PartedFile = None,
     config: PartedConfig = None,
+    exact: PartedExact = False,
     name: Annotated[
         list[str] | None,
         typer.Option("--name", metavar="NAME,...", help="The names of the instances in the order of WISH; or one."),
@@ -436,7 +438,8 @@ def apply(
     """Give each GPU exactly this layout at the lowest cost: existing instances of the layout stay.
 
     Other instances are destroyed if they are idle, busy ones only with --evict. MIG is switched on where it is off.
-    With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first.
+    With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first. GPUs without an
+    entry are left alone, and entries without a GPU are a note; with --exact both are errors.
 
     With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2.
     """
@@ -461,14 +464,17 @@ def apply(
             "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
         )
     words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
-    from gpushare.cli.mig_files import absent_gpus, read_config
+    from gpushare.cli.mig_files import absent_gpus, check_exact, read_config
+
+    check_exact(file, exact=exact)
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)
 
     def make(host: Host, journal: Journal) -> MigChange:
         notes = () if named is None else absent_gpus(named, host)
-        gpus, layouts, demands = _demanded(host, gpu, wish or [], named)
+        gpus, layouts, demands, more = _demanded(host, gpu, wish or [], named, exact=exact)
+        notes = (*notes, *more)
         _need_profiles(gpus, layouts, demands)
         may_go = evicted(evict, layouts)
         plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
@@ -584,33 +590,27 @@ def change_of(
 
 
 def _demanded(
-    host: Host, gpu: str | None, wish: Sequence[str], named: Config | None
-) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand]]:
+    host: Host, gpu: str | None, wish: Sequence[str], named: Config | None, *, exact: bool
+) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
     from gpushare.mig.parted import Demand
     from gpushare.mig.wish import parse_wish
 
     if named is None:
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
-        return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}
+        return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}, ()
     from gpushare.cli.mig_files import demands_of
     from gpushare.cli.options import gpus_of
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import select
 
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
-    demands = demands_of(named, everybody, host)
+    demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
     touched = [one for one in everybody if one.index in demands]
     for one in touched:
         if one.error is not None:
             raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
-    if not touched:
-        raise NotFound(
-            f"the config '{named.name}' matches no GPU of this host",
-            "compare its devices and device-filter with: gpushare status",
-            code="no_gpu_of_config",
-        )
-    return touched, layouts_of(host, touched), demands
+    return touched, layouts_of(host, touched), demands, notes
 
 
 def _wishes(layouts: Sequence[Layout], demands: Mapping[int, Demand], *, from_file: bool) -> dict[int, Wish]:

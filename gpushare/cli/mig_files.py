@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedFile, gpus_of, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
+from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
+from gpushare.errors import BadCombination, BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
     Config,
@@ -44,12 +44,13 @@ def check(
     gpu: GpuOption = None,
     file: PartedFile = None,
     config: PartedConfig = None,
+    exact: PartedExact = False,
 ) -> Any:
     """Check whether each chosen GPU has exactly these MIG devices; show what is missing or too many.
 
     Profiles and counts are compared, placements only if given (3g.40gb:4), and the MIG mode and pending mode.
-    With a file, each GPU must match its entry; a GPU without an entry does not match. Exit code 0: all match;
-    7: not. Needs no root.
+    With a file, each GPU must match its entry; a GPU without one is not compared, unless -g names it. --exact
+    refuses it, as nvidia-mig-parted assert does. Exit code 0: all match; 7: not. Needs no root.
     """
     from gpushare.errors import ExitCode
     from gpushare.show.result import Result
@@ -58,14 +59,16 @@ def check(
         raise BadUsage(
             "give a wish, or a file", "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME", code="no_wish"
         )
+    check_exact(file, exact=exact)
     named: Config | None = None
     if file is not None:
         named = read_config(file, config)
     host = settings.connect()
     gpus = _gpus(host, gpu)
+    strict = exact or gpu is not None
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
-    rows = [_row(one, demands.get(one.index), host) for one in gpus]
-    good = all(row["as_requested"] for row in rows)
+    rows = [_row(one, demands.get(one.index), host, strict=strict) for one in gpus]
+    good = all(row["as_requested"] is not False for row in rows) and not (exact and notes)
     if not good:
         notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same words")
     return Result(
@@ -165,15 +168,17 @@ def _demands(
     return wishes_for(named, gpus, ids), notes
 
 
-def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:
+def _row(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> dict[str, Any]:
     from gpushare.mig.target import Difference
 
     problem, found = _compared(gpu, demand, host)
     found = found or Difference()
+    compared = demand is not None or strict or gpu.error is not None
     return {
         "gpu": gpu.index,
         "uuid": gpu.uuid,
-        "as_requested": problem is None and not found,
+        # None: not compared, as the config says nothing of it.
+        "as_requested": (problem is None and not found) if compared else None,
         "problem": problem,
         "mig_enabled": gpu.mig_enabled,
         "mig_pending": gpu.mig_pending,
@@ -219,6 +224,8 @@ def _device(device: MigDevice, number: int) -> dict[str, Any]:
 def _lines(row: Mapping[str, Any]) -> str:
     if row["as_requested"]:
         return f"GPU {row['gpu']}: as asked"
+    if row["as_requested"] is None:
+        return f"GPU {row['gpu']}: {row['problem']}"
     lines = [f"GPU {row['gpu']}: not as asked"]
     lines += [f"  {row['problem']}"] if row["problem"] else []
     for title, key in (("missing", "missing"), ("too much", "extra")):
@@ -244,18 +251,39 @@ def read_config(path: str, name: str | None) -> Config:
     return choose(parse_parted(*found), name)
 
 
-def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Demand]:
-    """Return what these GPUs should have, by index, for a change: GPUs without MIG are skipped.
+def check_exact(file: str | None, *, exact: bool) -> None:
+    """Check that --exact comes with a file."""
+    if exact and file is None:
+        raise BadCombination("--exact belongs to a file", "a layout in words is always exact: drop --exact")
 
-    GPUs that no entry is for are left out.
+
+def demands_of(
+    config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool
+) -> tuple[dict[int, Demand], tuple[str, ...]]:
+    """Return what these GPUs should have, by index, for a change, and notes: GPUs without MIG are skipped.
+
+    GPUs that no entry is for are left out, as by mig-parted. It is an error if nothing is left of the GPUs that the
+    user has ``named``, and with ``exact`` if a GPU has no entry or an entry no GPU.
     """
-    ids = pci_ids(config, gpus, host)
-    demands = for_change(wishes_for(config, gpus, ids), gpus)
-    if not demands:
-        here = range(host.nvml.count())
-        why = "; ".join((*absent(config, here), *idle_entries(config, gpus, ids, here))) or "none of them has MIG"
-        raise NoGpu(f"config '{config.name}' has no entry for the chosen GPUs: {why}", "see: gpushare mig status")
-    return demands
+    ids, here = pci_ids(config, gpus, host), range(host.nvml.count())
+    wishes = wishes_for(config, gpus, ids)
+    demands = for_change(wishes, gpus)
+    idle = idle_entries(config, gpus, ids, here)
+    missing = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
+    if exact and (missing or idle or absent(config, here)):
+        why = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
+        raise NoGpu(
+            "; ".join([*why, *absent(config, here), *idle]),
+            "change the file, or drop --exact",
+            code="no_gpu_of_config",
+        )
+    if not demands and named:
+        why = [*absent(config, here), *idle] or ["none of them has MIG"]
+        raise NoGpu(
+            f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(why)}", "see: gpushare mig status"
+        )
+    said = idle if len(gpus) == len(here) else ()
+    return demands, said if demands else (*said, f"config '{config.name}' has no entry for a GPU with MIG here")
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:

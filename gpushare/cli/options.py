@@ -598,6 +598,9 @@ NeededSms = Annotated[
 PartedFile = Annotated[
     str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
 ]
+PartedExact = Annotated[
+    bool, typer.Option("--exact", help="With a file: every GPU must have an entry, and every entry a GPU.")
+]
 PartedConfig = Annotated[
     str | None, typer.Option("-c", "--config", metavar="NAME", help="The config of the file to use.")
 ]

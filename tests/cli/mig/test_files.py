@@ -117,12 +117,43 @@ def test_check_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
     assert cli("mig", "check", "-f", path, "-c", "night", "-g", "1", host=HOST).ok().out == "GPU 1: as asked\n"
 
 
-def test_a_gpu_that_no_entry_is_for_is_not_as_asked(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file('version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices: all, mig-enabled: false}]}\n')
-    done = cli("mig", "check", "-f", path, host=HOST)
+NO_MATCH = 'version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices: all, mig-enabled: false}]}\n'
+FIRST = 'version: v1\nmig-configs: {x: [{devices: [0], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
+
+
+def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file(FIRST)
+    cli("mig", "apply", "-f", path, host=HOST).ok()
+    done = cli("mig", "check", "-f", path, host=HOST).ok()
+    assert done.out == "GPU 0: as asked\nGPU 1: no entry of the config is for it\n"
+    rows = cli("mig", "check", "-f", path, host=HOST, output="json").ok().data["gpus"]
+    assert [row["as_requested"] for row in rows] == [True, None]
+    # It is named, so the file must say something of it.
+    assert cli("mig", "check", "-f", path, "-g", "1", host=HOST).code == 7
+
+
+def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Callable[..., str], file: Callable[[str], str]) -> None:
+    """As nvidia-mig-parted assert: "not all GPUs match the specified config"."""
+    path = file(FIRST)
+    said = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
+    assert "config 'x' has no entry for GPU 1" in said
+    cli("mig", "apply", "-f", path, host=HOST).ok()
+    done = cli("mig", "check", "-f", path, "--exact", host=HOST)
     assert done.code == 7
     assert "GPU 1: not as asked\n  no entry of the config is for it" in done.out
-    assert "config 'x', entry 1 matches no GPU here" in done.err
+    cli("mig", "check", "-f", path, "--exact", "-g", "0", host=HOST).ok()
+    refused("mig", "check", "1g.10gb", "--exact", code="bad_combination", exit_code=2, host=HOST)
+
+
+def test_a_filter_that_matches_nothing_is_a_note(
+    cli: Cli, refused: Callable[..., str], file: Callable[[str], str]
+) -> None:
+    path = file(NO_MATCH)
+    for words in (("apply",), ("apply", "-n"), ("check",)):
+        assert "config 'x', entry 1 matches no GPU here" in cli("mig", *words, "-f", path, host=HOST).ok().err
+    refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
+    refused("mig", "apply", "-f", path, "-g", "0", code="no_gpu", exit_code=6, host=HOST)
+    assert cli("mig", "check", "-f", path, "--exact", host=HOST).code == 7
 
 
 def test_the_filter_knows_the_model(cli: Cli, file: Callable[[str], str]) -> None:
@@ -343,22 +374,24 @@ def test_a_lost_gpu_cannot_be_exported(refused: Callable[..., str]) -> None:
 def test_demands_of_a_file(file: Callable[[str], str]) -> None:
     host = connect(HOST)
     gpus = host.nvml.sweep()
-    assert demands_of(read_config(file(TWO), "day"), gpus, host) == {
+    found, notes = demands_of(read_config(file(TWO), "day"), gpus, host, named=False, exact=True)
+    assert found == {
         0: Demand(mig_enabled=True, wish=parse_wish("3g.40gb 1g.10gb*2")),
         1: Demand(mig_enabled=False),
     }
-    assert list(demands_of(read_config(file(TWO), "day"), gpus[1:], host)) == [1]
+    assert notes == ()
+    assert list(demands_of(read_config(file(TWO), "day"), gpus[1:], host, named=True, exact=False)[0]) == [1]
 
 
 def test_demands_skip_a_gpu_without_mig(file: Callable[[str], str]) -> None:
     host = connect(MIXED)
     gpus = host.nvml.sweep()
-    assert list(demands_of(read_config(file(TWO), "night"), gpus, host)) == [0]
+    assert list(demands_of(read_config(file(TWO), "night"), gpus, host, named=False, exact=True)[0]) == [0]
     on = 'version: v1\nmig-configs: {x: [{devices: [1], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
     with pytest.raises(NotSupported):
-        demands_of(read_config(file(on), None), gpus, host)
+        demands_of(read_config(file(on), None), gpus, host, named=False, exact=False)
     with pytest.raises(NotFound):
-        demands_of(read_config(file(TWO), "night"), gpus[1:], host)
+        demands_of(read_config(file(TWO), "night"), gpus[1:], host, named=True, exact=False)
 
 
 def test_pci_ids_are_those_of_the_model() -> None:
