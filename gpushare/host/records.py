@@ -325,7 +325,7 @@ def sweep_leftovers(host: Host) -> None:
     homes = host.run_directory / "mps"
     if not _is_private(host.run_directory):
         return
-    rooms = (host.run_directory / name for name in ("mig", "timeslice", "jobs", "pause"))
+    rooms = (host.run_directory / name for name in ("mig", "timeslice", "jobs", "pause", "group", "slices"))
     for directory in (*rooms, *_below(homes)):
         if _is_private(directory):
             clear_leftovers(directory)

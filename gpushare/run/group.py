@@ -55,7 +55,9 @@ _DIRECTORY: Final = "group"
 _FIRST_SECONDS: Final = 0.1
 # Production's log, so that its numbers have a time.
 _READ_SECONDS: Final = 0.1
-_MOST_TRIES: Final = 2
+# Of a driver that does not answer, and of one that fails; two members that set two slices at once fail, too.
+_MOST_TIMEOUTS: Final = 2
+_MOST_TRIES: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,7 @@ def members(host: Host, device: Device) -> tuple[Member, ...]:
 def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareError | None:
     """Return why the slices of a group cannot be set on this host; None: as far as can be told, they can.
 
-    Tries it at the server of the group where there is one, else at production's processes on the GPU. A trial leaves the
-    slices as they are.
+    Reads the slice of the group's server where there is one, else that of production's processes on the GPU.
     """
     try:
         home, _ = own_daemon(host, device)
@@ -140,7 +141,7 @@ def _tried(host: Host, pids: Sequence[int]) -> GpushareError | None:
     with host.open_channels() as control:
         for pid in pids:
             try:
-                control.find(pid)
+                control.find(pid, probe=False)
             except GpushareError as error:
                 # Production of another user is not touched: that says nothing about our own server.
                 if error.code not in {*PASSING, "other_user"}:
@@ -245,7 +246,8 @@ class GroupWatch:
             changed = self._slices.apply(servers, wanted)
         except GpushareError as error:
             self._tries += 1
-            if error.code not in PASSING and (is_final(error) or self._tries >= _MOST_TRIES):
+            most = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
+            if error.code not in PASSING and (is_final(error) or self._tries >= most):
                 self._give_up(error)
             return
         self._tries = 0

@@ -94,7 +94,8 @@ class KeptSlices:
         if known is not None and self._is_right(self._control, known, microseconds):
             return False
         if known is None:
-            known = self._known[pid] = self._control.find(pid)
+            # No probe: two at the same time would take each other's trial for the slice of before. The read-back is the proof.
+            known = self._known[pid] = self._control.find(pid, probe=False)
         self._known[pid] = apply_slice(self.host, self._control, known, microseconds)
         self.proved[pid], self._due[pid] = microseconds, time.monotonic() + _CONTEXT_SECONDS
         return True

@@ -230,3 +230,23 @@ def test_production_in_the_daemon_is_refused_by_name(
         share.check("true")
     assert raised.value.code == "production_under_mps"
     assert "'web'" in raised.value.message
+
+
+def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice_of_before(
+    share: GroupShare, file: StateFile, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is probed: production and the server are everybody's."""
+    from gpushare.host import channels
+
+    def probed(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(channels, "_probe", probed)
+    watches = [watch_of(GroupShare(host, device, Limits()), client(share)) for _ in range(3)]
+    assert why_not(host, device, None) is None
+    for one in watches:
+        one.look()
+    assert server_slices(file) == [500]
+    for one in watches:
+        one.settle()
+    assert server_slices(file) == [2048]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,7 +32,10 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
     assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
     jobs = [real(*words), real(*words)]
-    until(lambda: len(world.state.processes) == 2 and server_slices(world) == [500], "both are in the group")
+    until(lambda: [one.sm_percent for one in world.state.processes] == [90, 90], "both run")
+    until(lambda: server_slices(world) == [500], "the server has the slice")
+    # Each looks four times a second.
+    time.sleep(1.0)
     for one in jobs:
         one.signal(signal.SIGTERM)
     answers = [one.result() for one in jobs]
