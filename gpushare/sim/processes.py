@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal as signals
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
@@ -53,9 +54,9 @@ class SimulatedProcesses:
 
     def describe(self, pid: int) -> ProcessInfo | None:
         """Return what is known of a process, or None when there is none."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.describe(pid)
         state = current(self._state_file)
+        if pid < FIRST_SIMULATED_PID:
+            return self._real(state, pid)
         daemon, server, process = _find(state, pid)
         if process is not None:
             return ProcessInfo(
@@ -81,6 +82,15 @@ class SimulatedProcesses:
             started_at=daemon.started_at,
             stopped=server is None and daemon.stopped,
         )
+
+    def _real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
+        """Return a real process. Those of the user who runs gpushare belong to the user of the simulated host."""
+        info = self._local.describe(pid)
+        if info is None or state.uid == os.geteuid() or info.uid != os.geteuid():
+            return info
+        started = next((one for one in state.processes if one.pid == pid), None)
+        uid = state.uid if started is None else started.uid
+        return replace(info, uid=uid, user=user_name(uid))
 
     def identity(self, pid: int) -> Identity | None:
         """Return the process that has a PID now, or None."""

@@ -70,6 +70,20 @@ def test_two_programs_share_by_their_weights(real: Callable[..., Started], world
     jobs[1].result()
 
 
+def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(
+    real: Callable[..., Started], world: World
+) -> None:
+    assert world.host.nvml.count() == 1
+    world.fault("user", "4242")
+    job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
+    until(lambda: slices(world) == [300], "it has its slice")
+    world.asked("timeslice", "set", "700us", "batch").ok()
+    assert slices(world) == [700]
+    world.asked("timeslice", "reset", "batch").ok()
+    job.signal(signal.SIGTERM)
+    job.result()
+
+
 def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
