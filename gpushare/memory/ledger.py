@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
+from gpushare.memory.swap import OUT, swaps
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ def reservations(host: Host) -> list[Reservation] | None:
     if claims is None:
         return None
     found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
+    # What is out of the GPU has left its place to others.
+    out = {one.pid for one in swaps(host) if one.state == OUT}
+    found = [one for one in found if one.key is None or out.isdisjoint(other.pid for other in one.claim.processes)]
     waiting: dict[int, int] = defaultdict(int)
     kept = []
     for one in found:

@@ -116,7 +116,8 @@ class Queued:
         """Return what it reserves: what was given, else the peak that it reached here before."""
         given = self.memory.job_bytes or self.options.limits.memory_limit_bytes
         if given is not None or not self.memory.wait:
-            return given
+            # What does not wait, and has no size, reserves nothing.
+            return given or 0
         peaks = [one for device in self.devices if (one := find_peak(self.host, device, self.command)) is not None]
         if not peaks:
             self.say(

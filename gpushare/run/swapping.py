@@ -305,12 +305,13 @@ class Swapping:
             return
         if self._place is None:
             self._place = Place(self._host, self._request(now))
-            self._place.add(self._pid)
         if self._place.key is None and not self._take(self._place):
             return
         began = self._clock()
         with guarded(self._host), locked(self._host):
             come_in(self._host, now, self._host.open_checkpoint())
+        # Only now: a place of a job that is out does not count.
+        self._place.add(self._pid)
         self._swap = None
         self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
 

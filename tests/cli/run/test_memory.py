@@ -211,3 +211,17 @@ def test_production_takes_the_memory_of_an_opportunistic_job(real: Callable[...,
     _, err = other.process.communicate(timeout=60)
     assert "out of the GPU" in err
     assert reservations(world.host) == []
+
+
+def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callable[..., Started], cli: Cli) -> None:
+    world = World(A30)
+    words = ("run", "--swappable", "--name", "train", "--job-memory", "16G", "--", *JOB, "--footprint", "16G")
+    job = real(*words, "--seconds", "30", host=world.spec)
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    cli("swap", "out", "train", "-y", host=world.spec).ok()
+    other = cli("run", "--wait", "--wait-timeout", "5", "--job-memory", "20G", "--", "true", host=world.spec)
+    assert other.code == 0, other
+    cli("swap", "in", "train", host=world.spec).ok()
+    job.process.send_signal(signal.SIGINT)
+    job.process.wait(30)
+    assert reservations(world.host) == []
