@@ -816,7 +816,7 @@ complete -c gpushare -n '__gpushare_at bench' -l lower-is-better -l lower -l hig
 complete -c gpushare -n '__gpushare_at bench' -l latency -x -d 'A latency that CMD prints. [default: latency=... and p50=, p99=]'
 complete -c gpushare -n '__gpushare_at bench' -l for -x -d 'Measure for this long, then end CMD; needs --metric.'
 complete -c gpushare -n '__gpushare_at bench' -l timeout -x -d 'When a run counts as hung. [default: depends on a run of CMD alone]'
-complete -c gpushare -n '__gpushare_at bench' -l size -x -d 'Built-in workload: N x N matrices.'
+complete -c gpushare -n '__gpushare_at bench' -l size -x -d 'Built-in workload: N x N matrices; several sizes give a table of times. [default: 1024]'
 complete -c gpushare -n '__gpushare_at bench' -l cpu -d 'Built-in workload: multiply on the CPU too.'
 complete -c gpushare -n '__gpushare_at bench' -l copy -d 'Built-in workload: copy a matrix to the GPU next to each multiplication.'
 complete -c gpushare -n '__gpushare_at bench' -l footprint -x -d 'Built-in workload: device memory to hold.'

@@ -26,7 +26,7 @@ from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted
 from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
@@ -77,7 +77,14 @@ def bench(
     ] = None,
     window: MeasuredTime = None,
     timeout: HungAfter = None,
-    size: Annotated[int | None, typer.Option("--size", metavar="N", help="Built-in workload: N x N matrices.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--size",
+            metavar="LIST",
+            help="Built-in workload: N x N matrices; several sizes give a table of times. [default: 1024]",
+        ),
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: multiply on the CPU too.")] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Built-in workload: copy a matrix to the GPU next to each multiplication.")
@@ -106,18 +113,38 @@ def bench(
     """
     from gpushare.measure.bench_data import check_new, read_bench
 
-    built_in = {"size": size, "cpu": cpu or None, "copy": copy or None, "footprint": footprint}
+    built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy or None, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else _picture(plot)
     before = None if compare is None else read_bench(compare)
     from gpushare.measure.metric import parse_metric
+    from gpushare.measure.sizes import parse_sizes
     from gpushare.selection import select_one
 
     asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
     asked = asked or parse_metric(None, latency=latency)
+    sizes = (None,) if size is None else parse_sizes(size)
+    if len(sizes) > 1 and before is not None:
+        raise BadCombination(
+            "--compare cannot be combined with several sizes", "compare one size at a time: --size 256"
+        )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
+    if len(sizes) > 1:
+        requests = [
+            _request(
+                host,
+                device,
+                None,
+                {**built_in, "size": one},
+                asked,
+                (copies, ways or _OF_SIZES, repeat, window, timeout),
+            )
+            for one in sizes
+        ]
+        return _over_sizes(host, device, requests, kept, picture)
+    built_in = {**built_in, "size": sizes[0]}
     request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
     if before is not None:
         from gpushare.measure.bench_data import check_comparable
@@ -217,6 +244,51 @@ def _request(
     return request, workload
 
 
+# The ways that differ where matrices are small; --ways gives others.
+_OF_SIZES = "timeslice,mps"
+
+
+def _over_sizes(
+    host: Host,
+    device: Device,
+    requests: Sequence[tuple[BenchRequest, Mapping[str, Any] | None]],
+    kept: Path | None,
+    picture: Path | None,
+) -> Any:
+    """Measure one size after the other, and show the times of all."""
+    from gpushare.measure.bench import plan_bench, prepare
+    from gpushare.measure.sizes import sizes_data
+    from gpushare.show.plan import plan_result
+    from gpushare.show.sizes import drawn_sizes, sizes_result
+
+    prepared = [(prepare(host, device, request), workload) for request, workload in requests]
+    if settings.dry_run:
+        steps = [step for one, _ in prepared for step in plan_bench(host, device, one)]
+        return plan_result("bench", steps, dry_run=True)
+    found: list[dict[str, Any]] = []
+    more: dict[str, Any] = {}
+    for one, workload in prepared:
+        data, measurement, number = measured(host, device, one, workload)
+        if measurement.runs:
+            found.append(data)
+        if measurement.error is not None:
+            more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+        if measurement.interrupted:
+            if not found:
+                raise Ended(number or signal.SIGINT)
+            runs = sum(len(one["runs"]) for one in found)
+            more = {"errors": (_interrupted(runs, kept),), "exit_code": 128 + (number or signal.SIGINT)}
+        if more:
+            break
+    whole = sizes_data(found)
+    notes = list(dict.fromkeys(note for data in found for note in bench_notes(data)))
+    result = sizes_result(whole, notes, **more)
+    failed = _files(result.data, whole, kept, picture, drawn_sizes)
+    if not failed:
+        return result
+    return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
+
+
 def _result(
     data: dict[str, Any],
     measurement: Measurement,
@@ -244,7 +316,9 @@ def _result(
     comparison = None if before is None else compared(data, before)
     notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
     result = bench_result(data, notes, comparison=comparison, **more)
-    failed = _files(result.data, data, kept, picture)
+    from gpushare.show.bench import drawn
+
+    failed = _files(result.data, data, kept, picture, drawn)
     if measurement.interrupted and measurement.error is None:
         result = replace(result, errors=(_interrupted(len(measurement.runs), None if failed else kept),))
     if not failed:
@@ -268,7 +342,11 @@ def _interrupted(runs: int, kept: Path | None) -> Interrupted:
 
 
 def _files(
-    whole: Mapping[str, Any], data: dict[str, Any], kept: Path | None, picture: Path | None
+    whole: Mapping[str, Any],
+    data: dict[str, Any],
+    kept: Path | None,
+    picture: Path | None,
+    drawn: Callable[[Mapping[str, Any], str], bytes],
 ) -> list[GpushareError]:
     """Write the files that were asked for, and return what went wrong."""
     from gpushare.measure.bench_data import write_bench
@@ -282,7 +360,6 @@ def _files(
     try:
         if picture is not None:
             from gpushare.host.written_file import create_file
-            from gpushare.show.bench import drawn
 
             create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
     except OSError as error:

@@ -92,3 +92,34 @@ def test_only_the_built_in_workload_has_threads_and_copies(cli: Cli, refused: Ca
     assert [one["reason"] for one in data.json["data"]["left_out"]] == [
         "only the built-in workload runs as threads of one process"
     ]
+
+
+SIZES = ("bench", "--size", "256,4096", "--copies", "1,4", "--repeat", "1", "--for", "0.2s")
+
+
+def test_several_sizes_give_times_and_where_concurrency_ends(cli: Cli, tmp_path: Path) -> None:
+    kept = tmp_path / "sizes.json"
+    answer = cli(*SIZES, "--to", str(kept)).ok()
+    assert "timeslice: 4 copies take turns at every size" in answer.out
+    assert "mps: 4 copies run at the same time up to 256" in answer.out
+    data = json.loads(kept.read_text())
+    assert (data["kind"], data["sizes"]) == ("gpushare bench sizes", [256, 4096])
+    assert {one["way"]: one["ends_at"] for one in data["concurrency"]} == {"timeslice": 256, "mps": 4096}
+    assert [one["workload"]["size"] for one in data["benchmarks"]] == [256, 4096]
+    rows = cli("-o", "csv", *SIZES).ok().out.splitlines()
+    assert rows[0] == "size,way,copies,seconds,low,high,alone_seconds,gain"
+    assert len(rows) == 9
+
+
+def test_several_sizes_have_a_plan_and_no_comparison(cli: Cli, refused: Callable[..., str], earlier: Path) -> None:
+    plan = cli(*SIZES, "--dry-run").ok()
+    assert plan.out.count("run 4 copies under mps") == 2
+    refused(*SIZES, "--compare", str(earlier), code="bad_combination", exit_code=2)
+    refused("bench", "--size", "256,10", code="bad_size", exit_code=2)
+    refused("bench", "--size", "big", code="bad_size", exit_code=2)
+
+
+def test_a_plot_of_several_sizes(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cli(*SIZES, "--plot", str(tmp_path / "sizes.svg")).ok()
+    assert "size of the matrices" in (tmp_path / "sizes.svg").read_text()
