@@ -754,55 +754,52 @@ def _timeslice(situation: Situation) -> Recipe:
 
 # Measured on an H200: production's slice has to be longer than its request, which a shorter one cuts up.
 _PRODUCTION_SLICE: Final = "16ms"
-# Below 1 ms, the switch itself takes part of the slice.
-_LEAST_WEIGHTED: Final = 2.0
 # Shorter ones starve the others where production has little rest.
 _OTHER_SLICE: Final = "500us"
 
 
 def _slices(situation: Situation) -> Recipe:
-    """Return the lines for a production job with a long slice and others with short ones."""
+    """Return the lines for a production job with a long slice and others with short ones, or for unequal shares."""
     ones, gpu = situation.case.workloads, f"-g {situation.gpu.selector}"
     if not situation.pair:
         # Of programs that always have work, each gets about the share of its slice.
         shares = ones[0].shares or (2.0, 1.0)
-        unit = _LEAST_WEIGHTED / min(shares)
-        start = Line(_which(ones[0].processes), f"{_visible_to(situation)} {_program(ones[0])}")
-        given = [
+        runs = [
             Line(
-                f"the slice of the program with {share:g} of {sum(shares):g}",
-                f"gpushare timeslice set {unit * share:.1f}ms PID",
+                f"the program with {share:g} of {sum(shares):g}",
+                f"gpushare run {gpu} --weight {share / min(shares):.3g} -- {_program(ones[0])}",
             )
             for share in shares
         ]
-        back = Line("restore the slice of each", "gpushare timeslice reset PID")
-        return Recipe(
-            lines=(*_off_first(situation), start, *given),
-            undo=(back,),
-            measure=("the share that each gets next to the others: the switch between them moves it a little",),
-        )
+        measure = ("the share that each gets next to the others: the switch between them moves it a little",)
+        return Recipe(lines=(*_off_first(situation), *runs), measure=measure)
     foreign, lines = situation.case.same_user is False, _off_first(situation)
+    whose = ", by its own user" if foreign else ""
     production = next(one for one in ones if one.role is Role.PRODUCTION)
+    # Only root finds the jobs of other users by their names.
+    by_pid = foreign or bool(production.running)
     undo: tuple[Line, ...] = ()
+    number = 0
     for one in ones:
-        what, whose = _which(one.processes or 1, _label(one)), ", by its own user or by root" if foreign else ""
-        slice_of = _PRODUCTION_SLICE if one.role is Role.PRODUCTION else _OTHER_SLICE
-        set_it = f"gpushare timeslice set {slice_of} PID"
+        what = _which(one.processes or 1, _label(one))
+        number += one.role is Role.PRODUCTION
         if one.running:
-            lines.append(Line(f"the slice of {what}, which runs{whose}", set_it))
+            time = _PRODUCTION_SLICE if one.role is Role.PRODUCTION else _OTHER_SLICE
+            lines.append(Line(f"the slice of {what}, which runs{whose}", f"gpushare timeslice set {time} PID"))
             undo = (Line("restore the slice of each", "gpushare timeslice reset PID"),)
-        elif one.role is Role.PRODUCTION:
-            lines.append(Line(f"{what}, outside MPS", f"{_visible_to(situation)} {_program(one)}"))
-            lines.append(Line(f"its slice, longer than a request{whose}", set_it))
+            continue
+        if one.role is Role.PRODUCTION:
+            role, said = f"--production {_service(one, number)} --slice {_PRODUCTION_SLICE}", whose
         else:
-            run = f"gpushare run {gpu} --opportunistic --for PID --way slices -- {_program(one)}"
-            lines.append(Line(f"{what}{whose}; PID is that of {_label(production)}", run))
+            role = f"--opportunistic --for {'PID' if by_pid else _service(production, 1)} --way slices"
+            said = f"{whose}; PID is that of {_label(production)}" if by_pid else whose
+        lines.append(Line(f"{what}{said}", f"gpushare run {gpu} {role} -- {_program(one)}"))
     return Recipe(
         lines=tuple(lines),
         undo=undo,
         measure=(
             "production's p99 and rate, alone and with the others",
-            "a shorter slice for the others (200us), and a cap under MPS: which way protects production depends on the pair",
+            "which slices, or which cap under MPS: gpushare tune --ways slices,caps --production 'CMD' --opportunistic 'CMD'",
         ),
     )
 

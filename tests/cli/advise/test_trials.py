@@ -314,8 +314,8 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
     words = ("--production", "1", "--opportunistic", "1", "--users", "different", "--latency", "10ms", "--no-root")
     data = advice(cli, *words, host="sim:t4")
     assert data["winner"] == "slices"
-    assert lines(data)[1:] == [
-        "gpushare timeslice set 16ms PID",
+    assert lines(data) == [
+        "gpushare run -g 0 --production serve --slice 16ms -- CMD",
         "gpushare run -g 0 --opportunistic --for PID --way slices -- CMD",
     ]
     assert any("does not document these calls" in one for one in data["conditions"])
@@ -338,10 +338,13 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
 )
 def test_gaps_of_production_decide_between_slices_and_caps(cli: Any, words: tuple[str, ...], way: str) -> None:
     pair = ("--production", "1", "--opportunistic", "1", "--users", "same", "--memory", "4G", "--no-root")
-    assert advice(cli, *pair, *words, host="sim:h200")["winner"] == way
+    data = advice(cli, *pair, *words, host="sim:h200")
+    assert data["winner"] == way
+    if way == "slices" and "--running" not in words:
+        assert lines(data)[1] == "gpushare run -g 0 --opportunistic --for serve --way slices -- CMD"
 
 
 def test_unequal_shares_across_users_are_slices(cli: Any) -> None:
     data = advice(cli, "--users", "different", "--needs", "weights=30:70", host="sim:t4")
     assert data["winner"] == "slices"
-    assert lines(data)[1:] == ["gpushare timeslice set 2.0ms PID", "gpushare timeslice set 4.7ms PID"]
+    assert lines(data) == [f"gpushare run -g 0 --weight {weight} -- CMD" for weight in ("1", "2.33")]
