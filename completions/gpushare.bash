@@ -279,8 +279,8 @@ _gpushare_node() {
       valued='-g --gpu -f --file --mig-replicas --kubernetes --to --host -o --output'
       ;;
     'export karpenter')
-      options='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --instance-type --max-nodes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --instance-type --max-nodes --to --host -o --output'
+      options='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output'
       ;;
     'export slurm')
       options='-g --gpu -f --file --replicas --autodetect --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'

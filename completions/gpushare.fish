@@ -236,6 +236,12 @@ function __gpushare_valued
             return 0
         case --node-class
             return 0
+        case --cluster
+            return 0
+        case --ami
+            return 0
+        case --tag
+            return 0
         case --instance-type
             return 0
         case --max-nodes
@@ -897,7 +903,7 @@ complete -c gpushare -n '__gpushare_at capture' -l debug -d 'Show the traceback 
 complete -c gpushare -n '__gpushare_at capture' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export' -a k8s -d 'Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies it'
 complete -c gpushare -n '__gpushare_at export' -a dra -d 'Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared'
-complete -c gpushare -n '__gpushare_at export' -a karpenter -d 'Write a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers'
+complete -c gpushare -n '__gpushare_at export' -a karpenter -d 'Write an EC2NodeClass, a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers'
 complete -c gpushare -n '__gpushare_at export' -a slurm -d 'Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog'
 complete -c gpushare -n '__gpushare_at export' -a mig-parted -d 'Write the MIG layout as a mig-parted v1 file, like `gpushare mig export`, with what it needs and what is lost'
 complete -c gpushare -n '__gpushare_at export' -a cdi -d 'Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file'
@@ -947,7 +953,11 @@ complete -c gpushare -n '__gpushare_at export karpenter' -l replicas -x -d 'How 
 complete -c gpushare -n '__gpushare_at export karpenter' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l mig-strategy -x -a 'mixed single' -d 'How MIG devices are named: mixed or single.'
 complete -c gpushare -n '__gpushare_at export karpenter' -l name -x -d 'The name of the NodePool.'
-complete -c gpushare -n '__gpushare_at export karpenter' -l node-class -x -d 'The EC2NodeClass of its nodes.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l node-class -x -d 'An EC2NodeClass that exists. [default: write gpu-shared]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l cluster -x -d 'The EKS cluster, for the role and the tags of the EC2NodeClass.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l ami -x -d 'Its AMI: al2023@VERSION or bottlerocket@VERSION.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l role -x -a 'production opportunistic' -d 'Its role. [default: KarpenterNodeRole-CLUSTER]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l tag -x -d 'Tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l instance-type -x -d 'One instance type. [default: by model and number]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l max-nodes -x -d 'Start no more nodes than this. [default: no limit]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l to -r -F -d 'Write the files there instead of printing them.'

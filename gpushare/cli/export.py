@@ -84,8 +84,29 @@ def karpenter(
     mig_strategy: MigStrategy = "mixed",
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The name of the NodePool.")] = "gpu-shared",
     node_class: Annotated[
-        str, typer.Option("--node-class", metavar="NAME", help="The EC2NodeClass of its nodes.")
-    ] = "gpu-shared",
+        str | None,
+        typer.Option("--node-class", metavar="NAME", help="An EC2NodeClass that exists. [default: write gpu-shared]"),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="NAME", help="The EKS cluster, for the role and the tags of the EC2NodeClass."
+        ),
+    ] = None,
+    ami: Annotated[
+        str, typer.Option("--ami", metavar="ALIAS", help="Its AMI: al2023@VERSION or bottlerocket@VERSION.")
+    ] = "al2023@latest",
+    role: Annotated[
+        str | None, typer.Option("--role", metavar="NAME", help="Its role. [default: KarpenterNodeRole-CLUSTER]")
+    ] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tag",
+            metavar="KEY=VALUE",
+            help="Tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]",
+        ),
+    ] = None,
     instance_type: Annotated[
         str | None,
         typer.Option("--instance-type", metavar="TYPE", help="One instance type. [default: by model and number]"),
@@ -95,7 +116,7 @@ def karpenter(
     ] = None,
     to: To = None,
 ) -> Any:
-    """Write a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers.
+    """Write an EC2NodeClass, a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers.
 
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
@@ -105,6 +126,10 @@ def karpenter(
         described(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
         name=name,
         node_class=node_class,
+        ami=ami,
+        cluster=cluster,
+        role=role,
+        tags=tag or (),
         instance_type=instance_type,
         max_nodes=max_nodes,
         mig_strategy=mig_strategy,

@@ -1,24 +1,30 @@
-"""Karpenter on EKS: a NodePool with the taint, and a NodeOverlay with the number of shares. Pure.
+"""Karpenter on EKS: an EC2NodeClass, a NodePool with the taint, and a NodeOverlay with the number of shares. Pure.
 
 Karpenter does not know replicas (kubernetes-sigs/karpenter#729): it would start a node per pod. The NodeOverlay
 (karpenter.sh/v1alpha1, feature gate NodeOverlay, from 1.7 on) gives it the number that the device plugin will offer:
-physical GPUs times replicas. Facts: kubernetes-sigs/karpenter v1.14 (CRDs), aws/karpenter-provider-aws v1.14.
+physical GPUs times replicas. Facts: kubernetes-sigs/karpenter v1.14 (CRDs), aws/karpenter-provider-aws v1.14 (the CRD of
+EC2NodeClass), Bottlerocket's settings kubelet-device-plugins.nvidia.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
-from gpushare.export.document import Export, yaml_document
+from gpushare.export.document import Document, Export, yaml_document
 from gpushare.export.k8s import NodeSharing, of_node
 
 _ONE_SHARE: Final = "requests for more than one GPU: a share is not a whole GPU, and a request for two is refused"
 _NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_AMI: Final = re.compile(r"(?:al2|al2023|bottlerocket)@[A-Za-z0-9.-]{1,20}", re.ASCII)
+_TAG: Final = re.compile(r"[^=\s]{1,128}=[^\s]{1,256}")
+# What stands where the name of the cluster is not known.
+_CLUSTER: Final = "CLUSTER"
 _TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
 
 
@@ -26,13 +32,22 @@ def node_pool_export(
     host: HostDescription,
     *,
     name: str = "gpu-shared",
-    node_class: str = "gpu-shared",
+    node_class: str | None = None,
+    ami: str = "al2023@latest",
+    cluster: str | None = None,
+    role: str | None = None,
+    tags: Sequence[str] = (),
     instance_type: str | None = None,
     max_nodes: int | None = None,
     mig_strategy: str = "mixed",
 ) -> Export:
-    """Return the NodePool and NodeOverlay of nodes like this one; the sharing itself is the device plugin's."""
-    for word in (name, node_class):
+    """Return the objects for nodes like this one; the sharing itself is the device plugin's, or Bottlerocket's.
+
+    ``node_class`` names an EC2NodeClass that exists; without it one is written. ``tags`` (KEY=VALUE) find its subnets
+    and security groups.
+    """
+    _check_node_class(ami, tags, cluster)
+    for word in (name, node_class or "gpu-shared"):
         if _NAME.fullmatch(word) is None:
             raise BadUsage(f"'{word[:70]}' is not a valid object name", "for example: gpu-shared", code="bad_name")
     if instance_type is not None and _TYPE.fullmatch(instance_type) is None:
@@ -50,25 +65,105 @@ def node_pool_export(
     labels = {k8s.CONFIG_LABEL: sharing.key}
     if sharing.plugin.mig_strategy is not None:
         labels["nvidia.com/mig.config"] = layout_name(host)
-    pool = _pool(name, node_class, labels, requirements)
+    pool = _pool(name, node_class or "gpu-shared", labels, requirements)
     if max_nodes is not None:
         pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
-    verify = k8s.verification(host, sharing, selector={"karpenter.sh/nodepool": name})
+    verify = _verification(name, capacity, max_nodes)
+    written = [] if node_class else [_node_class(sharing, ami, cluster, role, tags)]
     documents = (
+        *written,
         yaml_document("node-pool.yaml", pool),
         *([yaml_document("node-overlay.yaml", _overlay(name, requirements, capacity))] if overlaid else []),
         *verify,
     )
-    commands = [
-        f"kubectl apply {'-f node-overlay.yaml ' if overlaid else ''}-f node-pool.yaml",
-        *k8s.verified(verify, minutes=15),
-    ]
+    files = ["node-class.yaml"] * bool(written) + ["node-overlay.yaml"] * overlaid + ["node-pool.yaml"]
+    commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verified(verify, max_nodes)]
     return Export(
         documents=documents,
         commands=tuple(commands),
-        needs=tuple(_needs(sharing, node_class, instance_type, max_nodes, overlaid=overlaid)),
+        needs=tuple(_needs(sharing, node_class, ami, cluster, role, tags, instance_type, max_nodes, overlaid=overlaid)),
         lost=(*sharing.lost, *([_ONE_SHARE] if sharing.plugin.replicas else [])),
     )
+
+
+def _check_node_class(ami: str, tags: Sequence[str], cluster: str | None) -> None:
+    if _AMI.fullmatch(ami) is None:
+        raise BadUsage(
+            f"'{ami[:40]}' is not the alias of an AMI for GPUs",
+            "for example: --ami al2023@latest, or bottlerocket@latest",
+            code="bad_ami",
+        )
+    odd = next((tag for tag in tags if _TAG.fullmatch(tag) is None), None)
+    if odd is not None:
+        raise BadUsage(
+            f"'{odd[:60]}' is not a tag", "for example: --tag karpenter.sh/discovery=my-cluster", code="bad_tag"
+        )
+    if cluster is not None and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", cluster, re.ASCII) is None:
+        raise BadUsage(f"'{cluster[:60]}' is not the name of a cluster", "for example: --cluster prod", code="bad_name")
+
+
+def _node_class(sharing: NodeSharing, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]) -> Document:
+    where = dict(tag.split("=", 1) for tag in tags) or {"karpenter.sh/discovery": cluster or _CLUSTER}
+    spec: dict[str, Any] = {
+        "role": role or f"KarpenterNodeRole-{cluster or _CLUSTER}",
+        "amiSelectorTerms": [{"alias": ami}],
+        "subnetSelectorTerms": [{"tags": where}],
+        "securityGroupSelectorTerms": [{"tags": dict(where)}],
+    }
+    if ami.startswith("bottlerocket@"):
+        spec["userData"] = _bottlerocket(sharing)
+    head = {"apiVersion": "karpenter.k8s.aws/v1", "kind": "EC2NodeClass", "metadata": {"name": "gpu-shared"}}
+    return yaml_document("node-class.yaml", {**head, "spec": spec})
+
+
+def _bottlerocket(sharing: NodeSharing) -> str:
+    """Return the settings of Bottlerocket, which brings its own device plugin."""
+    plugin = sharing.plugin
+    if plugin.mig_strategy is not None:
+        raise NotSupported(
+            "the MIG settings of Bottlerocket are not known well enough to write them",
+            "use --ami al2023@latest, or an EC2NodeClass of your own: --node-class NAME",
+            code="no_mig_there",
+        )
+    section = "settings.kubelet-device-plugins.nvidia"
+    way = {"timeSlicing": "time-slicing", "mps": "mps"}.get(plugin.strategy or "", "none")
+    lines = [f"[{section}]", f'device-sharing-strategy = "{way}"']
+    if way != "none":
+        (number,) = {number for _, number in plugin.replicas}
+        # Under the old name, which the overlay and the pods use.
+        lines += ["", f"[{section}.{way}]", f"replicas = {number}", "rename-by-default = false"]
+        lines += ["fail-requests-greater-than-one = true"] if way == "time-slicing" else []
+    return "\n".join(lines) + "\n"
+
+
+def _verification(name: str, capacity: dict[str, int], max_nodes: int | None) -> list[Document]:
+    """Return a Deployment per resource with as many pods as the nodes have shares: all must run."""
+    found = []
+    for resource, number in capacity.items():
+        title = "verify-" + re.sub(r"[^a-z0-9]+", "-", resource.partition("/")[2])
+        pods = number * (max_nodes or 1)
+        node = {"nodeSelector": {"karpenter.sh/nodepool": name}}
+        found.append(
+            yaml_document(f"{title}.yaml", k8s.deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, **node))
+        )
+    return found
+
+
+def _verified(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
+    lines: list[str] = []
+    for one in checks:
+        name = f"gpushare-{one.name.removesuffix('.yaml')}"
+        lines += [f"kubectl apply -f {one.name}", f"kubectl rollout status deployment/{name} --timeout=15m"]
+        if max_nodes is not None:
+            # Where the pool may not grow, one pod more than shares must stay pending.
+            pods = int(re.search(r"^  replicas: (\d+)$", one.text, re.MULTILINE)[1])  # type: ignore[index]
+            pending = f"kubectl get pods -l app.kubernetes.io/name={name} --field-selector=status.phase=Pending -o name"
+            lines += [
+                f"kubectl scale deployment/{name} --replicas={pods + 1}",
+                f"sleep 60; test $({pending} | wc -l) -eq 1",
+            ]
+        lines += ["kubectl get events --sort-by=.lastTimestamp", f"kubectl delete -f {one.name}"]
+    return lines
 
 
 def _requirements(host: HostDescription, instance_type: str | None) -> list[dict[str, Any]]:
@@ -129,22 +224,45 @@ def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, 
 
 
 def _needs(
-    sharing: NodeSharing, node_class: str, instance_type: str | None, max_nodes: int | None, *, overlaid: bool
+    sharing: NodeSharing,
+    node_class: str | None,
+    ami: str,
+    cluster: str | None,
+    role: str | None,
+    tags: Sequence[str],
+    instance_type: str | None,
+    max_nodes: int | None,
+    *,
+    overlaid: bool,
 ) -> list[str]:
+    own_plugin = node_class is None and ami.startswith("bottlerocket@")
     needs = [
-        "the device plugin configured first: gpushare export k8s, with the same options",
+        *([] if own_plugin else ["the device plugin configured first: gpushare export k8s, with the same options"]),
         *(
             ["Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)"]
             if overlaid
             else []
         ),
-        f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)",
+        *(
+            [
+                f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)"
+            ]
+            if node_class
+            else []
+        ),
         "a toleration for nvidia.com/gpu in the pods, as in the verifying ones",
     ]
     if sharing.plugin.replicas:
         needs.append("node-overlay.yaml in step with the replicas: its capacity is physical GPUs times replicas")
     if instance_type is None:
         needs.append("any instance type with this model and number of GPUs is fine, or name one: --instance-type")
+    if node_class is None and cluster is None and not (role and tags):
+        needs.insert(0, f"the name of the cluster in node-class.yaml in place of {_CLUSTER}: --cluster NAME")
+    if node_class is None and ami.endswith("@latest"):
+        needs.append(
+            "for production an AMI release instead of latest, which replaces nodes when a new one is out: --ami"
+        )
+    needs.append("new nodes: only those take a changed file; Karpenter replaces the others by drift")
     if max_nodes is None:
         needs.append("no node limit is set: --max-nodes N bounds the cost")
     return needs

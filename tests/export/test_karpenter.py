@@ -11,7 +11,7 @@ from gpushare.export import k8s
 from gpushare.export.description import HostDescription
 from gpushare.export.karpenter import node_pool_export
 from gpushare.model import Sharing, TimeSlice
-from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, t4s
+from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, mps, t4s
 
 # Restated from the CRDs of kubernetes-sigs/karpenter v1.14: the members we write, and no others.
 REQUIREMENT = {
@@ -57,15 +57,33 @@ SCHEMAS = {
         disruption=DISRUPTION,
         limits=QUANTITIES,
     ),
+    # karpenter.k8s.aws_ec2nodeclasses.yaml of aws/karpenter-provider-aws v1.14.
+    "EC2NodeClass": closed(
+        ["role", "amiSelectorTerms", "subnetSelectorTerms", "securityGroupSelectorTerms"],
+        role={"type": "string", "minLength": 1},
+        amiSelectorTerms={
+            "type": "array",
+            "items": closed(["alias"], alias={"type": "string", "maxLength": 30, "pattern": "^[a-zA-Z0-9]+@.+$"}),
+        },
+        subnetSelectorTerms={"type": "array", "minItems": 1, "items": closed(["tags"], tags=TEXTS)},
+        securityGroupSelectorTerms={"type": "array", "minItems": 1, "items": closed(["tags"], tags=TEXTS)},
+        userData={"type": "string"},
+    ),
     "NodeOverlay": closed(["requirements"], requirements={"type": "array", "items": REQUIREMENT}, capacity=QUANTITIES),
 }
 
 
 def check_crds(found: Any) -> None:
     validate = pytest.importorskip("jsonschema").validate
-    for name, kind, version in (("node-pool", "NodePool", "v1"), ("node-overlay", "NodeOverlay", "v1alpha1")):
+    for name, kind, version in (
+        ("node-class", "EC2NodeClass", "karpenter.k8s.aws/v1"),
+        ("node-pool", "NodePool", "karpenter.sh/v1"),
+        ("node-overlay", "NodeOverlay", "karpenter.sh/v1alpha1"),
+    ):
+        if f"{name}.yaml" not in {one.name for one in found.documents}:
+            continue
         document = loaded(found, f"{name}.yaml")
-        assert (document["kind"], document["apiVersion"]) == (kind, f"karpenter.sh/{version}")
+        assert (document["kind"], document["apiVersion"]) == (kind, version)
         validate(document["spec"], SCHEMAS[kind])
 
 
@@ -94,8 +112,8 @@ def test_the_pool_and_what_karpenter_cannot_know() -> None:
 
 def test_whole_gpus_need_no_overlay() -> None:
     found = node_pool_export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
-    assert [one.name for one in found.documents] == ["node-pool.yaml", "verify-gpu.yaml"]
-    assert found.commands[0] == "kubectl apply -f node-pool.yaml"
+    assert [one.name for one in found.documents] == ["node-class.yaml", "node-pool.yaml", "verify-gpu.yaml"]
+    assert found.commands[0] == "kubectl apply -f node-class.yaml -f node-pool.yaml"
     # An alpha feature for nothing.
     assert not any("NodeOverlay" in one or "node-overlay" in one for one in found.needs)
     assert loaded(found, "node-pool.yaml")["spec"]["limits"] == {"nvidia.com/gpu": "6"}
@@ -108,6 +126,8 @@ def test_one_instance_type_and_no_limit() -> None:
     assert "limits" not in pool
     assert any("--max-nodes" in one for one in found.needs)
     assert pool["template"]["spec"]["nodeClassRef"]["name"] == "al2023"
+    # It exists already: ours must not replace it.
+    assert "node-class.yaml" not in {one.name for one in found.documents}
     assert loaded(found, "node-overlay.yaml")["spec"]["requirements"][0] == {
         "key": "node.kubernetes.io/instance-type",
         "operator": "In",
@@ -136,7 +156,11 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(time_slice=TimeSlice.SHORT), {}, NotSupported, "no_slice_length"),
         (host(gpu(0), gpu(1, Sharing.EXCLUSIVE)), {}, NotSupported, "per_gpu"),
         (t4s(), {"name": "GPU"}, BadUsage, "bad_name"),
-        (t4s(), {"node_class": ""}, BadUsage, "bad_name"),
+        (t4s(), {"node_class": "A"}, BadUsage, "bad_name"),
+        (t4s(), {"ami": "windows2022@latest"}, BadUsage, "bad_ami"),
+        (t4s(), {"tags": ("discovery",)}, BadUsage, "bad_tag"),
+        (t4s(), {"cluster": "a b"}, BadUsage, "bad_name"),
+        (host(gpu(0, Sharing.MIG, mig=(mig(0),))), {"ami": "bottlerocket@latest"}, NotSupported, "no_mig_there"),
         (t4s(), {"instance_type": "big"}, BadUsage, "bad_instance_type"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
     ],
@@ -145,3 +169,46 @@ def test_refused(described: HostDescription, options: dict[str, Any], kind: type
     with pytest.raises(kind) as refused:
         node_pool_export(described, **options)
     assert refused.value.code == code
+
+
+def test_the_node_class() -> None:
+    found = node_pool_export(t4s(4, replicas=4), cluster="prod")
+    spec = loaded(found, "node-class.yaml")["spec"]
+    assert spec["role"] == "KarpenterNodeRole-prod"
+    assert spec["subnetSelectorTerms"] == [{"tags": {"karpenter.sh/discovery": "prod"}}]
+    assert loaded(found, "node-class.yaml")["metadata"]["name"] == "gpu-shared"
+    own = node_pool_export(t4s(4, replicas=4), role="nodes", tags=("team=ml", "env=a=b"), ami="al2023@v20260801")
+    check_crds(own)
+    spec = loaded(own, "node-class.yaml")["spec"]
+    assert (spec["role"], spec["amiSelectorTerms"]) == ("nodes", [{"alias": "al2023@v20260801"}])
+    assert spec["securityGroupSelectorTerms"] == [{"tags": {"team": "ml", "env": "a=b"}}]
+    assert not any("CLUSTER" in one for one in own.needs)
+    assert any("--cluster NAME" in one for one in node_pool_export(t4s(4, replicas=4)).needs)
+    assert any("new nodes: only those" in one for one in own.needs)
+
+
+@pytest.mark.parametrize(
+    ("described", "way", "number"),
+    [(t4s(4, replicas=4), "time-slicing", 4), (t4s(2, sharing=Sharing.MPS, mps=mps(50.0)), "mps", 2)],
+)
+def test_bottlerocket_shares_by_its_own_plugin(described: HostDescription, way: str, number: int) -> None:
+    found = node_pool_export(described, ami="bottlerocket@1.54.0", cluster="prod")
+    check_crds(found)
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads(loaded(found, "node-class.yaml")["spec"]["userData"])["settings"]
+    nvidia = settings["kubelet-device-plugins"]["nvidia"]
+    assert nvidia["device-sharing-strategy"] == way
+    # Overlay and pods use the name of the GPU.
+    assert (nvidia[way]["replicas"], nvidia[way]["rename-by-default"]) == (number, False)
+    assert not any("gpushare export k8s" in one for one in found.needs)
+
+
+def test_as_many_pods_as_shares_and_one_more_that_stays_pending() -> None:
+    found = node_pool_export(t4s(4, replicas=4), max_nodes=2)
+    assert loaded(found, "verify-gpu.yaml")["spec"]["replicas"] == 32
+    said = list(found.commands)
+    scale = said.index("kubectl scale deployment/gpushare-verify-gpu --replicas=33")
+    assert "status.phase=Pending" in said[scale + 1]
+    assert said[scale + 2].startswith("kubectl get events")
+    # Without a limit one more pod would start a node.
+    assert not any("--replicas=" in one for one in node_pool_export(t4s(4, replicas=4)).commands)

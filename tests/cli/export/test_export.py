@@ -147,10 +147,11 @@ def test_exclusive_mode_of_a_daemon_is_kept_at_boot(cli: Cli) -> None:
 
 def test_karpenter(cli: Cli) -> None:
     done = cli("export", "karpenter", "--replicas", "4", "--max-nodes", "2", host="sim:t4").ok()
-    pool, overlay, verify = documents(done.out)
+    node_class, pool, overlay, verify = documents(done.out)
+    assert node_class["kind"] == "EC2NodeClass"
     assert pool["spec"]["limits"] == {"nvidia.com/gpu": "8"}
     assert overlay["spec"]["capacity"] == {"nvidia.com/gpu": "4"}
-    assert verify["spec"]["replicas"] == 2
+    assert verify["spec"]["replicas"] == 8
     named = cli("export", "karpenter", "--instance-type", "g4dn.2xlarge", "--name", "a", host="sim:t4").ok()
     assert "g4dn.2xlarge" in named.out
 
