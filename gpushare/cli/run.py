@@ -25,7 +25,7 @@ from gpushare.cli.options import (
 )
 from gpushare.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, OperationFailed
 from gpushare.selection import select_one
-from gpushare.units import quoted
+from gpushare.units import format_slice, quoted
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
@@ -510,7 +510,15 @@ def _started(host: Host, device: Device, command: Sequence[str], options: RunOpt
         return role_result(host, device, command, options, roles)
     if roles.slice_us is not None:
         return _sliced(host, device, command, options, roles.slice_us)
+    from gpushare.run.group import members
     from gpushare.run.share import MpsShare
+
+    group = members(host, device)
+    if group:
+        note(
+            f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
+            f" {format_slice(min(one.slice_us for one in group))}; to run outside it: --slice 2ms"
+        )
 
     return _carried_out(host, MpsShare(host, device, options.limits), command, options)
 

@@ -191,7 +191,8 @@ class GroupWatch:
         """Return how many seconds may pass until the next look."""
         if self._paused is not None:
             return self._paused.wait()
-        return min(self.inner.wait(), LOOK_SECONDS if self._slices.proved else _FIRST_SECONDS)
+        soon = self.inner.attached and not self._slices.proved
+        return min(self.inner.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
 
     def look(self) -> None:
         """Look for the program's processes, and for the slice of their server."""

@@ -99,14 +99,17 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
         return False
     family = set(host.processes.descendants(pid))
     clients = client_pids(MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS))
-    if clients is None or clients & family:
+    environment = host.processes.environment(pid) or {}
+    if clients is None:
+        # It does not answer: where production's variables lead tells, if this user may read them.
+        return environment.get("CUDA_MPS_PIPE_DIRECTORY", str(home.pipe)) == str(home.pipe)
+    if clients & family:
         return True
     try:
         on_gpu = {one.pid for one in host.nvml.processes(device.gpu.index) or ()}
     except GpushareError:
         on_gpu = set()
     # It has no context yet: where its variables lead, it will go.
-    environment = host.processes.environment(pid) or {}
     return not on_gpu & family and environment.get("CUDA_MPS_PIPE_DIRECTORY") == str(home.pipe)
 
 

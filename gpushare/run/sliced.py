@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
 LOOK_SECONDS: Final = 1.0
 _CONTEXT_SECONDS: Final = 5.0
-_FIRST_SECONDS: Final = 0.1
 # A process that comes or goes is found at the next look.
 PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
 
@@ -159,8 +158,7 @@ class SlicedWatch:
 
     def wait(self) -> float:
         """Return how many seconds may pass until the next look."""
-        # The slice counts from the first kernel on.
-        return min(self.inner.wait(), LOOK_SECONDS if self._slices.proved or self._failed else _FIRST_SECONDS)
+        return min(self.inner.wait(), LOOK_SECONDS)
 
     def look(self) -> None:
         """Look for the program's processes, and give new ones the slice."""
