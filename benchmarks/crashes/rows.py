@@ -211,6 +211,7 @@ def _dead_daemon(world: World) -> None:
 
 def _timeslice_rows() -> list[Row]:
     level, reset = ("timeslice", "set", "long", "-g", "0"), ("timeslice", "reset", "-g", "0")
+    short, restore = ("timeslice", "set", "500us", "{job}"), ("timeslice", "reset", "{job}")
     return [
         Row(name="timeslice set", host=MPS_HOST, prepare=_exclusive_by_hand, command=level, then=[level, reset]),
         Row(
@@ -219,6 +220,21 @@ def _timeslice_rows() -> list[Row]:
             prepare=_after(level, first=_exclusive_by_hand),
             command=reset,
             then=[reset, level],
+        ),
+        Row(name="timeslice set JOB", host=MPS_HOST, prepare=_job, command=short, then=[short, restore]),
+        Row(
+            name="timeslice set JOB, again",
+            host=MPS_HOST,
+            prepare=_after(("timeslice", "set", "1ms", "{job}"), first=_job),
+            command=short,
+            then=[short, restore],
+        ),
+        Row(
+            name="timeslice reset JOB",
+            host=MPS_HOST,
+            prepare=_after(short, first=_job),
+            command=restore,
+            then=[restore, short],
         ),
     ]
 

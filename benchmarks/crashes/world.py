@@ -35,7 +35,19 @@ _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
 # Times, and the most memory that was seen of a job.
 _PAUSE_GUARD: Final = "the guard of a pause"
 _VARIES: Final = frozenset(
-    {"started_at", "at", "time", "boot_id", "since", "taken_at", "memory_peak_bytes", "keeper_pid", "keeper_started"}
+    {
+        "started_at",
+        "at",
+        "time",
+        "boot_id",
+        "since",
+        "taken_at",
+        "set_at",
+        "started",
+        "memory_peak_bytes",
+        "keeper_pid",
+        "keeper_started",
+    }
 )
 _ELSEWHERE: Final = (
     "GPUSHARE_HOST", "GPUSHARE_NVIDIA_SMI", "GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR", "CUDA_VISIBLE_DEVICES",
@@ -234,7 +246,8 @@ class World:
                 found[f"process {process.pid}"] = (
                     f"{process.name} on {process.gpu_uuid} instance {process.gpu_instance_id} daemon "
                     f"{process.mps_daemon} broken {process.broken} stopped {process.stopped_at is not None} "
-                    f"terminated {process.terminated_at is not None} channels off {len(process.channels_off)}"
+                    f"terminated {process.terminated_at is not None} channels off {len(process.channels_off)} "
+                    f"slice {process.slices.get('compute', 'default')}"
                 )
         for pid, what in self.living().items():
             if what == _PAUSE_GUARD:

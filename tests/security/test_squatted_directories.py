@@ -22,6 +22,7 @@ from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.selection import Device
 from gpushare.timeslice.policy import _record, _recorded_mode
+from gpushare.timeslice.slices import SliceRecord, _note, slice_records
 from tests.cli.drive import World
 from tests.security.conftest import Stranger, gpushare
 
@@ -40,6 +41,12 @@ def fill(host: Host, device: Device) -> None:
     assert started is not None
     note_pauses(host, Pauses(pid=os.getpid(), started_at=started.started_at, gpu_uuid=device.uuid))
     write_record(host, JobRecord(name="web", pid=os.getpid(), started_at=1.0, device_uuid=device.uuid))
+    identity = host.processes.identity(os.getpid())
+    assert identity is not None
+    _note(
+        host,
+        SliceRecord(pid=os.getpid(), started=identity.started, slice_us=500, before=("1:2=2048",), set_at=1.0),
+    )
     make_private_directory(_record(host, device).parent)
     _record(host, device).write_text('{"previous_compute_mode": "EXCLUSIVE_PROCESS"}')
     _record(host, device).chmod(0o644)
@@ -69,6 +76,7 @@ READERS: dict[str, Reader] = {
     "aside": lambda host, device: aside(home_of(host.run_directory, device.uuid)),
     "pauses": lambda host, device: noted_pauses(host),
     "production": lambda host, device: productions(host),
+    "slices": lambda host, device: slice_records(host),
     "timeslice": lambda host, device: _recorded_mode(_record(host, device)),
     "benched": lambda host, device: find_benched(host, device, ["true"], 1),
     "tuned": lambda host, device: find_tuned(host, "web"),
