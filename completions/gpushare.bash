@@ -204,7 +204,7 @@ _gpushare_node() {
     'pause')
       options='--timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--timeout --host -o --output'
-      positional='@jobs'
+      positional='@jobs list'
       ;;
     'resume')
       options='--all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -103,7 +103,7 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     if path == ("timeslice", "set"):
         return tuple(level.title for level in TimeSlice)
     if "JOB" in name:
-        return (JOBS,)
+        return (JOBS, "list") if path == ("pause",) else (JOBS,)
     if path[:1] == ("sim",) and "HOST" in name:
         return simulated_hosts()
     if "FILE" in name:

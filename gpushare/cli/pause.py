@@ -79,7 +79,8 @@ def pause(
                 text=said,
                 notes=(*result.notes, f"to resume it: gpushare resume {work.job.selector}"),
             )
-        return replace(result, data={**result.data, **data})
+        took = () if settings.dry_run else (f"the call of the driver took {1000 * work.seconds:.1f} ms",)
+        return replace(result, data={**result.data, **data}, notes=(*took, *result.notes))
 
 
 def _seconds(text: str) -> float:
@@ -138,6 +139,7 @@ def listed(host: Host) -> Any:
 
     jobs = [one for one in paused_jobs(host) if one.pause.state != RUNNING or not one.kept(host)]
     rows = [row(one) | {"guarded": one.kept(host)} for one in jobs]
+    shown = [{**one, "processes": " ".join(str(process["pid"]) for process in one["processes"])} for one in rows]
     columns = (
         Column(key="pid", title="pid", right=True),
         Column(key="name", title="name", optional=True),
@@ -146,7 +148,7 @@ def listed(host: Host) -> Any:
         Column(key="since", title="since", format=clock),
         Column(key="until", title="until", format=lambda at: "resumed" if at is None else clock(at)),
         Column(key="by", title="by", rank=1),
-        Column(key="processes", title="processes", right=True, rank=3, format=lambda found: str(len(found))),
+        Column(key="processes", title="processes", rank=3),
     )
     notes = [
         f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pause.pid}"
@@ -156,6 +158,6 @@ def listed(host: Host) -> Any:
     return Result(
         command="pause list",
         data={"jobs": rows},
-        tables=(Table(name="jobs", columns=columns, rows=tuple(rows), empty="no job is paused"),),
+        tables=(Table(name="jobs", columns=columns, rows=tuple(shown), empty="no job is paused"),),
         notes=tuple(notes),
     )

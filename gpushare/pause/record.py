@@ -15,6 +15,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gpushare.errors import NotSupported
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
 from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
@@ -33,6 +34,8 @@ RESUMING: Final = "resuming"
 RUNNING: Final = "running"
 WHAT: Final = "the record of a pause"
 _NAME: Final = "pause"
+# Less than what `read_trusted` reads.
+_MOST_BYTES: Final = 3 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +134,19 @@ def write(job: PausedJob) -> None:
     """Write a record to the disk. The caller holds the lock, or is the living `gpushare run` that the record names.
 
     Raises:
-        NoPermission, OperationFailed: it cannot be written; an earlier one stays.
+        NoPermission, OperationFailed, NotSupported: it cannot be written; an earlier one stays.
     """
     channels = [{key: value for key, value in one.record().items() if key != "seconds"} for one in job.channels]
-    document = {**vars(job.pause), "channels": channels}
+    text = json.dumps({**vars(job.pause), "channels": channels})
+    if len(text) > _MOST_BYTES:
+        # It could not be read again.
+        raise NotSupported(
+            f"{job.title} has too many channels to be paused",
+            "pause its processes one by one",
+            code="too_many_channels",
+        )
     with writing(job.path, WHAT):
-        replace_file(job.path, json.dumps(document), durable=True)
+        replace_file(job.path, text, durable=True)
 
 
 def forget(job: PausedJob) -> None:

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -311,3 +313,24 @@ def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
             assert process.wait(60.0) == -signal.SIGTERM
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("scope", "called"), [("1\n", True), ("0\n", False), ("2\n", False), (None, False)])
+def test_a_program_lets_gpushare_reach_its_channels_where_yama_is_in_force(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str | None, called: bool
+) -> None:
+    """The child process that calls the driver is no ancestor of the program."""
+    note = tmp_path / "calls"
+
+    def prctl(*arguments: Any) -> int:
+        note.write_text(" ".join(str(getattr(one, "value", one)) for one in arguments))
+        return 0
+
+    read = process._read
+    monkeypatch.setattr(process, "_read", lambda path: scope if "yama" in path else read(path))
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: SimpleNamespace(prctl=prctl))
+    child = process.started(["true"], {})
+    while child.poll() is None:
+        time.sleep(0.01)
+    # PR_SET_PTRACER of linux/prctl.h.
+    assert (note.read_text() if note.exists() else None) == (f"{0x59616D61} {os.getpid()} 0 0 0" if called else None)

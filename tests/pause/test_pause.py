@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.pause import change as module
@@ -385,5 +385,13 @@ def test_ctrl_c_during_the_call_takes_the_pause_back(job: Paused) -> None:
         job.pause()
     # It waited for the end of the call, and what was off is on again.
     assert ("disable", job.pids[1]) in job.control.done
+    assert job.off == [False, False]
+    assert not job.path.exists()
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.pause.record._MOST_BYTES", 1000)
+    with pytest.raises(NotSupported, match="too many channels"):
+        job.pause()
     assert job.off == [False, False]
     assert not job.path.exists()

@@ -18,7 +18,6 @@ __all__ = ["busy"]
 
 def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
-    assert world.process(pid).channels_off
     # The state in the record follows the pause.
     (job,) = until(lambda: world.run("pause", "list").data["jobs"], "it is listed")
     assert (job["pid"], job["by_run"], job["guarded"], job["guard"]) == (pid, True, True, started.pid)
@@ -27,7 +26,8 @@ def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, bus
         assert (answer.code, answer.error["code"]) == (19, "paused_by_run")
         assert f"kill -INT {started.pid}" in answer.error["hint"]
     assert world.run("resume", "--all").data["jobs"] == []
-    assert world.process(pid).channels_off
+    # On a slow machine production may seem idle for a moment.
+    until(lambda: world.process(pid).channels_off, "it is still paused")
     started.signal(signal.SIGINT)
     assert started.result().code == 128 + signal.SIGINT
     assert paused_jobs(world.host) == []

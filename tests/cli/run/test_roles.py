@@ -243,7 +243,7 @@ def test_a_paused_program_goes_on_when_production_has_ended(
     real: Callable[..., Started], world: World, busy: int, way: str
 ) -> None:
     started, pid = paused(real, world, busy)
-    assert bool(world.process(pid).channels_off) == (way == "channels")
+    until(lambda: bool(world.process(pid).channels_off) == (way == "channels"), "it is paused in this way")
     os.kill(busy, signal.SIGKILL)
     until(lambda: program_of(world) is None, "it goes on")
     started.signal(signal.SIGTERM)
