@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
 from gpushare.export.document import Document, Export
 from gpushare.export.k8s import DEFAULT_REPLICAS
 from gpushare.model import Sharing, TimeSlice
-from gpushare.units import GIB, mps_memory
+from gpushare.units import GIB, mps_memory, mps_memory_readback
 
 STATE: Final = "/run/gpushare-slurm"
 
 _COMMON: Final = """\
 set -u
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+# slurmd starts it without PATH: what is not exported is not known to timeout and env.
+export PATH
 state=@STATE@
 umask 022
 
@@ -150,7 +152,8 @@ _PROLOG: Final = """\
 #!/bin/sh
 # Written by gpushare: Prolog of slurmd. Starts the MPS daemon of the GPU that a job with --gres=mps was given.
 @COMMON@
-# The UUID of a GPU by the number that Slurm gives, which is the N of /dev/nvidiaN; with Flags=env_uuid it is the UUID.
+# The UUID of a GPU with MPS by the number that Slurm gives it: its place in Slurm's list of GPUs, which is not the N of
+# /dev/nvidiaN. Where slurmd knows the UUID, it gives that.
 uuid_of() {
     case $1 in
 @CASES@
@@ -158,12 +161,19 @@ uuid_of() {
     esac
 }
 
-# Pinned memory limit of each client process of a GPU.
+# Pinned memory limit of each client process of a GPU, and how the daemon prints it.
 limit_of() {
     case $1 in
 @LIMITS@
     *) echo ;;
     esac
+}
+
+limit_memory() {
+    ask "set_default_device_pinned_mem_limit 0 $1" >/dev/null
+    # A wrong value is taken without an error.
+    held=$(ask 'get_default_device_pinned_mem_limit 0')
+    [ "$held" = "$2" ] || { say "the MPS daemon of GPU $uuid has the memory limit '$held' instead of $1"; return 1; }
 }
 
 start_daemon() {
@@ -198,7 +208,7 @@ start_daemon() {
         sleep 0.5
     done
     limit=$(limit_of "$uuid")
-    [ -z "$limit" ] || ask "set_default_device_pinned_mem_limit 0 $limit" >/dev/null
+    [ -z "$limit" ] || limit_memory $limit
 }
 
 note_job() {
@@ -206,8 +216,20 @@ note_job() {
 }
 
 status=0
+if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
+    for program in nvidia-cuda-mps-control nvidia-smi; do
+        command -v "$program" >/dev/null || { say "$program not found in $PATH"; exit 1; }
+    done
+    # Without this the job would run without its limit.
+    [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || { say "the job has a share of MPS and no GPU"; exit 1; }
+fi
 for id in $(echo "${CUDA_VISIBLE_DEVICES:-}" | tr , ' '); do
-    uuid=$(uuid_of "$id") || continue
+    if ! uuid=$(uuid_of "$id"); then
+        [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ] || continue
+        say "Slurm gives a job a share of MPS on GPU $id, which has no MPS in this script: compare it with slurmd -G"
+        status=1
+        continue
+    fi
     home=$state/$uuid
     if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
         if start_daemon && note_job && let_in; then
@@ -249,16 +271,23 @@ _TASK_PROLOG: Final = """\
 # Written by gpushare: TaskProlog of slurmd. Tells each task of an MPS job where its daemon listens.
 # The daemon renumbers its one GPU, so the task names it by UUID too.
 [ -r "@STATE@/job-${SLURM_JOB_ID:-}" ] || exit 0
+# A step without a share of MPS keeps the GPU or shard that Slurm gave it.
+[ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ] || exit 0
 uuid=$(cat "@STATE@/job-$SLURM_JOB_ID")
+if [ -n "${SLURM_SHARDS_ON_NODE:-}" ]; then
+    # A program is a client of MPS or not: it cannot use both.
+    echo "print gpushare: this step has a share of MPS and a shard, and its tasks use the share of MPS; for the shard: srun --gres=shard:1"
+    echo "export GPUSHARE_SHARD_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
+fi
 echo "export CUDA_MPS_PIPE_DIRECTORY=@STATE@/$uuid/pipe"
 echo "export CUDA_VISIBLE_DEVICES=$uuid"
 """
 
 
-def prolog(gpus: Mapping[int, str], limits: Mapping[str, str]) -> str:
-    """Return the Prolog: UUIDs by minor number, and memory limits (``3840M``) by UUID, of the GPUs with MPS."""
-    cases = [f"    {minor} | {uuid}) echo {uuid} ;;" for minor, uuid in sorted(gpus.items())]
-    held = [f"    {uuid}) echo {limit} ;;" for uuid, limit in limits.items()]
+def prolog(gpus: Mapping[int, str], limits: Mapping[str, int]) -> str:
+    """Return the Prolog: UUIDs by Slurm's number, and memory limits (bytes) by UUID, of the GPUs with MPS."""
+    cases = [f"    {number} | {uuid}) echo {uuid} ;;" for number, uuid in sorted(gpus.items())]
+    held = [f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;" for uuid, limit in limits.items()]
     text = _PROLOG.replace("@COMMON@", _COMMON).replace("@CASES@", "\n".join(cases))
     text = text.replace("@LIMITS@\n", "".join(f"{line}\n" for line in held))
     return text.replace("@STATE@", STATE)
@@ -291,16 +320,18 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     _check(host)
     has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
     by_nvml = has_mig if autodetect is None else autodetect == "nvml"
-    with_mps = {gpu.minor: gpu for gpu in host.gpus if gpu.sharing is Sharing.MPS}
+    with_mps = [gpu for gpu in host.gpus if gpu.sharing is Sharing.MPS]
     documents = [
         Document(name="gres.conf", text=_gres(host, by_nvml=by_nvml), kind="conf"),
         Document(name="slurm.conf.lines", text=_lines(host, by_nvml=by_nvml), kind="conf"),
+        Document(name="cgroup.conf.lines", text=_CGROUP, kind="conf"),
     ]
     if with_mps:
-        uuids = {minor: gpu.uuid for minor, gpu in with_mps.items() if minor is not None}
+        numbers = enumerate(slurm_order(host, by_nvml=by_nvml))
+        uuids = {number: one.gpu.uuid for number, one in numbers if one.gpu.sharing is Sharing.MPS}
         limits = {
-            gpu.uuid: mps_memory(gpu.mps.limits.memory_limit_bytes)
-            for gpu in with_mps.values()
+            gpu.uuid: gpu.mps.limits.memory_limit_bytes
+            for gpu in with_mps
             if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes is not None
         }
         documents += [
@@ -331,6 +362,55 @@ def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: 
         return f"{name}_{mig.profile}"
     # Half a GiB is rounded up, as roundl does.
     return f"{name}_{slices[1]}g.{(mig.memory_total_bytes + GIB // 2) // GIB}gb"
+
+
+class SlurmDevice(NamedTuple):
+    """A device as a record of gres/gpu, with its Type."""
+
+    type: str
+    gpu: GpuDescription
+    mig: MigDescription | None = None
+
+
+_CGROUP: Final = """\
+# Written by gpushare: cgroup.conf needs this line. Without it a job can use all GPUs of the node: a MIG job the other
+# instances, and any job those that MPS serves.
+ConstrainDevices=yes
+"""
+
+
+def _by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
+    """Return the records of gres/gpu in the order of gres.conf."""
+    return [
+        SlurmDevice(type_of(gpu, mig, by_nvml=by_nvml), gpu, mig)
+        for gpu in sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
+        for mig in (gpu.mig if gpu.sharing is Sharing.MIG else (None,))
+    ]
+
+
+def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
+    """Return the devices in Slurm's order: a job's GPUs are numbered by their place in it, whatever their files are.
+
+    Without detection it is the order of the types in the Gres of slurm.conf, and in one type that of gres.conf
+    (_merge_config in src/interfaces/gres.c; seen with slurmctld 22.05). With NVML first the GPUs in the order of their PCI
+    bus ids, then the MIG devices by file (_merge_system_gres_conf in gres_gpu.c).
+    """
+    devices = _by_minor(host, by_nvml=by_nvml)
+    if by_nvml:
+        return sorted(
+            devices,
+            key=lambda one: (one.mig is not None, (one.gpu.minor or 0) if one.mig else one.gpu.index),
+        )
+    types = _types(devices)
+    return sorted(devices, key=lambda one: list(types).index(one.type))
+
+
+def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
+    """Return how many devices each type has, in the order for slurm.conf.
+
+    MIG devices come last, because Slurm 22.05 counts each of their files as a device of gres/mps.
+    """
+    return Counter(one.type for one in sorted(devices, key=lambda one: one.mig is not None))
 
 
 def _check(host: HostDescription) -> None:
@@ -392,21 +472,26 @@ def _devices(gpu: GpuDescription) -> list[str]:
 
 
 def _lines(host: HostDescription, *, by_nvml: bool) -> str:
-    types: Counter[str] = Counter()
+    # In the order of slurm_order.
+    types = _types(_by_minor(host, by_nvml=by_nvml))
     shards = mps = 0
     for gpu in host.gpus:
-        devices = [type_of(gpu, mig, by_nvml=by_nvml) for mig in gpu.mig]
-        types.update(devices if gpu.sharing is Sharing.MIG else [type_of(gpu)])
         shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Sharing.TIMESLICE else 0
         mps += MPS_COUNT if gpu.sharing is Sharing.MPS else 0
     shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
     names = ["gpu", *(one.partition(":")[0] for one in shared)]
-    gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in sorted(types.items())), *shared])
+    gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in types.items()), *shared])
     lines = ["# Written by gpushare: put these lines into slurm.conf, the same on every node."]
     lines.append(f"GresTypes={','.join(names)}")
     if shared:
         lines.append("SelectType=select/cons_tres")
-    lines.append("AccountingStorageTRES=" + ",".join(f"gres/{name}" for name in names))
+    lines += [
+        "# With ConstrainDevices=yes in cgroup.conf: a task can open the devices of its job only.",
+        "ProctrackType=proctrack/cgroup",
+        "TaskPlugin=task/cgroup,task/affinity",
+        "# Only with slurmdbd, without which slurmctld does not start with it:",
+        "#AccountingStorageTRES=" + ",".join(f"gres/{name}" for name in names),
+    ]
     if by_nvml and any(gpu.mig for gpu in host.gpus):
         lines += ["# MIG devices report no utilization, and a slurmd that asks for it blocks every MIG change."]
         lines += ["JobAcctGatherParams=DisableGPUAcct"]
@@ -419,6 +504,8 @@ def _lines(host: HostDescription, *, by_nvml: bool) -> str:
             "TaskProlog=/etc/slurm/gpushare-task-prolog.sh",
         ]
     lines += ["# Put Gres into the node's own line, which also has its CPUs and memory."]
+    if mps and len(types) > 1 and not by_nvml:
+        lines += ["# Keep the order of the types: the numbers in the prolog follow it."]
     lines += [f"NodeName={host.node or 'NODE'} Gres={gres}"]
     return "\n".join(lines) + "\n"
 
@@ -428,7 +515,8 @@ def _commands(*, with_mps: bool) -> list[str]:
     return [
         "sudo install -m 644 gres.conf /etc/slurm/gres.conf",
         *([f"sudo install -m 755 -t /etc/slurm {scripts}"] if with_mps else []),
-        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType and Prolog may already be there: merge them)",
+        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType, TaskPlugin and Prolog may already be there: merge them)",
+        "put cgroup.conf.lines into /etc/slurm/cgroup.conf",
         "sudo slurmd -G",
         "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
         "scontrol show node, and look for Gres=",
@@ -436,7 +524,9 @@ def _commands(*, with_mps: bool) -> list[str]:
 
 
 def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
-    needs = ["ConstrainDevices=yes in cgroup.conf: without it a job sees the GPUs of the others"]
+    needs = [
+        "required: ConstrainDevices=yes in cgroup.conf, and TaskPlugin=task/cgroup: without them a job can use the GPUs of the others"
+    ]
     if by_nvml:
         needs.append("a slurmd built with NVML; otherwise --autodetect off")
     if any(gpu.sharing is Sharing.MIG for gpu in host.gpus):
@@ -452,10 +542,18 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
             "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
             "one GPU with MPS per job and node, which is Slurm's default (no MULTIPLE_SHARING_GRES_PJ)",
         ]
-    minors = sorted(gpu.minor or 0 for gpu in host.gpus)
-    if minors != list(range(len(minors))):
-        needs.append("Slurm's own GPU numbers: they have gaps here, so compare with slurmd -G first")
+        if not by_nvml:
+            needs.append(
+                f"the GPUs in the order {_files(host)} in slurmd -G: the prolog knows them by their place in it"
+            )
+        if any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
+            needs.append("jobs that ask for mps or for shard: the tasks of a step with both use the share of MPS only")
     return needs
+
+
+def _files(host: HostDescription) -> str:
+    devices = slurm_order(host, by_nvml=False)
+    return ", ".join(dict.fromkeys(f"/dev/nvidia{one.gpu.minor}" for one in devices))
 
 
 def _named_by_memory(host: HostDescription) -> bool:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export.description import HostDescription
 from gpushare.export.document import Export
-from gpushare.export.slurm import slurm_export
+from gpushare.export.slurm import slurm_export, slurm_order
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
@@ -82,10 +82,14 @@ def test_gpus_of_their_own_need_no_shared_resource() -> None:
     assert len(records(found)) == 2
     assert lines(found) == {
         "GresTypes": "gpu",
-        "AccountingStorageTRES": "gres/gpu",
+        "ProctrackType": "proctrack/cgroup",
+        "TaskPlugin": "task/cgroup,task/affinity",
         "NodeName": "gpu01 Gres=gpu:t4:2",
     }
-    assert len(found.documents) == 2
+    assert [one.name for one in found.documents] == ["gres.conf", "slurm.conf.lines", "cgroup.conf.lines"]
+    assert "\nConstrainDevices=yes\n" in text(found, "cgroup.conf.lines")
+    # slurmctld does not start with it where there is no slurmdbd.
+    assert "\n#AccountingStorageTRES=gres/gpu\n" in text(found, "slurm.conf.lines")
 
 
 def test_every_gpu_in_its_own_way() -> None:
@@ -162,9 +166,39 @@ def test_what_is_lost() -> None:
         assert any(word in one for one in lost)
 
 
-def test_gaps_in_the_numbers_are_said() -> None:
-    assert any("gaps" in one for one in slurm_export(host(gpu(0), gpu(1, minor=5))).needs)
-    assert not any("gaps" in one for one in slurm_export(t4s()).needs)
+UNEQUAL = host(
+    gpu(0, Sharing.MPS, mps=mps()),
+    gpu(1, Sharing.MPS, mps=mps(), minor=2, name="NVIDIA A30"),
+    gpu(2, Sharing.MPS, mps=mps(), minor=5),
+)
+CUT = host(
+    gpu(0, Sharing.MIG, mig=(mig(0), mig(1))), gpu(1, Sharing.MPS, mps=mps()), gpu(2), gpu(3, Sharing.MPS, mps=mps())
+)
+
+
+def numbers(found: Export) -> dict[str, str]:
+    """Return the UUID of each number in the prolog."""
+    return dict(re.findall(r"^    (\d+) \| \S+\) echo (\S+) ;;$", text(found, "gpushare-prolog.sh"), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("described", "autodetect", "order"),
+    [
+        # By type in the order of slurm.conf, in one type by file; a gap does not count.
+        (UNEQUAL, "off", {"0": 0, "1": 2, "2": 1}),
+        (UNEQUAL, "nvml", {"0": 0, "1": 1, "2": 2}),
+        # MIG devices come last.
+        (CUT, "off", {"0": 1, "2": 3}),
+        (CUT, "nvml", {"0": 1, "2": 3}),
+    ],
+)
+def test_the_prolog_knows_slurms_numbers(described: HostDescription, autodetect: str, order: dict[str, int]) -> None:
+    found = slurm_export(described, autodetect=autodetect)
+    assert numbers(found) == {number: described.gpus[index].uuid for number, index in order.items()}
+    if described is UNEQUAL:
+        assert "Gres=gpu:t4:2,gpu:a30:1," in lines(found)["NodeName"]
+    if autodetect == "off":
+        assert any("slurmd -G" in one for one in found.needs)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +253,7 @@ def slurmd() -> str | None:
 
 
 @pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
-@pytest.mark.parametrize("described", [t4s(4), MIXED], ids=["t4s", "mixed"])
+@pytest.mark.parametrize("described", [t4s(4), MIXED, UNEQUAL, CUT], ids=["t4s", "mixed", "unequal", "cut"])
 def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
     found = slurm_export(described, autodetect="off")
     devices = tmp_path / "dev"
@@ -227,7 +261,8 @@ def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
     body = text(found, "gres.conf").replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{devices}/")
     (tmp_path / "gres.conf").write_text(body)
     for path in set(re.findall(rf"{re.escape(str(devices))}/[^,\s]+", body)):
-        Path(path).touch()
+        # A character device, as slurmd asks for.
+        Path(path).symlink_to("/dev/null")
     name = socket.gethostname().partition(".")[0]
     said = lines(found)
     plugins = os.environ.get("GPUSHARE_TEST_SLURM_PLUGINS")
@@ -254,7 +289,11 @@ def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
         check=False,
         timeout=120,
     )
-    # 22.05 prints "more configured than expected" for every file, right ones too: its exit code tells.
     assert done.returncode == 0, done.stderr
-    assert "fatal" not in done.stderr
-    assert "error" not in done.stderr.lower()
+    for word in ("fatal", "error", "more configured than expected"):
+        assert word not in done.stderr.lower()
+    # The order by which it numbers the GPUs. 22.05 lists each file of a MIG device.
+    order = slurm_order(described, by_nvml=False)
+    whole = [f"nvidia{one.gpu.minor}" for one in order if one.mig is None]
+    seen = [Path(file).name for file in re.findall(r"Name=gpu .*? File=([^,\s]+)", done.stderr)]
+    assert seen[: len(whole)] == whole

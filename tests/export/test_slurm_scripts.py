@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,10 @@ fi
 read -r line
 [ -e "$CUDA_MPS_PIPE_DIRECTORY/alive" ] || exit 1
 echo "$line" >>"$CUDA_MPS_PIPE_DIRECTORY/asked"
-case $line in quit*) [ -e "{tmp}/stuck" ] || rm "$CUDA_MPS_PIPE_DIRECTORY/alive" ;; esac
+case $line in
+quit*) [ -e "{tmp}/stuck" ] || rm "$CUDA_MPS_PIPE_DIRECTORY/alive" ;;
+get_default_device_pinned_mem_limit*) cat "{tmp}/held" 2>/dev/null || echo 3G ;;
+esac
 """
 
 
@@ -51,7 +55,7 @@ class Node:
     tmp: Path
 
     def run(
-        self, script: str, job: int, gpus: str = "", percent: str | None = None
+        self, script: str, job: int, gpus: str = "", percent: str | None = None, **more: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a script as slurmd does."""
         body = text(slurm_export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(
@@ -62,16 +66,17 @@ class Node:
         )
         path = self.tmp / f"{script}.sh"
         path.write_text(body)
+        # slurmd gives them no PATH.
         environment = {
-            "PATH": "/usr/bin:/bin",
             "SLURM_JOB_ID": str(job),
             "SLURM_JOB_UID": "0",
             "CUDA_VISIBLE_DEVICES": gpus,
         }
         if percent is not None:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
+        environment.update(more)
         done = subprocess.run(
-            ["sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
+            ["/bin/sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
         )
         wrong = self.tmp / "wrong"
         assert not wrong.exists(), wrong.read_text()
@@ -132,13 +137,58 @@ def test_gpu_one_is_not_gpu_eleven(node: Node) -> None:
 
 def test_the_task_is_told_where(node: Node) -> None:
     node.run("prolog", 7, "3", "25")
-    told = node.run("task-prolog", 7).stdout
+    told = node.run("task-prolog", 7, "3", "25").stdout
     assert told == (
         f"export CUDA_MPS_PIPE_DIRECTORY={node.tmp}/state/{uuid(3)}/pipe\nexport CUDA_VISIBLE_DEVICES={uuid(3)}\n"
     )
-    assert node.run("task-prolog", 8).stdout == ""
+    assert node.run("task-prolog", 8, "3", "25").stdout == ""
+    # A step of this job without a share of MPS.
+    assert node.run("task-prolog", 7, "12").stdout == ""
     node.run("epilog", 7)
-    assert node.run("task-prolog", 7).stdout == ""
+    assert node.run("task-prolog", 7, "3", "25").stdout == ""
+
+
+def test_a_step_with_a_shard_is_told_what_it_gets(node: Node) -> None:
+    node.run("prolog", 7, "3", "25")
+    told = node.run("task-prolog", 7, "12", "25", SLURM_SHARDS_ON_NODE="1").stdout.splitlines()
+    assert told[0].startswith("print gpushare: this step has a share of MPS and a shard")
+    assert told[1:] == [
+        "export GPUSHARE_SHARD_DEVICES=12",
+        f"export CUDA_MPS_PIPE_DIRECTORY={node.tmp}/state/{uuid(3)}/pipe",
+        f"export CUDA_VISIBLE_DEVICES={uuid(3)}",
+    ]
+
+
+@pytest.mark.parametrize("number", ["12", "13", "GPU-x", ""])
+def test_a_share_on_a_gpu_that_the_script_does_not_know_fails(node: Node, number: str) -> None:
+    """Otherwise the job would run without its limit, on all of the GPU."""
+    done = node.run("prolog", 1, number, "25")
+    assert done.returncode == 1
+    assert "a share of MPS" in done.stderr
+    assert not list((node.tmp / "state").glob("GPU-*"))
+    assert node.run("task-prolog", 1, number, "25").stdout == ""
+
+
+@pytest.mark.parametrize("program", ["nvidia-cuda-mps-control", "nvidia-smi"])
+def test_a_program_that_is_missing_is_named_at_once(node: Node, program: str) -> None:
+    if shutil.which(program) is not None:
+        pytest.skip(f"{program} is installed here")
+    (node.tmp / "bin" / program).unlink()
+    done = node.run("prolog", 1, "1", "25")
+    assert done.returncode == 1
+    assert f"{program} not found in " in done.stderr
+    # A job without a share of MPS does not need it.
+    assert node.run("prolog", 2, "1").returncode == 0
+
+
+def test_a_memory_limit_that_the_daemon_does_not_take_fails(node: Node) -> None:
+    (node.tmp / "held").write_text("0G\n")
+    done = node.run("prolog", 1, "1", "25")
+    assert done.returncode == 1
+    assert "has the memory limit '0G' instead of 3840M" in done.stderr
+    assert node.daemon(1) is None
+    # Without a limit nothing is read.
+    assert node.run("prolog", 2, "0", "25").returncode == 0
 
 
 def test_slurm_may_name_gpus_by_uuid(node: Node) -> None:
@@ -161,7 +211,7 @@ def test_a_whole_gpu_finds_no_daemon_that_was_left(node: Node) -> None:
 
 
 def test_a_gpu_without_mps_and_a_job_without_a_gpu(node: Node) -> None:
-    assert node.run("prolog", 1, "12", "25").returncode == 0
+    assert node.run("prolog", 1, "12").returncode == 0
     assert node.run("prolog", 2).returncode == 0
     assert node.run("epilog", 2).returncode == 0
     assert not list((node.tmp / "state").glob("GPU-*"))

@@ -14,13 +14,15 @@ import pytest
 
 from gpushare.export.slurm import STATE, slurm_export
 from gpushare.model import Sharing
+from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mps, text
 from tests.export.test_slurm_scripts import SMI, uuid
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens_lock
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
-HOST = host(gpu(0, Sharing.MPS, mps=mps()))
+# The daemon prints this limit as 3G.
+HOST = host(gpu(0, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB)))
 OWNER = 61007
 
 
@@ -47,8 +49,8 @@ class RealNode:
         body = body.replace("PATH=/usr/local/sbin", f"PATH={self.tmp / 'bin'}:/usr/local/sbin").replace(":-10}", ":-2}")
         path = self.tmp / f"{script}.sh"
         path.write_text(body)
+        # slurmd gives them no PATH.
         environment = {
-            "PATH": "/usr/bin:/bin",
             "SLURM_JOB_ID": str(job),
             "SLURM_JOB_UID": str(user),
             "SLURM_JOB_GID": str(user),
@@ -56,7 +58,7 @@ class RealNode:
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
         }
         return subprocess.run(
-            ["sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
+            ["/bin/sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
         )
 
 
