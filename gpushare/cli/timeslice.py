@@ -236,9 +236,9 @@ def set_level(
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
-    It needs no root for your own jobs, holds at once, is read back, and ends with the process. Of two jobs that always
-    have work each gets about its slice's share of both. A short slice next to a job that must answer fast costs
-    little; below 1ms the switch itself costs a busy pair much.
+    It needs no root for your own jobs, holds at once, is read back, and ends with the process. A short slice for a
+    job helps the others on the GPU that must answer fast. Below 1ms, two jobs that both always have work lose much to
+    the switch itself; for shares see gpushare run --weight.
 
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
     lost at a reboot, and running programs may keep the old level.

@@ -7,9 +7,11 @@ the driver offers, and who may call it, is in `gpushare.host.channels`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss, Plan, Step
 from gpushare.timeslice.rules import LEAST_US, MOST_US
 from gpushare.units import format_slice
@@ -132,7 +134,6 @@ def _path(host: Host, pid: int) -> Path:
 def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
     """Write a record. Those of processes that have ended are removed, if ``tidy``."""
     path = _path(host, record.pid)
-    make_private_directory(host.run_directory)
     make_private_directory(path.parent)
     with contextlib.suppress(OSError):
         for other in path.parent.glob("*.json") if tidy else ():
@@ -140,6 +141,21 @@ def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
                 other.unlink(missing_ok=True)
     with writing(path, "the record of a time-slice"):
         replace_file(path, json.dumps(asdict(record)))
+
+
+@contextlib.contextmanager
+def _locked(host: Host) -> Iterator[None]:
+    """Let one gpushare of this user at a time set slices: two would each take the other's value for the old one."""
+    directory = host.run_directory / _DIRECTORY
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    descriptor = open_lock(directory / "lock", "the lock of the time-slices")
+    try:
+        with writing(directory / "lock", "the lock of the time-slices"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _forget(host: Host, pid: int) -> None:
@@ -242,7 +258,8 @@ def apply_slice(
             raise
         return found
 
-    return _with_present(control, channels, once)
+    with _locked(host):
+        return _with_present(control, channels, once)
 
 
 def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> None:
@@ -251,6 +268,13 @@ def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> No
     Raises:
         GpushareError: as `apply_slice`.
     """
+    if _record_of(host, channels) is None:
+        return
+    with _locked(host):
+        _restore(host, control, channels)
+
+
+def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
     record = _record_of(host, channels)
     if record is None:
         return

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from gpushare.host import channels
 from gpushare.host.channels import ChannelControl
 from gpushare.run.jobs import JobRecord, write_record
 from gpushare.sim import admin
-from gpushare.timeslice.slices import slice_records
+from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
 from tests.cli.drive import H200, Answer, World
 
 Cli = Callable[..., Answer]
@@ -105,7 +107,7 @@ def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: i
 
 def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
-    (path,) = (world.host.run_directory / "slices").iterdir()
+    (path,) = (world.host.run_directory / "slices").glob("*.json")
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "started": record["started"] - 100}))
     assert slice_records(world.host) == {}
@@ -121,7 +123,7 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "[" * 5000])
 def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
-    (path,) = (world.host.run_directory / "slices").iterdir()
+    (path,) = (world.host.run_directory / "slices").glob("*.json")
     path.write_text(text)
     assert slice_records(world.host) == {}
     assert shown(world, pid)["slice_us"] == 500
@@ -280,3 +282,29 @@ def test_status_shows_slices_and_jobs_from_records_without_the_driver(
     monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
     (process,) = world.run("status").data["gpus"][0]["processes"]
     assert (process["job"], process["slice_us"]) == ("web", 500)
+
+
+def test_a_user_takes_back_what_root_has_set_for_its_process(world: World, pid: int, tmp_path: Path) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    user = replace(world.host, run_directory=tmp_path / "own", shared_run_directories=(world.host.run_directory,))
+    assert slice_records(user)[pid].slice_us == 500
+    with user.open_channels() as control:
+        restore_slice(user, control, control.find(pid))
+    assert slice_of(world, pid) == 2048
+    # Root's record stays; the user's later one says what is so.
+    assert slice_records(user)[pid].slice_us == 2048
+    assert slice_records(world.host)[pid].slice_us == 500
+
+
+def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: World, pid: int) -> None:
+    host = world.host
+    with host.open_channels() as control:
+        found = apply_slice(host, control, control.find(pid), 500)
+        assert apply_slice(host, control, found, 600, job="web").compute[0].slice_us == 500
+        record = slice_records(host)[pid]
+        assert (record.slice_us, record.befores, record.job) == (600, {2048}, "web")
+        later = replace(found.compute[0], handle=0x5C000099)
+        # A group that was not there: it gets what the first one had.
+        assert record.slice_before(later) == 2048
+        restore_slice(host, control, found)
+    assert (slice_of(world, pid), slice_records(host)) == (2048, {})
