@@ -30,8 +30,9 @@ LIMIT_SECONDS = 290
 # The chain: x becomes x * FACTOR + ADD, modulo 2^64, from START on.
 FACTOR, ADD, START = 6364136223846793005, 1442695040888963407, 12345
 CHAIN_STEPS = 20
-# Of a job's state, behind those of `gpu_channels`: its result was wrong; how often SIGTERM was handled; a flag that ends it.
-WRONG, ASKED, STOP = 8, 9, 10
+# Of a job's state, behind those of `gpu_channels`: its result was wrong; how often SIGTERM was handled; it shall end, as its
+# ranks have agreed; the request for that.
+WRONG, ASKED, STOP, REQUEST = 8, 9, 10, 11
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def _nccl(state: State) -> tuple[Callable[[], None], Callable[[], bool]]:
         torch.cuda.synchronize()
         wrong[0] += int(float(x[0]) != 1.5)
         # Both ranks end in the same step.
-        ended = torch.tensor([float(state[STOP] + state[ASKED])], device=x.device)
+        ended = torch.tensor([float(state[REQUEST])], device=x.device)
         distributed.all_reduce(ended)
         if ended.item():
             state[STOP] = 1
@@ -544,7 +545,7 @@ def nccl(run: Run) -> dict[str, Any]:
     run.expect(still <= 1, f"{still} steps while both ranks were paused")
     run.expect(after > 0.5 * rate, f"{rate} steps/s before, {after} after")
     codes = []
-    first.state[STOP] = 1
+    first.state[REQUEST] = 1
     for one in (first, second):
         with contextlib.suppress(subprocess.TimeoutExpired):
             one.process.wait(20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from gpushare.pause.record import (
     write,
 )
 from gpushare.plan import Loss, Plan, Step
-from gpushare.units import counted
+from gpushare.units import counted, quoted
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -439,10 +440,19 @@ def find_paused(host: Host, text: str) -> PausedJob:
     if named and not ours:
         raise NoPermission(f"{named[0].title} was paused by root", "run as root", code="paused_by_root")
     if not ours:
-        what = f"process {text}" if text.isdecimal() else f"'{text[:60]}'"
-        raise NotFound(f"{what} is not paused", "see which jobs are: gpushare pause list", code="not_paused")
+        raise _not_paused(host, text)
     refuse_run(host, ours[0])
     return ours[0]
+
+
+def _not_paused(host: Host, text: str) -> NotFound:
+    hint = "see which jobs are: gpushare pause list"
+    if not text.isdecimal():
+        return NotFound(f"{quoted(text)} is not paused", hint, code="not_paused")
+    info = host.processes.describe(int(text)) if len(text) < 10 else None
+    if info is not None and info.user and info.uid != host.uid:
+        hint = f"if its user has paused it: sudo -u {shlex.quote(info.user)} gpushare resume {text}"
+    return NotFound(f"process {text[:20]} is not paused by this user", hint, code="not_paused")
 
 
 def refuse_run(host: Host, job: PausedJob) -> None:

@@ -395,3 +395,20 @@ def test_a_record_that_could_not_be_read_again_is_not_written(job: Paused, monke
         job.pause()
     assert job.off == [False, False]
     assert not job.path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_record_of_another_user_is_none(job: Paused) -> None:
+    job.pause()
+    os.chown(job.path, 1234, 1234)
+    assert paused_jobs(job.host) == []
+    os.chown(job.path, 0, 0)
+    os.chown(job.path.parent, 1234, 1234)
+    assert paused_jobs(job.host) == []
+
+
+def test_whose_pause_it_may_be_is_said(job: Paused) -> None:
+    pid = admin.add_process(SPEC, user="daemon")
+    with pytest.raises(NotFound) as caught:
+        find_paused(job.host, str(pid))
+    assert caught.value.hint == f"if its user has paused it: sudo -u daemon gpushare resume {pid}"
