@@ -358,7 +358,7 @@ complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory o
 complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-memory: end, warn or pause. [default: end]'
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on any GPU.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time.'
-complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more.'
+complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more. With --opportunistic: end it when production works, and start it again when it rests.'
 complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.'
 complete -c gpushare -n '__gpushare_at run' -l weight -x -d 'Run outside MPS with a slice for this share: 3 is three times that of programs without a weight.'
 complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With a role: production outside MPS and one time-slice for the others; or all under MPS with caps.'

@@ -58,6 +58,8 @@ class Roles:
     adapt: bool = False
     # Which part of its speed production keeps.
     keep: float = 0.97
+    # End the job when production works, and start it again when it rests.
+    requeue: bool = False
     # Where production prints its speed.
     rate: PrintedRate | None = None
 
@@ -134,6 +136,11 @@ def _check_slice_alone(roles: Roles, limits: Limits, *, strict: bool, apart: boo
 
 
 def _check_opportunistic(roles: Roles) -> None:
+    if roles.requeue and (roles.pause or roles.duty is not None or roles.way is not None or roles.adapt):
+        raise _wrong(
+            "--requeue ends the job while production works: it cannot be combined with --pause, --duty-cycle, --way or --adapt",
+            "gpushare run --opportunistic --for NAME --requeue -- CMD",
+        )
     if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
         raise _wrong(
             "--for, --pause and --duty-cycle belong to --opportunistic",
@@ -252,7 +259,11 @@ def run(
     ] = None,
     requeue: Annotated[
         bool,
-        typer.Option("--requeue", help="With --wait: if it runs out of memory, wait again for a fifth more."),
+        typer.Option(
+            "--requeue",
+            help="With --wait: if it runs out of memory, wait again for a fifth more. With --opportunistic: end it when "
+            "production works, and start it again when it rests.",
+        ),
     ] = False,
     slice_text: Annotated[
         str | None,
@@ -392,6 +403,7 @@ def run(
         else _weighed(weight, slice_text, roles=bool(production or opportunistic)),
         adapt=adapt,
         keep=_kept(keep, adapt=adapt),
+        requeue=requeue and opportunistic and not wait,
         rate=_rate(metric, log, higher_is_better=not lower),
     )
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
@@ -406,7 +418,7 @@ def run(
         memory_action,
         wait_timeout,
         wait=wait,
-        requeue=requeue,
+        requeue=requeue and not roles.requeue,
         gpu=gpu,
         alone=mig is None and copies is None,
     )
@@ -780,6 +792,8 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
     options = replace(options, role=OPPORTUNISTIC)
     process = spared_process(host, device, roles.target)
     outside = process is not None and not process.under_mps
+    if roles.requeue:
+        return _yielding(host, device, command, options, roles, process)
     if outside and roles.duty is not None:
         raise BadCombination(
             f"{process.title if process else ''} runs outside MPS, where a duty cycle is not used any more",
@@ -1008,6 +1022,47 @@ def _paused(
         say=note,
     )
     return _carried_out(host, share, command, replace(options, limits=limits), mps=mps)
+
+
+def _yielding(
+    host: Host,
+    device: Device,
+    command: Sequence[str],
+    options: RunOptions,
+    roles: Roles,
+    process: SparedProcess | None,
+) -> Any:
+    """Run a job that is ended while production works, and started again when it rests."""
+    from gpushare.run.plain import PlainShare
+    from gpushare.run.production import ProductionJob
+    from gpushare.run.roles import NOT_PROTECTED, spare
+    from gpushare.run.share import MpsShare, check_program
+    from gpushare.run.yielding import Yielding
+
+    if process is None:
+        _demand_one(host, device)
+        raise _nobody(device, replace(roles, pause=True), None)
+    check_program(command[0])
+    note(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
+    limits = options.limits
+    if process.under_mps:
+        spared = spare(host, device, limits, roles.target)
+        limits = spared.limits
+        for text in (*spared.notes, f"when it runs: {_words(limits)}", NOT_PROTECTED):
+            note(text)
+        note("under MPS only work of production that uses the CPU is seen")
+    elif limits != type(limits)():
+        note("there are no limits outside MPS: --threads, --memory and --priority are ignored")
+
+    def start(given: RunOptions) -> Any:
+        share = MpsShare(host, device, limits) if process.under_mps else PlainShare(host, device)
+        return _carried_out(host, share, command, given, mps=process.under_mps)
+
+    options = replace(options, limits=limits)
+    if settings.dry_run:
+        return start(options)
+    production = ProductionJob(host, device, process.pid, process.started_at, process.name)
+    return Yielding(production=production, title=process.title, options=options, start=start, say=note).run()
 
 
 def _recorder(host: Host, device: Device) -> ActivityRecorder | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -334,3 +335,45 @@ def test_a_production_job_that_cannot_be_made_known_is_not_started(
     assert not done.exists()
     # The daemon that was started for it is gone.
     assert world.state.daemons == []
+
+
+def test_a_requeued_program_is_ended_while_production_works_and_started_again(
+    real: Callable[..., Started], tmp_path: Path
+) -> None:
+    runs, go = tmp_path / "runs", tmp_path / "go"
+    work = (
+        f"import os, time\nwhile True:\n"
+        f"    time.sleep(0.05)\n"
+        f"    end = time.time() + 0.5\n"
+        f"    while os.path.exists({str(go)!r}) and time.time() < end: pass\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", work]) as production:
+        try:
+            program = f"import time; open({str(runs)!r}, 'a').write('x'); time.sleep(600)"
+            words = ("run", "--opportunistic", "--requeue", "--for", str(production.pid), "--grace", "1")
+            started = real(*words, "--", sys.executable, "-c", program)
+            until(lambda: runs.exists() and runs.read_text() == "x", "it runs")
+            go.touch()
+            time.sleep(1.5)
+            assert runs.read_text() == "x"
+            go.unlink()
+            until(lambda: runs.read_text() == "xx", "it runs again")
+        finally:
+            production.kill()
+    started.process.send_signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130
+    assert f"ended, because process {production.pid} works" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--requeue", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--pause", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--way", "slices", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--", "true"), "no_production", 6),
+    ],
+)
+def test_wrong_usage_of_requeue(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    assert refused("run", *words, code=code, exit_code=exit_code)

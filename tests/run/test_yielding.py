@@ -1,0 +1,105 @@
+"""A job that leaves while production works, and starts again when it rests; with a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from gpushare.mps.limits import Limits
+from gpushare.run.production import ProductionJob
+from gpushare.run.program import RunOptions
+from gpushare.run.yielding import Yielding, YieldMeter
+
+
+class Clock:
+    """Seconds that pass only by sleeping."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class Production:
+    """A production job that works at these times."""
+
+    def __init__(self, clock: Clock, *busy: tuple[float, float], ends: float = 1e9) -> None:
+        self._clock, self._busy, self._ends = clock, busy, ends
+
+    def active(self) -> bool:
+        return any(begin <= self._clock() < end for begin, end in self._busy)
+
+    def lives(self) -> bool:
+        return self._clock() < self._ends
+
+
+def yielding(
+    clock: Clock, production: Production, seconds: float, said: list[str], runs: list[tuple[float, float]]
+) -> Yielding:
+    """Return a job that needs so many seconds, and notes when it ran."""
+
+    def start(options: RunOptions) -> int:
+        meter, began = options.meter, clock()
+        assert meter is not None
+        while clock() - began < seconds:
+            if meter.look():
+                runs.append((round(began, 1), round(clock(), 1)))
+                return 143
+            clock.sleep(max(meter.seconds, 0.01))
+        runs.append((round(began, 1), round(clock(), 1)))
+        return 0
+
+    return Yielding(
+        production=cast("ProductionJob", production),
+        title="'web'",
+        options=RunOptions(limits=Limits()),
+        start=cast("Callable[[RunOptions], Any]", start),
+        say=said.append,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+
+
+def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> None:
+    clock, said, runs = Clock(), [], []
+    job = yielding(clock, Production(clock, (20, 25)), 30, said, runs)
+    assert job.run() == 0
+    assert runs == [(2.0, 20.0), (27.0, 57.0)]
+    (text,) = said
+    assert text == "ended, because 'web' works; it starts again when 'web' has rested for 2 s"
+
+
+def test_it_does_not_start_before_production_rests() -> None:
+    clock, said, runs = Clock(), [], []
+    assert yielding(clock, Production(clock, (0, 7)), 1, said, runs).run() == 0
+    assert runs == [(9.0, 10.0)]
+    assert said == ["waits until 'web' rests"]
+
+
+def test_one_that_is_ended_early_again_and_again_waits_longer() -> None:
+    """A start costs time on the GPU too."""
+    clock, said, runs = Clock(), [], []
+    beats = [(4.0 * number, 4.0 * number + 0.1) for number in range(1, 6)]
+    assert yielding(clock, Production(clock, *beats), 5, said, runs).run() == 0
+    assert [begin for begin, _ in runs] == [2.0, 24.1]
+    assert said[0].endswith("rested for 4 s")
+
+
+def test_without_production_it_simply_runs() -> None:
+    clock, said, runs = Clock(), [], []
+    assert yielding(clock, Production(clock, (0, 100), ends=0), 30, said, runs).run() == 0
+    assert (runs, said) == ([(2.0, 32.0)], [])
+
+
+def test_the_meter_ends_once_and_for_all() -> None:
+    clock = Clock()
+    meter = YieldMeter(cast("ProductionJob", Production(clock, (1, 2))), clock)
+    assert meter.look() is False
+    clock.at = 1.0
+    assert meter.look() is True
+    clock.at = 3.0
+    assert meter.look() is True, "what was told to end does not go on"
