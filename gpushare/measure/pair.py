@@ -299,6 +299,8 @@ class Pair:
         self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
         self.production: Program | None = None
         self._seen = Timeline(options.metric)
+        # The opportunistic job, if it is paused and goes on in the next trial.
+        self.kept: tuple[Program, Timeline] | None = None
         # Percent of the time in which production alone keeps the GPU busy; None: unknown.
         self.busy: float | None = None
         self.production_cap: float | None = None
@@ -309,11 +311,11 @@ class Pair:
         self._resumed: float | None = None
 
     def opportunistic_alone(
-        self, probe: Callable[[Program], object] = lambda _program: None
+        self, keep: Callable[[Program], bool] = lambda _program: False
     ) -> tuple[float | None, float | None, int | None]:
         """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production.
 
-        ``probe`` is called with its program at the end.
+        It is ended, unless ``keep`` returns true: then it is paused, and is `kept`.
         """
         program, seen = self.start_opportunistic(Limits())
         self._bandwidth.since_last()
@@ -332,8 +334,11 @@ class Pair:
         dram = self._bandwidth.since_last()
         self._window.hold(_LEAST_MOMENTS_OF_OTHER, moments, started, ended, _LONGEST_FOR_OTHER_SECONDS)
         memory = peak_memory(self._host, self._device, program)
-        probe(program)
-        self.several.kill(program)
+        if keep(program):
+            self.several.pause(program, bound_seconds=self._options.drain_seconds)
+            self.kept = (program, seen)
+        else:
+            self.several.kill(program)
         if window.rate == 0:
             raise OperationFailed(
                 "the opportunistic job alone printed only rates of 0: it does no measurable work",

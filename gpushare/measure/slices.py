@@ -64,12 +64,21 @@ def wanted_slices(search: SliceSearch, trials: Sequence[Trial]) -> Setting | Non
     judged = judge(search.goal, trials)
     for production in search.production:
         best = best_of(judged)
-        if best is not None and best.safe and not _is_more(search.other_alone, best):
+        if best is not None and not _is_more(_most(search, best, judged), best):
             break
         wanted = _next_to(search, production, judged)
         if wanted is not None:
             return sliced(production, wanted)
     return unconfirmed(judged, search.confirmed)
+
+
+def _most(search: SliceSearch, best: Judged, judged: Sequence[Judged]) -> float | None:
+    """Return the most that the other job could do: what a longer slice next to the same one gave, or its rate alone."""
+    its, mine = best.setting.other_slice_us or 0, best.setting.production_slice_us
+    same = [one for one in judged if one.setting.production_slice_us == mine]
+    longer = [one.opportunistic for one in same if (one.setting.other_slice_us or 0) > its]
+    known = [one for one in longer if one is not None]
+    return max(known) if known else search.other_alone
 
 
 def _next_to(search: SliceSearch, production: int, judged: Sequence[Judged]) -> int | None:

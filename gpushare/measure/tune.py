@@ -424,8 +424,6 @@ class Tuning:
         self._pair = Pair(host, device, options, several)
         self._slicer = Slicer(host)
         self.other = OtherAlone()
-        # The other job between two trials with slices: it is paused.
-        self._beside: tuple[Program, Timeline] | None = None
         self._default_us: int | None = None
         self._request_us: float | None = None
         self.alone: list[Window] = []
@@ -445,14 +443,15 @@ class Tuning:
         """Measure the other job alone, and if ``sliced`` find out whether its time-slice can be set; errors as `tune`."""
         unsliced: list[GpushareError] = []
 
-        def probe(program: Program) -> None:
+        def settable(program: Program) -> bool:
             try:
                 self._slicer.probe(program.pid)
             except GpushareError as error:
                 unsliced.append(error)
+            return not unsliced
 
         wanted = sliced and isinstance(self._several.share, PlainShare)
-        rate, dram, memory = self._pair.opportunistic_alone(*([probe] if wanted else []))
+        rate, dram, memory = self._pair.opportunistic_alone(*([settable] if wanted else []))
         return OtherAlone(rate=rate, dram=dram, memory=memory, unsliced=unsliced[0] if unsliced else None)
 
     def next(self, way: str, reports: Sequence[TrialReport]) -> Setting | None:
@@ -589,20 +588,21 @@ class Tuning:
                 priority=Priority.LOW if setting.low else Priority.NORMAL,
             )
             return self._pair.start_opportunistic(limits)
-        beside, self._beside = self._beside, self._beside or self._pair.start_opportunistic(Limits())
+        before, pair = self._pair.kept, self._pair
+        pair.kept = before or pair.start_opportunistic(Limits())
         for program, slice_us in (
-            (self._pair.production, setting.production_slice_us),
-            (self._beside[0], setting.other_slice_us),
+            (pair.production, setting.production_slice_us),
+            (pair.kept[0], setting.other_slice_us),
         ):
             if program is not None and slice_us is not None:
-                self._pair.demand_alive(program)
+                pair.demand_alive(program)
                 self._slicer.set(program.pid, slice_us)
-        if beside is None:
+        if before is None:
             # Requests that began before are over.
             self._several.wait(self._options.settle_seconds)
         else:
-            self._pair.resume(beside[0])
-        return self._beside
+            pair.resume(before[0])
+        return pair.kept
 
     def _with_production_cap(self, cap: float | None) -> Ratio:
         """Run production under a cap; return its rate alone under the cap, relative to that without."""
