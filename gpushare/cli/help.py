@@ -19,8 +19,9 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
-        "Share": "gpu mig threads memory priority strict",
-        "Production and opportunistic jobs": "production opportunistic for pause duty-cycle",
+        "Share": "gpu mig slice weight threads memory priority strict",
+        "Production and opportunistic jobs": "production opportunistic for way adapt keep metric lower-is-better log pause"
+        " duty-cycle",
         "Several copies": "copies logs restart stall bench",
     },
     "bench": {

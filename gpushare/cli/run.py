@@ -220,7 +220,7 @@ def run(
         bool,
         typer.Option(
             "--opportunistic",
-            help="Run next to a production job: with tuned limits, or a cap of 60 % and low priority.",
+            help="Run next to a production job: as tuned; else with a time-slice if it runs outside MPS, or a cap of 60 %.",
         ),
     ] = False,
     target: Annotated[
@@ -235,7 +235,7 @@ def run(
         typer.Option(
             "--duty-cycle",
             metavar="PCT",
-            help="With --opportunistic: the share of the time to run while production runs; 100: all. [default: as tuned]",
+            help="With --opportunistic, under MPS: the share of the time to run while production runs. [default: as tuned]",
         ),
     ] = None,
     job_memory: Annotated[
@@ -507,6 +507,11 @@ def _rate(metric: str | None, log: str | None, *, higher_is_better: bool) -> Pri
     from gpushare.run.numbers import check_pattern
 
     if metric is None and log is None:
+        if not higher_is_better:
+            raise _wrong(
+                "--lower-is-better needs --metric",
+                "gpushare run --production NAME --metric 'ms=([0-9.]+)' --lower-is-better --log FILE -- CMD",
+            )
         return None
     if metric is None or log is None:
         raise _wrong(

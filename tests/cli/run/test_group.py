@@ -135,6 +135,7 @@ def test_slices_next_to_production_under_mps_are_refused(
         (("--opportunistic", "--adapt"), "no_production", 6, "--production NAME"),
         (("--metric", "a(b)", "--log", "x"), "bad_combination", 2, "--production NAME"),
         (("--production", "web", "--metric", "a(b)"), "bad_combination", 2, "--log FILE"),
+        (("--production", "web", "--lower-is-better"), "bad_combination", 2, "--metric"),
         (("--production", "web", "--log", "x"), "bad_combination", 2, "--metric"),
         (("--production", "web", "--metric", "ab", "--log", "x"), "bad_metric", 2, "--metric"),
         (("--production", "web", "--metric", "a(b)", "--log", "/nowhere/x"), "not_written", 4, "ls -ld"),
