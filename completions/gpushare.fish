@@ -328,7 +328,7 @@ complete -c gpushare -n '__gpushare_at observe' -l for -x -d 'How long to record
 complete -c gpushare -n '__gpushare_at observe' -l interval -x -d 'Time between two samples.'
 complete -c gpushare -n '__gpushare_at observe' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at observe' -l to -r -F -d 'A new file. [default: gpushare-DATE-TIME.jsonl in this directory]'
-complete -c gpushare -n '__gpushare_at observe' -l from -r -F -d 'Show an earlier recording instead.'
+complete -c gpushare -n '__gpushare_at observe' -l from -r -F -d 'Show an earlier recording instead, or what dcgm-exporter measured.'
 complete -c gpushare -n '__gpushare_at observe' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at observe' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at observe' -s q -l quiet -d 'Do not print notes.'

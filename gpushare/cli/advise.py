@@ -526,9 +526,17 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU in a recording of ``gpushare observe`` as a case."""
     from gpushare.advice.case import Case, Pattern, Workload
-    from gpushare.measure.recording import read_recording, workloads_of
+    from gpushare.measure.dcgm import read_measured
+    from gpushare.measure.recording import workloads_of
 
-    found = [one for one in workloads_of(read_recording(path)) if one.process.gpu == index]
+    recording = read_measured(path)
+    if not recording.processes_known:
+        raise NotSupported(
+            f"{path} has no processes: dcgm-exporter does not list them",
+            f"say what runs: gpushare advise --processes N --memory SIZE; see the GPUs: gpushare observe --from {shlex.quote(str(path))}",
+            code="no_processes_recorded",
+        )
+    found = [one for one in workloads_of(recording) if one.process.gpu == index]
     if not found:
         raise NotFound(
             f"{path} has no program on GPU {index}",

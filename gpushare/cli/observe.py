@@ -34,7 +34,10 @@ def observe(
         typer.Option("--to", metavar="FILE", help="A new file. [default: gpushare-DATE-TIME.jsonl in this directory]"),
     ] = None,
     read: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Show an earlier recording instead.")
+        str | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Show an earlier recording instead, or what dcgm-exporter measured."
+        ),
     ] = None,
 ) -> Any:
     """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
@@ -133,7 +136,7 @@ def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
 
 
 def _shown(read: str, given: tuple[str | None, ...]) -> Any:
-    from gpushare.measure.recording import read_recording
+    from gpushare.measure.dcgm import read_measured
 
     if any(one is not None for one in given):
         raise BadCombination(
@@ -142,7 +145,7 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
         )
     from pathlib import Path
 
-    return _result(read_recording(read), Path(read))
+    return _result(read_measured(read), Path(read))
 
 
 def _result(recording: Recording, path: Path) -> Any:
@@ -162,6 +165,7 @@ def _result(recording: Recording, path: Path) -> Any:
         "reason": recording.reason,
         "damaged_lines": recording.damaged_lines,
         "dropped_processes": recording.dropped_processes,
+        "processes_known": recording.processes_known,
         "gpus": [_gpu_row(use) for use in recording.gpus],
         "processes": [_process_row(use) for use in recording.processes],
         "underused": [
@@ -244,7 +248,8 @@ def _notes(recording: Recording, path: Path) -> list[str]:
         notes.append("utilization says only that a kernel ran: a GPU at 100 % may still have room")
 
     file = shlex.quote(str(path))
-    notes.append(f"which way of sharing fits: gpushare advise --from {file}")
+    if recording.processes_known:
+        notes.append(f"which way of sharing fits: gpushare advise --from {file}")
     notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
     notes.append(
         "low activity does not mean that sharing is free: a small job can suffer next to a large one; measure it"

@@ -134,11 +134,11 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
 
 
 def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
-    from gpushare.measure.recording import read_recording
+    from gpushare.measure.dcgm import read_measured
     from gpushare.model import Gpu
     from gpushare.selection import select
 
-    recording = read_recording(read)
+    recording = read_measured(read)
     there = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
     chosen = {device.gpu.index for device in select(gpu, there)}
     uses = [use for use in recording.gpus if use.gpu.index in chosen]

@@ -258,6 +258,8 @@ class Recording:
     reason: str | None = None
     damaged_lines: int = 0
     dropped_processes: int = 0
+    # Whether processes were recorded at all.
+    processes_known: bool = True
 
 
 @dataclass
@@ -557,14 +559,14 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     found: list[Underuse] = []
     for use in recording.gpus:
         mine = [one for one in recording.processes if one.process.gpu == use.gpu.index]
-        whole = _of_gpu(use, mine)
+        whole = _of_gpu(use, mine, known=recording.processes_known)
         found += [whole] if whole else []
         if whole is None or whole.kind in {"low", "peaks"}:
             found += _idle_processes(use.gpu.index, mine)
     return tuple(found)
 
 
-def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
+def _of_gpu(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
     activity, index = use.activity, use.gpu.index
     if activity is None or use.busy_share is None:
         return None
@@ -573,14 +575,17 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
         if holders:
             # They may have held their memory at different times: the GPU's own peak bounds the sum.
             memory = sum(one.memory_peak_bytes or 0 for one in holders)
-            held = format_bytes(min(memory, use.memory_peak_bytes or memory))
+            most = format_bytes(min(memory, use.memory_peak_bytes or memory))
             return Underuse(
                 gpu=index,
                 kind="held_idle",
-                why=f"memory is held with no work: {_processes(len(holders))}, {held}",
+                why=f"memory is held with no work: {_processes(len(holders))}, {most}",
                 pids=tuple(one.process.pid for one in holders),
             )
-        why = "idle: no process was on it" if not processes else "idle: no kernel ran"
+        held = use.memory_peak_bytes or 0
+        if not known and held >= HELD_BYTES:
+            return Underuse(gpu=index, kind="held_idle", why=f"memory is held with no work: {format_bytes(held)}")
+        why = "idle: no process was on it" if known and not processes else "idle: no kernel ran"
         return Underuse(gpu=index, kind="empty", why=why, pids=tuple(one.process.pid for one in processes))
     if activity.mean >= LOW_MEAN_PERCENT:
         return None

@@ -67,7 +67,7 @@ def _tables(data: Mapping[str, Any]) -> tuple[Table, ...]:
             title="processes",
             columns=process_columns,
             rows=tuple(map(_flat, data["processes"])),
-            empty="no process was seen",
+            empty="no process was seen" if data["processes_known"] else "processes were not recorded",
         ),
         Table(
             name="underused",

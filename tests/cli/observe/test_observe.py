@@ -200,3 +200,22 @@ def test_the_bar_is_on_stderr_and_only_on_a_terminal(tmp_path: Path, world: Worl
     assert (data["samples"] + data["missed"], data["samples"] >= 1) == (2, True)
     assert b"recording; Ctrl-C" in said
     assert "━".encode() in said
+
+
+def test_what_dcgm_exporter_measured_is_shown(cli: Cli, refused: Callable[..., str], tmp_path: Path) -> None:
+    labels = {"instance": "n1:9400", "gpu": "0", "UUID": "GPU-1", "modelName": "NVIDIA H200"}
+    values = {"DCGM_FI_PROF_SM_ACTIVE": "0.2", "DCGM_FI_DEV_FB_USED": "8000", "DCGM_FI_DEV_FB_FREE": "132000"}
+    result = [
+        {"metric": {**labels, "__name__": name}, "values": [[1_795_000_000 + 60 * n, value] for n in range(60)]}
+        for name, value in values.items()
+    ]
+    file = tmp_path / "range.json"
+    file.write_text(json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}))
+    done = cli("observe", "--from", str(file), host=None).ok()
+    assert "low all the time: SM activity mean 20 %" in done.out
+    assert "processes were not recorded" in done.out
+    assert "gpushare advise --from" not in done.err
+    assert cli("observe", "--from", str(file), host=None, output="json").ok().data["processes_known"] is False
+    saved = cli("savings", "--from", str(file), "--price", "4", host=None).ok()
+    assert "20" in saved.out
+    refused("advise", "--from", str(file), code="no_processes_recorded", exit_code=3)

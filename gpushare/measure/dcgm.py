@@ -1,0 +1,213 @@
+"""What dcgm-exporter measured, as a recording: a range answer of Prometheus, or the text of the exporter itself.
+
+Facts: dcgm-exporter 4.5 (names, units and labels of its counters; `Hostname` became `hostname`), Prometheus' HTTP API
+(query_range: ``data.result[]`` with ``metric`` and ``values`` of [seconds, text]; promtool prints the list alone).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from gpushare.errors import BadUsage, OperationFailed
+from gpushare.measure.recording import MARK, GpuSample, Header, RecordedGpu, Recording, Sample, Tally, read_recording
+from gpushare.units import MIB, format_bytes
+
+SM: Final = "DCGM_FI_PROF_SM_ACTIVE"
+UTILIZATION: Final = "DCGM_FI_DEV_GPU_UTIL"
+ENGINE: Final = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+USED: Final = "DCGM_FI_DEV_FB_USED"
+_REST: Final = ("DCGM_FI_DEV_FB_FREE", "DCGM_FI_DEV_FB_RESERVED")
+_METRICS: Final = frozenset({SM, UTILIZATION, ENGINE, USED, *_REST})
+_LARGEST: Final = 256 * MIB
+_HEAD: Final = 64 << 10
+_QUERY: Final = (
+    'ask for: {__name__=~"DCGM_FI_(PROF_SM_ACTIVE|PROF_GR_ENGINE_ACTIVE|DEV_GPU_UTIL|DEV_FB_USED|DEV_FB_FREE)", '
+    'instance="HOST:9400"}'
+)
+_LINE: Final = re.compile(r"(DCGM_\w+)\{(.*)\}\s+(\S+)(?:\s+(\d+))?\s*")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    """One value of one metric; ``labels`` name the GPU."""
+
+    metric: str
+    labels: Mapping[str, str]
+    at: float
+    value: float
+
+
+@dataclass
+class _Seen:
+    """The values of one GPU by time and metric."""
+
+    labels: Mapping[str, str]
+    values: dict[float, dict[str, float]] = field(default_factory=dict)
+
+
+def read_measured(path: str | Path) -> Recording:
+    """Return a recording of ``gpushare observe``, or what dcgm-exporter measured in its place."""
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(_HEAD)
+            if not _is_foreign(head):
+                return read_recording(path)
+            text = head + file.read(_LARGEST)
+    except OSError:
+        # With the errors of a recording.
+        return read_recording(path)
+    if len(text) > _LARGEST:
+        raise BadUsage(
+            f"{path} is larger than {format_bytes(_LARGEST)}", "ask Prometheus with a larger step", code="too_large"
+        )
+    timed = True
+    if head.lstrip()[:1] in {"{", "["}:
+        points = list(_of_prometheus(path, text))
+    else:
+        points, timed = _of_exporter(text)
+    return _recording(path, points, timed=timed)
+
+
+def _is_foreign(head: str) -> bool:
+    start = head.lstrip()
+    if start.startswith(("{", "[")):
+        return MARK not in start.partition("\n")[0] and (
+            '"metric"' in head or '"resultType"' in head or '"error"' in head
+        )
+    return re.search(r"^(?:# (?:HELP|TYPE) )?DCGM_", head, re.MULTILINE) is not None
+
+
+def _of_prometheus(path: Path, text: str) -> Iterator[_Point]:
+    try:
+        raw = json.loads(text)
+        if isinstance(raw, dict) and raw.get("status") == "error":
+            raise OperationFailed(
+                f"{path} is an error of Prometheus: {str(raw.get('error'))[:200]}", _QUERY, code="not_a_recording"
+            )
+        series = raw if isinstance(raw, list) else raw["data"]["result"]
+        for one in series:
+            labels = {str(key): str(value) for key, value in one["metric"].items()}
+            metric = labels.get("__name__", "")
+            pairs = one["values"] if "values" in one else [one["value"]]
+            for at, value in pairs if metric in _METRICS else ():
+                yield _Point(metric=metric, labels=labels, at=float(at), value=float(value))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise OperationFailed(f"{path} is not a range answer of Prometheus", _QUERY, code="not_a_recording") from None
+
+
+def _of_exporter(text: str) -> tuple[list[_Point], bool]:
+    """Return the values of one scrape, or of several one after the other, and whether their times are known.
+
+    Without times a scrape begins where a series comes again, and the scrapes count as one second apart.
+    """
+    points: list[_Point] = []
+    here: set[tuple[str, str]] = set()
+    scrape, timed = 0, True
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or match[1] not in _METRICS:
+            continue
+        if (match[1], match[2]) in here:
+            scrape, here = scrape + 1, set()
+        here.add((match[1], match[2]))
+        timed = timed and match[4] is not None
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        at = float(scrape) if match[4] is None else int(match[4]) / 1000
+        points.append(_Point(metric=match[1], labels=dict(_LABEL.findall(match[2])), at=at, value=value))
+    return points, timed
+
+
+def _recording(path: Path, points: Iterable[_Point], *, timed: bool) -> Recording:
+    gpus: dict[str, _Seen] = {}
+    hosts: set[str] = set()
+    parts = False
+    for point in points:
+        labels = point.labels
+        # What DCGM does not know is a very large number.
+        if not math.isfinite(point.value) or not 0 <= point.value < 1e12:
+            continue
+        hosts.add(labels.get("instance") or labels.get("Hostname") or labels.get("hostname") or "unknown")
+        if labels.get("GPU_I_ID"):
+            parts = True
+            continue
+        seen = gpus.setdefault(labels.get("UUID") or labels.get("gpu") or "", _Seen(labels))
+        now = seen.values.setdefault(point.at, {})
+        # A GPU that several pods share has a series for each, with the same value.
+        now[point.metric] = max(point.value, now.get(point.metric, 0.0))
+    if len(hosts) > 1:
+        raise BadUsage(
+            f"{path} has GPUs of {len(hosts)} hosts: {', '.join(sorted(hosts)[:4])}",
+            'ask for one: {..., instance="HOST:9400"}',
+            code="several_hosts",
+        )
+    if not gpus:
+        why = "has only MIG instances" if parts else "has no counters of dcgm-exporter"
+        raise OperationFailed(
+            f"{path} {why} of a whole GPU" if parts else f"{path} {why}", _QUERY, code="empty_recording"
+        )
+    indexes = _indexes(gpus)
+    times = sorted({at for seen in gpus.values() for at in seen.values})
+    header = Header(
+        host=next(iter(hosts)),
+        started_at=times[0] if timed else path.stat().st_mtime,
+        interval_seconds=min((after - before for before, after in pairwise(times)), default=1.0),
+        gpus=tuple(_gpu(indexes[key], seen) for key, seen in gpus.items()),
+        warnings=tuple(_warnings(timed=timed, parts=parts)),
+    )
+    tally = Tally(header)
+    for at in times:
+        present = [(indexes[key], seen.values[at]) for key, seen in gpus.items() if at in seen.values]
+        tally.add(Sample(at=at - times[0], gpus=tuple(_sample(index, values) for index, values in present)))
+    return replace(tally.recording(reason="finished"), processes_known=False)
+
+
+def _indexes(gpus: Mapping[str, _Seen]) -> dict[str, int]:
+    """Return the index of each GPU: its label, or its place where labels are missing or not unique."""
+    said = [seen.labels.get("gpu", "") for seen in gpus.values()]
+    known = all(one.isdecimal() for one in said) and len(set(said)) == len(said)
+    return {key: int(said[place]) if known else place for place, key in enumerate(gpus)}
+
+
+def _gpu(index: int, seen: _Seen) -> RecordedGpu:
+    totals = [
+        values[USED] + sum(values.get(name, 0.0) for name in _REST)
+        for values in seen.values.values()
+        if USED in values and _REST[0] in values
+    ]
+    return RecordedGpu(
+        index=index,
+        uuid=seen.labels.get("UUID"),
+        name=seen.labels.get("modelName"),
+        memory_total_bytes=int(max(totals)) * MIB if totals else None,
+    )
+
+
+def _sample(index: int, values: Mapping[str, float]) -> GpuSample:
+    # Both tell that some kernel ran. Utilization is in percent, the others are shares.
+    utilization = values.get(UTILIZATION, 100 * values[ENGINE] if ENGINE in values else None)
+    return GpuSample(
+        index=index,
+        utilization_percent=None if utilization is None else min(utilization, 100.0),
+        sm_percent=min(100 * values[SM], 100.0) if SM in values else None,
+        memory_used_bytes=int(values[USED]) * MIB if USED in values else None,
+    )
+
+
+def _warnings(*, timed: bool, parts: bool) -> Iterator[str]:
+    yield "measured by dcgm-exporter, which lists no processes"
+    if not timed:
+        yield "the file has no times: its samples count as one second apart"
+    if parts:
+        yield "MIG instances are left out: only whole GPUs are shown"
