@@ -82,6 +82,9 @@ def show(gpu: GpuOption = None) -> Any:
         Column(key="uuid", title="UUID", whole=True, rank=4),
     )
     errors = gpu_errors(device.gpu for device in devices)
+    from gpushare.snapshot import BLIND
+
+    blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     processes = _process_rows(host, devices)
     for row in rows:
         row["default_slice_us"] = default_slice(one for one in processes if one["gpu"] == row["gpu"])
@@ -97,7 +100,7 @@ def show(gpu: GpuOption = None) -> Any:
             *((_process_table(processes),) if processes else ()),
         ),
         csv=Table(name="gpus", columns=columns, rows=tuple(rows)),
-        notes=(*_notes(rows), *_reasons(processes)),
+        notes=(*_notes(rows), *_reasons(processes), *blind),
         errors=errors,
         exit_code=1 if errors else 0,
     )

@@ -260,7 +260,7 @@ def _read(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray
     owner = owner_of(state, pid)
     if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
         return OBJECT_NOT_FOUND
-    SLICE.pack_into(parameters, 0, owner.slices.get(_name(thing), _default(thing)))
+    SLICE.pack_into(parameters, 0, _with_group(state, owner).slices.get(_name(thing), _default(thing)))
     return OK
 
 
@@ -271,10 +271,18 @@ def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray)
     wanted = int(SLICE.unpack(parameters)[0])
     if wanted == 0:
         return INVALID_ARGUMENT
-    owner.slices.pop(_name(thing), None)
+    slices = _with_group(state, owner).slices
+    slices.pop(_name(thing), None)
     if wanted != _default(thing):
-        owner.slices[_name(thing)] = wanted
+        slices[_name(thing)] = wanted
     return OK
+
+
+def _with_group(state: SimulatedHostState, owner: Owner) -> Owner:
+    """Return whose group it is: of a client of MPS its server's."""
+    server = None if isinstance(owner, SimulatedServer) else owner.mps_server
+    servers = (one for daemon in state.daemons for one in daemon.servers)
+    return next((one for one in servers if one.pid == server), owner)
 
 
 def _switch(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:

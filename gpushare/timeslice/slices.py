@@ -20,6 +20,7 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, Not
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
 from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
 from gpushare.timeslice.rules import LEAST_US, MOST_US
 from gpushare.units import format_slice
@@ -334,9 +335,13 @@ def plan_slice(
             )
         asked.append(Loss(action="may freeze", what=f"the other programs on its GPU for {wanted} at a time"))
     records = slice_records(host)
+    notes = []
     steps, earlier = [], set()
     for process in processes:
         channels = find_channels(control, process, probe=probe)
+        info = host.processes.describe(process.pid)
+        if info is not None and is_server(info.name):
+            notes.append(f"process {process.pid} is an MPS server: all of its clients share this slice")
         now = {one.slice_us for one in channels.compute}
         record = records.get(process.pid)
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
@@ -349,7 +354,7 @@ def plan_slice(
         steps=tuple(steps),
         undo=undo,
         consent=tuple(asked),
-        notes=() if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
+        notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
     )
 
 

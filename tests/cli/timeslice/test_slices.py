@@ -71,6 +71,14 @@ def test_without_processes_nothing_is_read(world: World, monkeypatch: pytest.Mon
     assert (data["processes"], data["gpus"][0]["default_slice_us"]) == ([], None)
 
 
+def test_in_another_pid_namespace_it_is_said_that_processes_are_missing(cli: Cli, world: World, pid: int) -> None:
+    world.fault("blind")
+    assert "this PID namespace is not the host's" in cli("timeslice", "show").err
+    # The processes of a job are found without NVML.
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    assert slice_of(world, pid) == 500
+
+
 def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
     info = world.host.processes.describe(pid)
     assert info is not None
@@ -166,6 +174,12 @@ def test_a_client_of_mps_is_refused(cli: Cli, refused: Callable[..., str], world
     rows = {one["pid"]: one for one in world.run("timeslice", "show").data["processes"]}
     assert (rows[client]["under_mps"], rows[pid]["under_mps"]) == (True, False)
     assert not any(one.slices for one in world.state.processes)
+    # The server's own group may have one, which counts for all.
+    ((server,),) = (daemon.servers for daemon in world.state.daemons)
+    answer = world.run("timeslice", "set", "500us", str(server.pid)).ok()
+    assert "all of its clients share this slice" in answer.err
+    rows = {one["pid"]: one["slice_us"] for one in world.run("timeslice", "show").data["processes"]}
+    assert (rows[client], rows[server.pid], rows[pid]) == (500, 500, 2048)
 
 
 def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
