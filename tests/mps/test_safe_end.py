@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -238,7 +239,7 @@ def test_who_has_got_the_pid_while_the_queue_drained_is_not_killed(
     assert (1, signal.SIGKILL) not in processes.log
 
 
-def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed() -> None:
+def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed(tmp_path: Path) -> None:
     processes = FakeProcesses({1: False, 2: False}, immortal={2})
 
     def hurry() -> bool:
@@ -246,7 +247,8 @@ def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed() -> Non
         processes.immortal.clear()
         return True
 
-    host = cast("Host", type("FakeHost", (), {"processes": processes})())
+    directories = {"run_directory": tmp_path, "shared_run_directories": ()}
+    host = cast("Host", type("FakeHost", (), {"processes": processes, **directories})())
     end_programs(host, [1, 2], set, None, number=signal.SIGTERM, hurry=hurry)
     assert processes.log == [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)]
     assert processes.stopped == {1: False}
