@@ -26,7 +26,7 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import identity_of
 from gpushare.host.records import open_lock, read_trusted, replace_file, writing
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
-from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record
+from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record, slices_locked
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ _RECORD: Final = "keep.json"
 SCHEMA: Final = 1
 
 Key = tuple[int, int]
+_Wanted = tuple[Group, "_Slice", Decision | None]
 
 
 @dataclass(frozen=True)
@@ -316,15 +317,20 @@ class Keeper:
             except GpushareError:
                 one.slices = earlier
                 raise
-        for group, slices, decision in wanted:
+        together: dict[tuple[Any, ...], list[_Wanted]] = {}
+        for each in wanted:
+            group, slices, decision = each
             if group.slice_us != slices.now:
-                self._set(one, group, slices, decision, events)
+                rule = None if decision is None else decision.rule.mark
+                together.setdefault((self._gpu_of(one, group), group.slice_us, slices.now, rule), []).append(each)
+        for batch in together.values():
+            self._set(one, batch, events)
         if not any(decision for _, _, decision in wanted):
             # It is scanned again when a rule is for it.
             one.slices, one.channels, one.scan = {}, None, True
             self._write(events)
 
-    def _wanted(self, one: _Process, group: Group, events: list[Event]) -> tuple[Group, _Slice, Decision | None] | None:
+    def _wanted(self, one: _Process, group: Group, events: list[Event]) -> _Wanted | None:
         """Return what a group is to have; None: it is not known, or somebody else has changed it."""
         key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(one, group)
         known = one.slices.get(key)
@@ -343,21 +349,28 @@ class Keeper:
     def _event(self, kind: str, one: _Process, group: Group, **more: Any) -> Event:
         return Event(kind=kind, pid=one.pid, user=self._user(one), gpu=self._gpu_of(one, group), **more)
 
-    def _set(self, one: _Process, group: Group, slices: _Slice, decision: Decision | None, events: list[Event]) -> None:
-        part = Channels(pid=one.pid, started=one.origin.started, groups=(group,))
-        if decision is not None:
-            # For `status`, and for `timeslice reset`.
-            note_slice(self._host, part, slices.now, tidy=False)
-        self._control.set_slice(part, slices.now)
-        if decision is None:
-            note_restored(self._host, one.pid, one.origin.started, slices.now)
+    def _set(self, one: _Process, batch: Sequence[_Wanted], events: list[Event]) -> None:
+        """Set groups of one GPU that had the same slice and get the same one."""
+        group, slices, decision = batch[0]
+        part = Channels(pid=one.pid, started=one.origin.started, groups=tuple(each[0] for each in batch))
+        with slices_locked(self._host):
+            if set(self._control.read_slices(part)) != {group.slice_us}:
+                # Another gpushare has just set it: the next look finds that.
+                return
+            if decision is not None:
+                # For `status`, and for `timeslice reset`.
+                note_slice(self._host, part, slices.now, tidy=False)
+            self._control.set_slice(part, slices.now)
+            if decision is None:
+                note_restored(self._host, one.pid, one.origin.started, slices.now)
+        for _, each, _ in batch:
+            each.last = each.now
         if decision is None:
             event = self._event("restored", one, group, before_us=group.slice_us, slice_us=slices.now)
         else:
             rule, why = str(decision.rule.mark), decision.limited
             event = self._event("set", one, group, before_us=group.slice_us, slice_us=slices.now, rule=rule, why=why)
         events.append(event)
-        slices.last = slices.now
 
     def follow(self, policy: Policy) -> None:
         """Follow other rules from now on. What somebody else has changed stays as it is."""
@@ -435,28 +448,46 @@ def _put_back(
     slices: Mapping[Key, _Slice],
     *,
     user: str | None = None,
-) -> Iterator[Event]:
+) -> list[Event]:
     """Restore each group that still has the slice that was set."""
-    for key, one in slices.items():
-        group = groups.get(key)
-        if group is None:
-            continue
-        part = Channels(pid=pid, started=started, groups=(group,))
+    parts = [(groups[key], one) for key, one in slices.items() if key in groups]
+    events: list[Event] = []
+    try:
         try:
-            (current,) = control.read_slices(part)
-            # What somebody else has set since stays.
-            if current == one.before or current not in {one.now, one.last}:
-                continue
-            control.set_slice(part, one.before)
-            note_restored(host, pid, started, one.before)
+            found = _restored(host, control, pid, started, parts)
         except NotFound:
-            continue
-        except GpushareError as error:
-            yield Event(
-                kind="skipped", pid=pid, user=user, why=error.message.removeprefix(f"process {pid}: "), code=error.code
-            )
-        else:
-            yield Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=one.before)
+            # A context is gone: the others one by one.
+            found = set()
+            for part in parts:
+                with contextlib.suppress(NotFound):
+                    found |= _restored(host, control, pid, started, [part])
+        events += [
+            Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
+            for current, before in sorted(found)
+        ]
+    except GpushareError as error:
+        why = error.message.removeprefix(f"process {pid}: ")
+        events.append(Event(kind="skipped", pid=pid, user=user, why=why, code=error.code))
+    return events
+
+
+def _restored(
+    host: Host, control: ChannelControl, pid: int, started: int, parts: Sequence[tuple[Group, _Slice]]
+) -> set[tuple[int, int]]:
+    """Restore groups of one process; return the slices that they had and have now."""
+    if not parts:
+        return set()
+    together: dict[tuple[int, int], list[Group]] = {}
+    with slices_locked(host):
+        values = control.read_slices(Channels(pid=pid, started=started, groups=tuple(group for group, _ in parts)))
+        for (group, one), current in zip(parts, values, strict=True):
+            # What somebody else has set since stays.
+            if current != one.before and current in {one.now, one.last}:
+                together.setdefault((current, one.before), []).append(group)
+        for (_, before), groups in together.items():
+            control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
+            note_restored(host, pid, started, before)
+    return set(together)
 
 
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------

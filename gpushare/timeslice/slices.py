@@ -145,7 +145,7 @@ def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def _locked(host: Host) -> Iterator[None]:
+def slices_locked(host: Host) -> Iterator[None]:
     """Let one gpushare of this user at a time set slices: two would each take the other's value for the old one."""
     directory = host.run_directory / _DIRECTORY
     make_private_directory(host.run_directory)
@@ -259,7 +259,7 @@ def apply_slice(
             raise
         return found
 
-    with _locked(host):
+    with slices_locked(host):
         return _with_present(control, channels, once)
 
 
@@ -271,7 +271,7 @@ def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> No
     """
     if _record_of(host, channels) is None:
         return
-    with _locked(host):
+    with slices_locked(host):
         _restore(host, control, channels)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,15 +125,49 @@ def test_a_later_context_gets_the_slice_too(desk: Callable[..., Desk]) -> None:
         return Channels(pid=pid, started=found.started, groups=(*found.groups, _replaced(group, slice_us=DEFAULT)))
 
     one.control.find_again = with_another  # type: ignore[method-assign]
+    one.control.read_slices = lambda channels: (DEFAULT,)  # type: ignore[method-assign]
     asked: list[int] = []
     one.control.set_slice = lambda channels, us: asked.append(channels.compute[0].client) or 0.0  # type: ignore[method-assign,func-returns-value]
     assert one.look(5) == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
     assert asked == [1]
 
 
-def _replaced(group: Any, **more: Any) -> Any:
-    from dataclasses import replace
+def test_a_process_with_many_contexts_takes_one_call(desk: Callable[..., Desk]) -> None:
+    one = desk()
+    pid = one.add()
+    find, calls = one.control.find, []
 
+    def with_many(pid: int, started: int | None = None, *, seconds: float = 10.0) -> Channels:
+        (group,) = find(pid, started, seconds=seconds).compute
+        groups = tuple(replace(group, client=number) for number in range(500))
+        return Channels(pid=pid, started=started or 0, groups=groups)
+
+    one.control.find = with_many  # type: ignore[method-assign,assignment]
+    one.control.read_slices = lambda channels: (DEFAULT,) * len(channels.compute)  # type: ignore[method-assign]
+    one.control.set_slice = lambda channels, us: calls.append(len(channels.compute)) or 0.0  # type: ignore[method-assign,func-returns-value]
+    assert one.look() == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert calls == [500]
+
+
+def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(desk: Callable[..., Desk]) -> None:
+    one = desk()
+    pid = one.add()
+    find = one.control.find
+
+    def and_then(pid: int, started: int | None = None, *, seconds: float = 10.0) -> Channels:
+        found = find(pid, started, seconds=seconds)
+        one.control.set_slice(found, 4000)
+        return found
+
+    one.control.find = and_then  # type: ignore[method-assign,assignment]
+    assert one.look() == []
+    one.control.find = find  # type: ignore[method-assign]
+    assert one.look(20) == [f"process {pid} (root) on GPU 0: somebody else has set 4ms; left alone"]
+    one.keeper.undo()
+    assert one.slice(pid) == 4000
+
+
+def _replaced(group: Any, **more: Any) -> Any:
     return replace(group, client=1, **more)
 
 
