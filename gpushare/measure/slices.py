@@ -38,7 +38,7 @@ class SliceSearch:
     other_alone: float | None = None
     others: Sequence[int] = OTHER_US
     confirmed: int = CONFIRMED
-    most: int = 16
+    most: int = 12
 
     @property
     def production(self) -> list[int]:

@@ -45,13 +45,13 @@ from gpushare.measure.search import (
 from gpushare.measure.slicer import Slicer
 from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
 from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, product, ratio, widened
-from gpushare.measure.ways import reasons
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
 from gpushare.run.plain import PlainShare
 from gpushare.run.results import CAPS, SLICES
 from gpushare.run.several import Program, Several
 from gpushare.run.share import check_program, open_mps_share
+from gpushare.run.sliced import check_outside_mps
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -325,9 +325,7 @@ class Tuner:
         try:
             if way == CAPS:
                 return open_mps_share(self._host, self._device, self._options.production[0], Limits())
-            why = reasons(self._host, self._device, self._options.production[0])
-            if why.timeslice is not None:
-                raise NotSupported(why.timeslice, "leave them out: --ways caps", code="no_way")
+            check_outside_mps(self._device)
             share = PlainShare(self._host, self._device)
             share.check(self._options.production[0])
             share.open()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.connect import connect
-from gpushare.errors import NotSupported, OperationFailed
+from gpushare.errors import InUse, NotSupported, OperationFailed
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
@@ -174,7 +174,7 @@ def test_a_gpu_for_one_process_at_a_time_has_no_slices(tuned: Tuned, host: Host)
         state.gpus[0].compute_mode = 3
     result = tuned(SHORT, p99=1.4)
     assert order(result) == ["caps"]
-    with pytest.raises(NotSupported, match="compute mode"):
+    with pytest.raises(InUse, match="compute mode"):
         tuned(SHORT, ways=("slices",))
 
 
