@@ -393,7 +393,15 @@ def kill(
     bound = DRAIN_BOUND_SECONDS if drain is None else parse_seconds(drain)
     host = settings.connect()
     gpus = gpus_of(host)
-    client = find_client(host, gpus, pid)
+    try:
+        client = find_client(host, gpus, pid)
+    except NotFound as error:
+        from gpushare.pause.record import paused_since
+
+        if pid not in paused_since(host):
+            raise
+        hint = f"resume it first, then end it: gpushare resume {pid}; kill {pid}"
+        raise error.restated(hint=hint) from None
     work = Kill(host, client, gpus, bound)
     if settings.dry_run:
         return plan_result("mps kill", work.plan.steps, dry_run=True, consent=work.plan.consent)
