@@ -17,6 +17,7 @@ from gpushare.host import channels
 from gpushare.host.channels import ChannelControl
 from gpushare.run.jobs import JobRecord, write_record
 from gpushare.sim import admin
+from gpushare.sim.processes import SimulatedProcesses
 from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
 from tests.cli.drive import H200, Answer, World
 
@@ -322,3 +323,26 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
         assert record.slice_before(later) == 2048
         restore_slice(host, control, found)
     assert (slice_of(world, pid), slice_records(host)) == (2048, {})
+
+
+def test_all_processes_of_a_job_get_the_slice_or_none(world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = admin.add_process(H200)
+    real_tree = SimulatedProcesses.descendants
+    monkeypatch.setattr(
+        SimulatedProcesses, "descendants", lambda self, one: [pid, other] if one == pid else real_tree(self, one)
+    )
+    real_set = ChannelControl.set_slice
+
+    def fails(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
+        if found.pid == other and microseconds == 500:
+            raise OperationFailed("the driver did not take it", "see: sudo dmesg | tail", code="not_taken")
+        return real_set(self, found, microseconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChannelControl, "set_slice", fails)
+        assert world.run("timeslice", "set", "500us", str(pid)).error["code"] == "not_taken"
+    assert (slice_of(world, pid), slice_of(world, other), slice_records(world.host)) == (2048, 2048, {})
+    assert len(world.run("timeslice", "set", "500us", str(pid)).data["steps"]) == 2
+    assert (slice_of(world, pid), slice_of(world, other)) == (500, 500)
+    world.run("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_of(world, other), slice_records(world.host)) == (2048, 2048, {})
