@@ -312,7 +312,7 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
 
 def kill(bench: Bench, gib: float) -> dict[str, Any]:
     """Kill gpushare on the way out and on the way in, at several moments."""
-    steps = 3000
+    steps = 12000
     plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=1, seconds=5)), "plain")
     job = bench.start(
         bench.gpushare(
@@ -327,7 +327,7 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
     )
     until(lambda: len(bench.text("killed").splitlines()) > 10)
     rows = []
-    for verb, after in (("out", 0.4), ("out", 0.6), ("out", 0.9), ("in", 0.5), ("in", 0.7)):
+    for verb, after in (("out", 0.6), ("out", 0.9), ("out", 1.2), ("out", 1.6), ("in", 0.7), ("in", 1.0)):
         if verb == "in":
             bench.run("swap", "out", "train", "-y")
         one = bench.start(bench.gpushare("swap", verb, "train", "-y"), f"kill-{len(rows)}")
