@@ -276,7 +276,7 @@ class GroupWatch:
         if self.instead is not None:
             self._paused = self.instead()
             then = "this job is paused while production works"
-        self.inner.news.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
+        self.inner.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
 
     def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
         """Let ``tell`` know each process before it is stopped."""
@@ -415,7 +415,7 @@ class AdaptingWatch:
     def _say(self, about: str, text: str) -> None:
         if about not in self._told:
             self._told.add(about)
-            self.inner.news.append(text)
+            self.inner.troubles.append(text)
 
     def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
         """Let ``tell`` know each process before it is stopped."""

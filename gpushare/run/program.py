@@ -277,6 +277,9 @@ class Reporter(Protocol):
     def news(self, text: str) -> None:
         """Something else to report."""
 
+    def trouble(self, text: str) -> None:
+        """Something is not as it was asked for."""
+
 
 def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     """Return a program with its variables, as a shell takes it."""
@@ -485,6 +488,8 @@ class _Session:
                 self._told |= set(pids) - set(watch.attached)
         while watch.news:
             self._say(self._reporter.news, watch.news.pop(0))
+        while watch.troubles:
+            self._say(self._reporter.trouble, watch.troubles.pop(0))
 
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number

@@ -68,6 +68,8 @@ class Watch(abc.ABC):
     daemon_gone: bool = False
     # What is to be reported, once.
     news: list[str] = field(default_factory=list)
+    # The same, of what is not as it was asked for.
+    troubles: list[str] = field(default_factory=list)
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.run.jobs import find_job, gpu_processes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
 LOOK_SECONDS: Final = 1.0
 _CONTEXT_SECONDS: Final = 5.0
+_MOST_TIMEOUTS: Final = 2
 # A process that comes or goes is found at the next look.
 PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
 
@@ -148,6 +149,7 @@ class SlicedWatch:
     _due: float = 0.0
     _told: set[str] = field(default_factory=set)
     _failed: bool = False
+    _timeouts: int = 0
 
     def __post_init__(self) -> None:
         self._slices = KeptSlices(self.inner.host)
@@ -175,16 +177,19 @@ class SlicedWatch:
             changed = self._slices.apply([one.pid for one in found if not one.under_mps], self.slice_us)
         except GpushareError as error:
             if error.code not in PASSING:
-                self._say(f"the time-slice cannot be set: {error.message}; the program runs with the driver's default")
-            self._failed = is_final(error)
+                text = f"the time-slice cannot be set: {error.message}; the program runs with the driver's default"
+                self._say(self.inner.troubles, text)
+            # A driver that does not answer must not hold up a signal again and again.
+            self._timeouts += isinstance(error, TimedOut)
+            self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
             return
         for pid in changed:
-            self._say(f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
+            self._say(self.inner.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
 
-    def _say(self, text: str) -> None:
+    def _say(self, where: list[str], text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self.inner.news.append(text)
+            where.append(text)
 
     def settle(self) -> None:
         """End the calls, and let the inner watch settle."""

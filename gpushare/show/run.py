@@ -104,6 +104,10 @@ class RunReport:
         """Say something else."""
         self._say(text)
 
+    def trouble(self, text: str) -> None:
+        """Say that something is not as it was asked for, even with --quiet."""
+        self._write(f"gpushare: {text}\n")
+
     def _client(self, pid: int) -> MpsClient | None:
         try:
             found = find_daemons(self._host, [self._device.gpu])

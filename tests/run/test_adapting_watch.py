@@ -23,6 +23,7 @@ class Group:
     def __init__(self) -> None:
         self.wanted: list[int] = []
         self.news: list[str] = []
+        self.troubles: list[str] = []
         self.attached: dict[int, int] = {7: 8}
         self.gave_up = False
         self.done: list[str] = []
@@ -130,14 +131,14 @@ def test_production_that_was_started_again_is_read_from_its_new_log(watched: Wat
     assert not watched.paused
     watched.production.pid, watched.rate = 3, None
     watched.run(3, 70)
-    assert watched.group.news == ["'web' was started again without --log and --metric: the slice is the least"]
+    assert watched.group.troubles == ["'web' was started again without --log and --metric: the slice is the least"]
     assert watched.group.wanted[-1] == LEAST_US
 
 
 def test_a_log_that_is_gone_is_told_once_and_leaves_the_least(watched: Watched) -> None:
     watched.log.unlink()
     watched.run(40, None)
-    (told,) = watched.group.news
+    (told,) = watched.group.troubles
     assert "does not exist: the time-slice is 20us until it can be read" in told
     assert watched.group.wanted[-1] == LEAST_US
     assert not watched.paused
@@ -149,7 +150,7 @@ def test_a_pattern_that_takes_too_long_is_given_up(watched: Watched) -> None:
     with watched.log.open("a") as file:
         file.write("a" * 60 + "\n")
     watched.run(0.2, None)
-    (told,) = watched.group.news
+    (told,) = watched.group.troubles
     assert "the time-slice stays at 20us" in told
     watched.run(3, None)
     assert watched.group.wanted[-1] == LEAST_US

@@ -151,7 +151,7 @@ def test_where_it_is_not_supported_it_is_said_and_the_job_is_paused_instead(
     watch.instead = Instead  # type: ignore[assignment]
     fault(file, name)
     watch.look()
-    (told,) = watch.inner.news
+    (told,) = watch.inner.troubles
     assert told.startswith("the time-slice of the MPS server cannot be set: process ")
     assert told.endswith("; this job is paused while production works")
     watch.look()
@@ -169,7 +169,7 @@ def test_a_driver_that_fails_once_is_tried_again(share: GroupShare, file: StateF
     fault(file, "hang")
     watch.look()
     look(watch)
-    assert "cannot be set" in watch.inner.news[-1]
+    assert "cannot be set" in watch.inner.troubles[-1]
 
 
 def test_why_not_names_the_reason(share: GroupShare, file: StateFile, host: Host, device: Device) -> None:

@@ -242,3 +242,21 @@ def test_production_that_changes_phase_keeps_its_part(
     assert sorted(chosen["heavy"])[len(chosen["heavy"]) // 2] <= 400
     assert sum(heavy_rates) / len(heavy_rates) >= 0.9 * 500
     assert sum(one for one in rates if one < 100) / len([one for one in rates if one < 100]) >= 0.9 * 40
+
+
+def test_with_quiet_only_what_is_wrong_is_told(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    words = ("-q", "run", *OUTSIDE, "--", *JOB, "50", "--seconds", "1")
+    assert real(*words).result().err == ""
+    with StateFile(world.spec).changed() as state:
+        state.channel_fault = "seccomp"
+    assert "the time-slice cannot be set" in real(*words).result().err
+
+
+def test_a_driver_that_hangs_is_not_asked_for_ever(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    with StateFile(world.spec).changed() as state:
+        state.channel_fault = "hang"
+    answer = real("run", *OUTSIDE, "--", *JOB, "50", "--seconds", "3").result()
+    assert answer.code == 0
+    assert answer.err.count("the driver does not answer") == 1
