@@ -271,16 +271,16 @@ def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reser
 
 def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
     """Swap a training out and in many times; its losses must be those of an undisturbed run."""
-    steps = 60 + count * 12
-    plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=1, seconds=5)), "plain")
-    plain.wait(300)
+    # Long enough for all swaps: it goes on between them.
+    steps = 200 + count * 50
+    plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=5)), "plain")
     words = (
         "run",
         "--swappable",
         "--name",
         "train",
         "--",
-        *bench.program("train", gib=gib, steps=steps, cpu_ms=1, seconds=60),
+        *bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=60),
     )
     job = bench.start(bench.gpushare(*words), "swapped")
     until(lambda: len(bench.text("swapped").splitlines()) > 10)
@@ -295,6 +295,7 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
         done += 1
     seconds = time.monotonic() - began
     code = job.wait(300)
+    plain.wait(300)
     losses = [
         [line.split()[1] for line in bench.text(name).splitlines() if " " in line] for name in ("plain", "swapped")
     ]
@@ -312,8 +313,8 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
 
 def kill(bench: Bench, gib: float) -> dict[str, Any]:
     """Kill gpushare on the way out and on the way in, at several moments."""
-    steps = 12000
-    plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=1, seconds=5)), "plain")
+    steps = 2600
+    plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=5)), "plain")
     job = bench.start(
         bench.gpushare(
             "run",
@@ -321,7 +322,7 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
             "--name",
             "train",
             "--",
-            *bench.program("train", gib=gib, steps=steps, cpu_ms=1, seconds=60),
+            *bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=60),
         ),
         "killed",
     )
