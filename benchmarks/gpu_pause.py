@@ -474,7 +474,19 @@ def opportunistic(run: Run) -> dict[str, Any]:
     serve.wait()
     time.sleep(0.5)
     alone = latencies(serve, 4.0)
-    argv = [sys.executable, "-m", "gpushare", "--host", run.spec, "run", "--opportunistic", "--pause", "--for"]
+    argv = [
+        sys.executable,
+        "-m",
+        "gpushare",
+        "--host",
+        run.spec,
+        "run",
+        "-g",
+        "0",
+        "--opportunistic",
+        "--pause",
+        "--for",
+    ]
     batch = Job(run, "chain", [*argv, str(serve.pid), "--grace", "5", "--"])
     batch.wait()
     time.sleep(1.0)
