@@ -125,6 +125,8 @@ def _slice(word: str) -> BenchWay:
 
 
 def _way(word: str) -> BenchWay:
+    # Its name everywhere else.
+    word = TIMESLICE if word == "time-slicing" else word
     if word == _PRIORITY:
         return BenchWay(name=word, kind=STREAMS)
     level = _LEVEL.fullmatch(word)

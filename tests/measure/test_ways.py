@@ -132,3 +132,7 @@ def test_numbers_of_copies_that_cannot_be() -> None:
     )
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
+
+
+def test_time_slicing_has_its_name_of_elsewhere_too() -> None:
+    assert parse_ways("time-slicing,mps") == parse_ways("timeslice,mps")
