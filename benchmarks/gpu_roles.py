@@ -383,7 +383,8 @@ def measured(options: argparse.Namespace) -> int:
             figures.setdefault(name, {}).update(
                 {"seconds": round(time.monotonic() - began, 1), "memory_left_mib": left}
             )
-            if abs(left) > 16 or gpu.processes():
+            # Less than before: an earlier program had not been cleaned up yet.
+            if left > 16 or gpu.processes():
                 surprises.append(f"{name}: {left} MiB left, processes {gpu.processes()}")
     finally:
         if options.directory is None:
