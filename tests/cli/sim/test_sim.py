@@ -227,6 +227,7 @@ FAULTS = {
     "mismatch": (None, lambda world: world.state.library_mismatch),
     "shm": ("67108864", lambda world: world.state.shared_memory_bytes == 64 << 20),
     "descriptors": ("256", lambda world: world.state.descriptor_limit == 256),
+    "host-memory": ("1073741824", lambda world: world.state.host_memory_bytes == 1 << 30),
     "mps-version": ("13020", lambda world: world.state.mps_binary == 13020),
     "xid": ("79", lambda world: world.state.gpus[0].xids == [79]),
 }
