@@ -39,7 +39,6 @@ ASKING = (
     ("swap", "out"),
     ("timeslice", "set"),
     ("timeslice", "reset"),
-    ("swap", "out"),
 )
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
