@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -239,6 +243,82 @@ def test_fish_offers(line: str, offered: list[str], programs: Path) -> None:
     done = run(["fish", "--no-config", "-c", script, line], PATH=f"{programs}:{os.environ['PATH']}")
     assert done.stderr == ""
     assert [found.split("\t")[0] for found in done.stdout.splitlines()] == offered
+
+
+# What an interactive zsh reads first; an unpacked one (GPUSHARE_TEST_ZSH is its root) finds its own parts by it.
+_ZSH_START = """
+[[ -n $ROOT ]] && module_path=($ROOT/usr/lib/*/zsh/*(/)) && fpath=($ROOT/usr/share/zsh/functions/**/*(/) $fpath)
+fpath=($COMPLETIONS $fpath)
+zmodload zsh/zle zsh/complete zsh/compctl zsh/computil zsh/parameter zsh/complist
+setopt zle
+autoload -Uz compinit; compinit -D -u
+compadd() {
+  local -a hits
+  if [[ ${@[1,(i)(-|--)]} == *-[ADO]\\ * ]]; then builtin compadd "$@"; return; fi
+  builtin compadd -A hits "$@" 2>/dev/null
+  print -rl -- $hits >>$OFFERED
+  builtin compadd "$@"
+}
+finished() { print -r -- THE-END >>$OFFERED }
+comppostfuncs=(finished)
+bindkey '^I' complete-word
+print -r -- IT-$((1))-STARTED
+"""
+
+
+def completed_by_zsh(line: str, folder: Path) -> list[str]:
+    """Return what an interactive zsh offers for TAB at the end of a line."""
+    start, offered = folder / "zshrc", folder / "offered"
+    start.write_text(_ZSH_START)
+    offered.write_text("")
+    environment = {
+        **os.environ,
+        "TERM": "dumb",
+        "ZDOTDIR": str(folder),
+        "HOME": str(folder),
+        "OFFERED": str(offered),
+        "COMPLETIONS": str(PROJECT / "completions"),
+        "ROOT": os.environ.get("GPUSHARE_TEST_ZSH", ""),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("zsh", ["zsh", "-f", "-i"], environment)  # noqa: S606 - the test's own zsh
+    said = b""
+
+    def until(done: Callable[[], bool]) -> None:
+        nonlocal said
+        end = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < end, said.decode(errors="replace")
+            if select.select([terminal], [], [], 0.02)[0]:
+                said += os.read(terminal, 65536)
+
+    try:
+        os.write(terminal, f". {start}\n".encode())
+        until(lambda: b"IT-1-STARTED" in said)
+        os.write(terminal, f"{line}\t".encode())
+        until(lambda: "THE-END" in offered.read_text())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    return [one for one in offered.read_text().splitlines() if one and one != "THE-END"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("gpushare mps st", ["start", "stop", "status"]),
+        ("gpushare --host sim:h200 mps start --priority ", ["normal", "low"]),
+        ("gpushare mps start --prio", ["--priority"]),
+        ("gpushare advise --users d", ["different"]),
+        ("gpushare export k8s --mig-strategy m", ["mixed"]),
+    ],
+)
+def test_zsh_offers(line: str, offered: list[str], programs: Path) -> None:
+    assert completed_by_zsh(line, programs) == offered
 
 
 def test_every_option_with_a_file_offers_files(programs: Path, tmp_path: Path) -> None:
