@@ -62,8 +62,13 @@ def next_slices(search: SliceSearch, trials: Sequence[Trial]) -> Setting | None:
 def wanted_slices(search: SliceSearch, trials: Sequence[Trial]) -> Setting | None:
     """Return the slices to try next, regardless of the number of runs; None when there is an answer."""
     judged = judge(search.goal, trials)
+    longest = 0
     for production in search.production:
         best = best_of(judged)
+        if best is None and production < longest:
+            # A shorter slice spares production less.
+            break
+        longest = max(longest, production)
         if best is not None and not _is_more(_most(search, best, judged), best):
             break
         wanted = _next_to(search, production, judged)

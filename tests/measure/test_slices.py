@@ -114,6 +114,12 @@ def test_of_two_that_always_work_the_other_gets_what_production_may_lose(keep: f
     assert found.best.opportunistic == pytest.approx(most, rel=0.04)
 
 
+def test_where_a_long_slice_does_not_spare_production_no_shorter_one_is_tried() -> None:
+    found, trials = searched(search(keep=0.99), training)
+    assert found.best is None
+    assert {one.setting.production_slice_us for one in trials} == {16000}
+
+
 @given(st.integers(0, 10_000), st.sampled_from([None, 300.0, 1000.0, 3000.0, 9000.0]), st.sampled_from([None, 1.2]))
 def test_a_search_ends_whatever_is_measured(seed: int, request_us: float | None, p99: float | None) -> None:
     import random
