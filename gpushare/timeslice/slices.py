@@ -83,7 +83,7 @@ class SliceRecord:
         return int(text) if text.isdecimal() and 0 < len(text) <= 9 and int(text) > 0 else None
 
     @property
-    def befores(self) -> set[int]:
+    def earlier(self) -> set[int]:
         """Return the slices that its groups had."""
         return {int(text) for text in (one.partition("=")[2] for one in self.before) if text.isdecimal()}
 
@@ -202,7 +202,7 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
     known = slice_record(host, pid, started)
     if known is None:
         return
-    if known.befores == {microseconds}:
+    if known.earlier == {microseconds}:
         _forget(host, pid)
     else:
         _note(host, replace(known, slice_us=microseconds, set_at=time.time()), tidy=False)
@@ -288,7 +288,7 @@ def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
     _forget(host, channels.pid)
     if _record_of(host, channels) is not None:
         # Root's, which this user cannot remove: a later one says what is so.
-        _note(host, replace(record, slice_us=min(record.befores, default=record.slice_us), set_at=time.time()))
+        _note(host, replace(record, slice_us=min(record.earlier, default=record.slice_us), set_at=time.time()))
 
 
 def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Channels], T]) -> T:
@@ -404,11 +404,11 @@ def plan_restore(
         if record is None or record.started != process.started:
             continue
         channels = find_channels(control, process, probe=probe)
-        befores = {record.slice_before(one) for one in channels.compute}
+        earlier = {record.slice_before(one) for one in channels.compute}
         now = {one.slice_us for one in channels.compute}
         slices |= now
-        if now != befores:
-            steps.append(_restore_step(host, control, channels, record, befores))
+        if now != earlier:
+            steps.append(_restore_step(host, control, channels, record, earlier))
         else:
             steps.append(_forget_step(host, channels, record))
     (only,) = slices if len(slices) == 1 else (None,)
@@ -422,7 +422,7 @@ def plan_restore(
 
 
 def _restore_step(
-    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, befores: Iterable[int | None]
+    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, earlier: Iterable[int | None]
 ) -> Step:
     done: list[Channels] = []
 
@@ -438,8 +438,8 @@ def _restore_step(
 
     now = _listed({one.slice_us for one in channels.compute})
     return Step(
-        what=f"set the time-slice of process {channels.pid} from {now} back to {_listed(befores)}",
-        command=_command(channels, " or ".join(sorted(str(one) for one in befores))),
+        what=f"set the time-slice of process {channels.pid} from {now} back to {_listed(earlier)}",
+        command=_command(channels, " or ".join(sorted(str(one) for one in earlier))),
         undo=_command(channels, " or ".join(sorted({str(one.slice_us) for one in channels.compute}))),
         do=act,
         revert=back,
