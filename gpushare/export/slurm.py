@@ -392,7 +392,7 @@ def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     """Return the devices in Slurm's order: a job's GPUs are numbered by their place in it, whatever their files are.
 
     Without detection it is the order of the types in the Gres of slurm.conf, and in one type that of gres.conf
-    (_merge_config in src/interfaces/gres.c; seen with slurmctld 22.05). With NVML first the GPUs in the order of their PCI
+    (_merge_config in src/interfaces/gres.c; seen with slurmctld 22.05 and 24.11). With NVML first the GPUs in the order of their PCI
     bus ids, then the MIG devices by file (_merge_system_gres_conf in gres_gpu.c).
     """
     devices = _by_minor(host, by_nvml=by_nvml)
