@@ -375,10 +375,10 @@ def main() -> int:
     todo = {
         "limit": lambda: limit(bench),
         "queue": lambda: queue(bench, options.job_seconds),
-        "turns": lambda: turns(bench, gib=2.0, seconds=25, turn=12),
+        "turns": lambda: turns(bench, gib=2.0, seconds=80, turn=10),
         "swaps": lambda: swaps(bench, options.swaps, 0.25),
         "kill": lambda: kill(bench, 2.0),
-        "large": lambda: turns(bench, gib=40.0, seconds=40, turn=None),
+        "large": lambda: turns(bench, gib=40.0, seconds=110, turn=None),
     }
     try:
         for name in options.parts or PARTS[:-1]:

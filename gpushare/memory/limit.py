@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 MemoryAction = Literal["end", "warn", "pause"]
 LOOK_SECONDS: Final = 0.2
+# Close to its limit, a job is looked at more often.
+_CLOSE_SECONDS: Final = 0.05
+_CLOSE_SHARE: Final = 0.7
 # Without a limit, only the peak is of interest.
 _PEAK_SECONDS: Final = 2.0
 _TOUCH_SECONDS: Final = 20.0
@@ -88,6 +91,8 @@ class JobMemory:
         self.peak_bytes = max(held, self.peak_bytes or 0) if found else self.peak_bytes
         if self.limit_bytes is None or held <= self.limit_bytes:
             self._told = False
+            if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
+                self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
 
@@ -102,6 +107,8 @@ class JobMemory:
             what += f" (process {largest.pid})"
         if self._action == "end":
             self.over = what
+            # It must not grow while it is ended; `release` lets those continue that handle the signal.
+            self._stop()
             return True
         if not self._told:
             self._told = True
