@@ -52,7 +52,7 @@ with open(sys.argv[2], "w") as file:
             cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
             current = ctypes.c_void_p()
             cuda.cuCtxGetCurrent(ctypes.byref(current))
-            print("second", cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0), flush=True)
+            print("second context:", cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0), file=sys.stderr, flush=True)
             cuda.cuCtxSetCurrent(current)
 """
 RULES = """\
@@ -81,7 +81,7 @@ class Desk:
     def __init__(self, place: Path, *, rehearse: bool) -> None:
         self.place, self.rehearse = place, rehearse
         self.spec = "sim:h100" if rehearse else "local"
-        self.programs: list[subprocess.Popen[str]] = []
+        self.programs: list[subprocess.Popen[bytes]] = []
         self.found: dict[str, Any] = {}
         self.wrong: list[str] = []
 
@@ -99,10 +99,29 @@ class Desk:
 
             user = "root" if uid == 0 else "nobody"
             return admin.add_process(self.spec, command_line=["python", name], user=user)
-        argv = [sys.executable, "-c", WORKER, name, str(self.place / name)]
-        done = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, user=uid, group=uid, extra_groups=[])
+        counter, home = self.place / name, self.home(uid)
+        counter.write_text("0")
+        os.chown(counter, uid, uid)
+        with (home / f"{name}.err").open("wb") as errors:
+            done = subprocess.Popen(
+                [sys.executable, "-c", WORKER, name, str(counter)],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "HOME": str(home), "CUPY_CACHE_DIR": str(home)},
+                cwd=home,
+                user=uid,
+                group=uid,
+                extra_groups=[],
+            )
         self.programs.append(done)
         return done.pid
+
+    def home(self, uid: int) -> Path:
+        """Return a directory that a user may write."""
+        path = self.place / f"home{uid}"
+        path.mkdir(exist_ok=True)
+        os.chown(path, uid, uid)
+        return path
 
     def steps(self, name: str) -> int:
         """Return how many steps a program has made."""
@@ -128,10 +147,14 @@ class Desk:
     @contextlib.contextmanager
     def keep(self, rules: Path, uid: int = 0) -> Iterator[subprocess.Popen[str]]:
         """Run `timeslice keep`."""
-        run = self.place / f"run{uid}"
-        run.mkdir(exist_ok=True)
-        os.chown(run, uid, uid)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "GPUSHARE_RUN_DIR": str(run)}
+        home = self.home(uid)
+        # The user may not be allowed to read this checkout.
+        code = self.place / "code"
+        if not code.exists():
+            shutil.copytree(ROOT / "gpushare", code / "gpushare", ignore=shutil.ignore_patterns("__pycache__"))
+            for path in (code, *code.rglob("*")):
+                path.chmod(0o755)
+        env = {**os.environ, "PYTHONPATH": str(code), "GPUSHARE_RUN_DIR": str(home / "run"), "HOME": str(home)}
         if self.rehearse:
             del env["GPUSHARE_RUN_DIR"]
         argv = [
@@ -147,9 +170,9 @@ class Desk:
             "-o",
             "json",
         ]
-        with subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True, user=uid
-        ) as one:
+        who: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": []} if uid else {}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(argv, env=env, cwd=home, **pipes, **who) as one:
             try:
                 yield one
             finally:
@@ -160,6 +183,10 @@ class Desk:
                 for line in out.splitlines():
                     self.events += (json.loads(line)["data"] or {}).get("events", [])
                 print(err, file=sys.stderr)
+
+    def errors(self) -> list[str]:
+        """Return the ends of what the programs said."""
+        return [f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in self.place.glob("home*/*.err")]
 
     def end(self) -> None:
         """End the programs."""
@@ -182,7 +209,8 @@ def as_root(desk: Desk) -> None:
     """Set, see later processes and contexts, leave what others change, put back, survive kill -9."""
     rules = rules_file(desk, "rules.yaml", RULES)
     serve, train, boost = desk.start("serve.py"), desk.start("train.py", NOBODY), desk.start("boost.py", NOBODY)
-    desk.check("they compute", desk.until(lambda: all(map(desk.slices, (serve, train, boost))), 60) is not None)
+    computes = desk.until(lambda: all(map(desk.slices, (serve, train, boost))), 60)
+    desk.check("they compute", computes is not None, computes or desk.errors())
     default = desk.slices(serve)
     desk.check("default", len(set(default)) == 1, default)
     with desk.keep(rules) as keep:
@@ -266,6 +294,7 @@ def main() -> int:
             as_user(desk)
             weights(desk)
     finally:
+        desk.found["said"] = desk.errors()
         desk.end()
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps({"found": desk.found, "wrong": desk.wrong}, indent=1)
