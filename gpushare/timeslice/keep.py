@@ -50,6 +50,8 @@ _FIRST_CHECK_SECONDS: Final = 1.0
 _MOST_CHECK_SECONDS: Final = 15.0
 _UNDO_SECONDS: Final = 60.0
 _MOST_PROCESSES: Final = 4096
+# NVML is opened again when no GPU has answered in so many looks.
+_RESTART_LOOKS: Final = 10
 # The time that users have taken is halved this often.
 _FORGET_SECONDS: Final = 30.0
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -147,6 +149,8 @@ class Keeper:
         self._processes: dict[int, _Process] = {}
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
+        # Looks in which no GPU answered, one after the other.
+        self._silent = 0
 
     def look(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
@@ -206,6 +210,12 @@ class Keeper:
                 if one.compute or one.mps:
                     gpus, mps = found.get(one.pid, (frozenset(), False))
                     found[one.pid] = gpus | {index}, mps or one.mps
+        self._silent = self._silent + 1 if len(silent) == len(self._gpus) else 0
+        if self._silent and self._silent % _RESTART_LOOKS == 0:
+            # The driver was loaded again, or is gone for good.
+            with contextlib.suppress(GpushareError):
+                self._host.nvml.restart()
+                self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
         return found, silent
 
     def _lives(self, one: _Process) -> bool:

@@ -258,6 +258,22 @@ def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(desk: Callable[..., Des
     assert one.slice(pid) == DEFAULT
 
 
+def test_it_goes_on_when_the_driver_was_loaded_again(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = desk()
+    restarts: list[int] = []
+    monkeypatch.setattr(type(one.host.nvml), "restart", lambda _: restarts.append(1))
+    one.world.fault("lost", gpu=0)
+    for _ in range(19):
+        assert one.look() == []
+    assert restarts == [1]
+    one.world.clear()
+    pid = one.add()
+    assert one.look() == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert restarts == [1]
+
+
 def test_a_full_disk_sets_nothing(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     one = desk()
     pid = one.add()
