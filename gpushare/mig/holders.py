@@ -53,6 +53,11 @@ REMEDIES: Final = (
     # github.com/NVIDIA/go-nvml issue 146; kubernetes device plugins hold NVML as the monitors do.
     Remedy(("nvidia-device-p", "gpu-feature-dis"), "stop the NVIDIA device plugin on this node"),
     Remedy(("nvidia-smi", "nvtop", "nvitop", "gpustat"), "end it: it looks at the GPU again and again"),
+    # `timeslice keep` has the nodes of all GPUs open, as every program with NVML.
+    Remedy(
+        ("gpushare",),
+        "stop gpushare timeslice keep (sudo systemctl stop gpushare-timeslice), and start it again after the change",
+    ),
     Remedy(("nvidia-cuda-mps",), "stop the daemon: gpushare mps stop; see: gpushare mps status"),
 )
 
