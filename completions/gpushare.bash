@@ -62,8 +62,8 @@ _gpushare_node() {
       valued='--listen --host -o --output'
       ;;
     'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --job-memory --memory-action --wait --wait-timeout --requeue --slice --weight --way --adapt --keep --metric --lower-is-better --lower --higher-is-better --log --name --swappable --idle --turns --swap --copies --logs --restart --stall --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output'
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --job-memory --memory-action --wait --wait-timeout --requeue --slice --weight --way --adapt --keep --metric --lower-is-better --lower --higher-is-better --log --name --swappable --idle --turns --swap --copies --logs --restart --stall --container --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output'
       positional='@program'
       ;;
     'mps')
@@ -373,6 +373,7 @@ _gpushare_values() {
     --priority) printf '%s\n' 'normal low' ;;
     --log) printf '%s\n' '@files' ;;
     --logs) printf '%s\n' '@files' ;;
+    --container) printf '%s\n' 'podman docker' ;;
     --bench) printf '%s\n' '@files' ;;
     --pipe-directory) printf '%s\n' '@files' ;;
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;

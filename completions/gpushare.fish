@@ -126,6 +126,8 @@ function __gpushare_valued
             return 0
         case --stall
             return 0
+        case --container
+            return 0
         case --bench
             return 0
         case --pipe-directory
@@ -262,8 +264,6 @@ function __gpushare_valued
             return 0
         case --queue
             return 0
-        case --container
-            return 0
         case --signal
             return 0
     end
@@ -376,6 +376,7 @@ complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'Run N copies; {} in
 complete -c gpushare -n '__gpushare_at run' -l logs -r -F -d 'With --copies: write the output of each to DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: restart a failed copy, at most K times.'
 complete -c gpushare -n '__gpushare_at run' -l stall -x -d 'With --copies: end a copy that prints nothing for this long.'
+complete -c gpushare -n '__gpushare_at run' -l container -x -a 'podman docker' -d 'Run a container by podman or docker: CMD is [OPTIONS] IMAGE [CMD].'
 complete -c gpushare -n '__gpushare_at run' -l bench -r -F -d 'With --copies: take the cap from a file of bench --to.'
 complete -c gpushare -n '__gpushare_at run' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -384,7 +385,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'
@@ -1098,7 +1099,7 @@ complete -c gpushare -n '__gpushare_at sim add' -l graphics -d 'A graphics proce
 complete -c gpushare -n '__gpushare_at sim add' -l mps -d 'A client of gpushare\'s MPS daemon on that GPU.'
 complete -c gpushare -n '__gpushare_at sim add' -l mig -x -a '(__gpushare_asked @instances)' -d 'MIG UUID or GPU instance id.'
 complete -c gpushare -n '__gpushare_at sim add' -l command -x -d 'Its command line. [default: its program]'
-complete -c gpushare -n '__gpushare_at sim add' -l container -x -d 'Its container.'
+complete -c gpushare -n '__gpushare_at sim add' -l container -x -a 'podman docker' -d 'Its container.'
 complete -c gpushare -n '__gpushare_at sim add' -l holder -d 'It has no CUDA context, only open device nodes.'
 complete -c gpushare -n '__gpushare_at sim add' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim add' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'

@@ -59,6 +59,7 @@ def option_values(option: Option) -> tuple[str, ...]:
     from gpushare.advice.ways import Way
     from gpushare.gpu_models import load_models
     from gpushare.model import Priority
+    from gpushare.run.container import ENGINES
     from gpushare.show.result import OutputFormat
 
     if option.metavar in {"FILE", "DIR", "PATH"}:
@@ -76,6 +77,7 @@ def option_values(option: Option) -> tuple[str, ...]:
         "--forget": (NAMES,) if option.metavar else (),
         "--model": tuple(sorted(model.short for model in load_models().values() if model.profiles)),
         "--fail-on": ("failure", "warning"),
+        "--container": ENGINES,
         "--users": ("same", "different"),
         "--isolation": ("none", "quota", "fault", "full"),
         "--like": tuple(LIKE),

@@ -19,7 +19,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
-        "Share": "gpu mig slice weight threads memory priority strict",
+        "Share": "gpu mig slice weight threads memory priority strict container",
         "Production and opportunistic jobs": "production opportunistic for way adapt keep metric lower-is-better log pause"
         " duty-cycle",
         "Several copies": "copies logs restart stall bench",
@@ -47,6 +47,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
+        ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
         ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
     ),

@@ -353,6 +353,12 @@ def run(
         str | None,
         typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for this long."),
     ] = None,
+    container: Annotated[
+        str | None,
+        typer.Option(
+            "--container", metavar="ENGINE", help="Run a container by podman or docker: CMD is [OPTIONS] IMAGE [CMD]."
+        ),
+    ] = None,
     bench: Annotated[
         str | None,
         typer.Option("--bench", metavar="FILE", help="With --copies: take the cap from a file of bench --to."),
@@ -425,6 +431,9 @@ def run(
     alone = mig is None and copies is None
     room = _swap_options(room, roles, options, swappable=swappable, idle=idle, turns=turns, swap=swap, alone=alone)
     host = settings.connect()
+    if container is not None:
+        swapped = room is not None and room.swappable
+        options = replace(options, container=_engine(host, container, roles, copies=copies, swapped=swapped))
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
     gpus = gpus_of(host)
@@ -438,6 +447,30 @@ def run(
     if farming.copies is not None:
         return farm_result(host, device, command, options, farming)
     return _started(host, device, command, options, roles)
+
+
+def _engine(host: Host, name: str, roles: Roles, *, copies: int | None, swapped: bool) -> str:
+    """Return the engine of a container.
+
+    Raises:
+        BadCombination: with what a container does not have.
+        NotSupported: only root may do with it what is asked for.
+    """
+    from gpushare.run.container import check_engine, demand_own, is_foreign
+
+    if copies is not None or swapped:
+        raise _wrong(
+            "--container runs one container: it cannot be combined with --copies or with swapping",
+            "gpushare run --container podman -- IMAGE CMD",
+        )
+    engine = check_engine(name)
+    if roles.pause or roles.duty is not None:
+        demand_own(engine, host.uid, "a pause")
+    if roles.slice_us is not None:
+        demand_own(engine, host.uid, "the time-slice")
+    if is_foreign(engine, host.uid):
+        note("without root, a container of docker is ended by its client's signal, not by stop, drain and kill")
+    return engine
 
 
 def _way(text: str | None) -> str | None:
@@ -655,7 +688,7 @@ def _queued(
     devices = select_for_change("all" if anywhere else gpu, gpus)
     if not memory.wait and len(devices) > 1:
         devices = (select_one(gpu, gpus),)
-    check_program(command[0])
+    check_program(options.container or command[0])
     if len(devices) == 1:
         check_memory(devices[0], memory.job_bytes)
 
@@ -692,6 +725,11 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
         from gpushare.run.jobs import NamedShare
 
         share = NamedShare(share, host, options.name, options.role, options.rate)
+    if options.container is not None:
+        from gpushare.run.container import ContainerShare
+
+        share = ContainerShare(share, host, options.container)
+        command = share.command(command)
     kind = RunReport if mps else InstanceReport
     report = kind(host, share.device, sys.stderr, quiet=settings.quiet, limits=options.limits if mps else None)
     run = Run(host, share, command, options, report)
@@ -709,7 +747,7 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
     from gpushare.run.plain import PlainShare, dropped_variables
     from gpushare.run.share import MpsShare, check_program
 
-    check_program(command[0])
+    check_program(options.container or command[0])
     mps = options.strict or options.limits != Limits()
     dropped = [] if mps else dropped_variables(os.environ)
     if dropped:
@@ -1047,7 +1085,7 @@ def _yielding(
     if process is None:
         _demand_one(host, device)
         raise _nobody(device, replace(roles, pause=True), None)
-    check_program(command[0])
+    check_program(options.container or command[0])
     note(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
     limits = options.limits
     if process.under_mps:

@@ -208,6 +208,9 @@ class Processes(Protocol):
         killed in between.
         """
 
+    def moved(self, client: int, pid: int) -> None:
+        """Note that a spawned client has its program started elsewhere, as an engine does with a container."""
+
     def namespace_is_host(self) -> bool | None:
         """Return whether this PID namespace is the host's; None when unknown."""
 
@@ -366,6 +369,9 @@ class LocalProcesses:
             # The new process must not import anything.
             _booted_at()
         return started(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started_at(pid)))
+
+    def moved(self, client: int, pid: int) -> None:
+        """Do nothing: the kernel and the driver know."""
 
     def namespace_is_host(self) -> bool | None:
         """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).

@@ -246,6 +246,8 @@ class RunOptions:
     drain_seconds: float = DRAIN_BOUND_SECONDS
     name: str | None = None
     role: str = "plain"
+    # The container engine that runs it.
+    container: str | None = None
 
     @property
     def log(self) -> Path | None:
@@ -393,6 +395,7 @@ class _Session:
         self._told: set[int] = set()
         self._told_gone = False
         self._ended_by: int | None = None
+        self._program = 0
 
     def close(self) -> bool:
         """Give the share back; return whether others go on using it."""
@@ -408,6 +411,7 @@ class _Session:
             watch = self._share.watch(child.pid)
             # Else a worker in its own session could stay stopped for ever when gpushare and its program are gone.
             watch.before_pause(guard.started)
+            self._program = child.pid
             if self._options.meter is not None:
                 self._options.meter.started(child.pid)
             with Terminal(child.pid) as terminal:
@@ -454,6 +458,11 @@ class _Session:
 
     def _look(self, watch: Watch, wakeups: Wakeups) -> None:
         watch.look()
+        if watch.program_pid != self._program:
+            # It runs in a container, and not below our child.
+            self._program = watch.program_pid
+            if self._options.meter is not None:
+                self._options.meter.started(watch.program_pid)
         self._report(watch)
         if self._options.strict and watch.outside:
             self._end(watch, signal.SIGTERM, wakeups)

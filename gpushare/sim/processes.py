@@ -251,6 +251,16 @@ class SimulatedProcesses:
                 lines += clients.attach(state, process, process.environment)
         return child
 
+    def moved(self, client: int, pid: int) -> None:
+        """Let the container's process be the one on the GPU, instead of the engine's client."""
+        started = liveness.started_at(pid)
+        if started is None:
+            return
+        with changing(self._state_file) as (state, _):
+            for one in state.processes:
+                if one.pid == client:
+                    one.pid, one.started_at = pid, started
+
     def namespace_is_host(self) -> bool | None:
         """Return whether the PID namespace is the host's."""
         return current(self._state_file).pid_namespace_is_host

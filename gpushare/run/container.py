@@ -1,0 +1,237 @@
+"""`gpushare run --container`: a program in a container of Podman or Docker, with all that a share gives a process.
+
+The engine's client (`podman run`, `docker run`) is our child; the container's processes are not. So the program of the share
+is the container's first process, by its PID on the host: its limits, the proof that it is attached, slices, pauses and the
+safe end are those of any other program. The guard knows both.
+
+Facts: podman-run(1) and docker run have --cidfile, -e NAME (the value from the client's environment) and --ipc=host, and pass
+the signals of the client on to the container; `inspect --format {{.State.Pid}}` prints the PID on the host. The first process
+of a PID namespace ignores signals that it does not handle (pid_namespaces(7)); the engines' --init helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.host.host import make_private_directory
+from gpushare.run.plain import PlainWatch
+from gpushare.run.share import check_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.host.host import Host
+    from gpushare.run.share import Share, Watch
+
+PODMAN: Final = "podman"
+DOCKER: Final = "docker"
+ENGINES: Final = (PODMAN, DOCKER)
+_ID: Final = re.compile(r"[0-9a-f]{64}")
+# Between two looks whether it runs; the engine may have to pull the image first.
+_POLL_SECONDS: Final = 0.1
+_INSPECT_SECONDS: Final = 10.0
+_PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
+# The daemon's, not the client's.
+_LOG: Final = "CUDA_MPS_LOG_DIRECTORY"
+
+
+def check_engine(name: str) -> str:
+    """Return the engine of this name.
+
+    Raises:
+        BadUsage: it is none.
+        NotFound: it is not installed.
+    """
+    if name not in ENGINES:
+        raise BadUsage(
+            f"--container {name[:40]} is not an engine", "give --container podman or docker", code="bad_engine"
+        )
+    check_program(name)
+    return name
+
+
+def is_foreign(engine: str, uid: int) -> bool:
+    """Return whether the containers of an engine are not ours to touch: Docker's daemon, which is root's, starts them."""
+    return engine == DOCKER and uid != 0
+
+
+def demand_own(engine: str, uid: int, what: str) -> None:
+    """Raise if only root may do something with a container of this engine."""
+    if is_foreign(engine, uid):
+        raise NotSupported(
+            f"{what} of a container of docker needs root: its daemon starts the processes, and they are not yours to touch",
+            "run as root: sudo gpushare run --container docker ...; or use --container podman, which starts them as you",
+            code="container_needs_root",
+        )
+
+
+@dataclass
+class ContainerShare:
+    """A share whose program is a container. The engine's client is started with what `command` returns."""
+
+    inner: Share
+    host: Host
+    engine: str
+    _identity: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner share.
+        return getattr(self.inner, name)
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it."""
+        return f"in a container of {self.engine}, {self.inner.where}"
+
+    @property
+    def _file(self) -> Path:
+        return self.host.run_directory / "containers" / f"{os.getpid()}.cid"
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the command of the engine's client for ``[OPTIONS] IMAGE [CMD]``."""
+        # Of the caller's own variables only those of MPS: others (CUDA_HOME) mean paths of this host.
+        own = (name for name in self.inner.environment(os.environ) if name.startswith("CUDA_MPS_"))
+        variables = sorted({*(name for name in self.inner.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
+        flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device(), *self._mps()]
+        return [self.engine, "run", *flags, *(word for name in variables for word in ("-e", name)), *words]
+
+    def _device(self) -> list[str]:
+        if self.host.is_simulated:
+            # There is no GPU that a container could be given.
+            return []
+        uuid = self.inner.device.uuid
+        return ["--gpus", f"device={uuid}"] if self.engine == DOCKER else ["--device", f"nvidia.com/gpu={uuid}"]
+
+    def _mps(self) -> list[str]:
+        """Return what makes the container a client of the MPS daemon, if the share has one."""
+        pipe = self.inner.environment({}).get(_PIPE)
+        if self.inner.meter is None or pipe is None:
+            return []
+        if re.search(r"[\s,:]", pipe):
+            raise NotSupported(
+                f"the pipe directory {pipe} cannot be mounted into a container",
+                "set GPUSHARE_RUN_DIR to a path without blanks, commas and colons",
+                code="bad_path",
+            )
+        # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
+        flags = ["--ipc=host", "--mount", f"type=bind,source={pipe},target={pipe}"]
+        # An MPS server serves one user: root in a container of rootless Podman is that user already.
+        return [*flags, "--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign(self.engine, self.host.uid) else flags
+
+    def check(self, program: str) -> None:
+        """Raise unless a container can run in it."""
+        check_engine(self.engine)
+        self.inner.check(program)
+
+    def open(self) -> None:
+        """Open the inner share, and make room for the container's name."""
+        make_private_directory(self.host.run_directory)
+        make_private_directory(self._file.parent)
+        with contextlib.suppress(FileNotFoundError):
+            self._file.unlink()
+        self.inner.open()
+
+    def watch(self, pid: int) -> Watch:
+        """Return the watch over the container's processes; until they run, over the client."""
+        # The other attributes are the inner watch's.
+        return cast("Watch", ContainerWatch(self, pid, foreign=is_foreign(self.engine, self.host.uid)))
+
+    def first_process(self) -> int | None:
+        """Return the PID of the container's first process on the host; None: it does not run (yet)."""
+        identity = self._read_identity()
+        text = None if identity is None else self._ask("inspect", "--format", "{{.State.Pid}}", identity)
+        return int(text) if text is not None and text.isdecimal() and int(text) > 1 else None
+
+    def _read_identity(self) -> str | None:
+        if self._identity is None:
+            with contextlib.suppress(OSError):
+                text = self._file.read_text(encoding="utf-8").strip()
+                self._identity = text if _ID.fullmatch(text) else None
+        return self._identity
+
+    def _ask(self, *words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                [self.engine, *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_INSPECT_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give the share back; a container that is still there although its client has ended is removed."""
+        identity = self._read_identity()
+        if identity is not None and not program_lives:
+            # --rm has removed it, unless the client was killed.
+            if self._ask("container", "inspect", "--format", "{{.Id}}", identity) is not None:
+                self._ask("rm", "--force", identity)
+            self._identity = None
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+        return self.inner.close(program_lives=program_lives)
+
+
+class ContainerWatch:
+    """The watch over a container, as `Watch`: of the share, over the container's first process, as soon as it runs.
+
+    ``foreign``: only root may signal its processes, so that to others the program is the client, which passes signals on.
+    """
+
+    def __init__(self, share: ContainerShare, client: int, *, foreign: bool) -> None:
+        self._share, self._client, self._foreign = share, client, foreign
+        self._inner: Watch | None = None
+        self._tell: Callable[[int, float | None], None] | None = None
+        # Of the client, which is on no GPU: nothing is known until the container runs.
+        self._before = PlainWatch(share.host, share.inner.device, client)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner or self._before, name)
+
+    @property
+    def program_pid(self) -> int:
+        """Return the process that is ended, with its descendants."""
+        return self._client if self._inner is None or self._foreign else self._inner.program_pid
+
+    def wait(self) -> float:
+        """Return the seconds until the next look."""
+        return _POLL_SECONDS if self._inner is None else self._inner.wait()
+
+    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+        """Call ``tell`` with each process that is to be ended if gpushare dies."""
+        self._tell = tell
+        if self._inner is not None:
+            self._inner.before_pause(tell)
+
+    def look(self) -> None:
+        """Look whether the container runs, and for its processes."""
+        if self._inner is None:
+            found = self._share.first_process()
+            if found is None:
+                return
+            processes = self._share.host.processes
+            processes.moved(self._client, found)
+            info = processes.describe(found)
+            if self._tell is not None:
+                self._tell(found, None if info is None else info.started_at)
+            self._inner = self._share.inner.watch(found)
+            if self._tell is not None:
+                self._inner.before_pause(self._tell)
+        self._inner.look()
+
+    def settle(self) -> None:
+        """Find out what can still be found out about a container that has ended."""
+        if self._inner is not None:
+            self._inner.settle()
