@@ -111,6 +111,8 @@ class MigInstance:
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    # As in `Gpu`.
+    jobs_reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +198,10 @@ class Gpu:
     pci_bus_id: str | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    # By the driver.
     memory_reserved_bytes: int | None = None
+    # By jobs of `gpushare run` in the ledger of memory; only `status` and `metrics` look for it.
+    jobs_reserved_bytes: int | None = None
     utilization_percent: int | None = None
     compute_mode: ComputeMode | None = None
     mig_capable: bool | None = None
@@ -212,6 +217,37 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaitingJob:
+    """A job of `gpushare run --wait` that waits for room; ``place`` counts from 1 among those for the same devices.
+
+    ``memory_bytes`` None: it waits for a device without other jobs.
+    """
+
+    pid: int
+    user: str | None
+    name: str | None
+    place: int
+    memory_bytes: int | None
+    gpu_indexes: tuple[int, ...]
+    device_uuids: tuple[str, ...]
+    production: bool
+    waiting_since: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwappedJob:
+    """A job whose memory is in host memory (`gpushare swap out`), or on its way there or back."""
+
+    pid: int
+    name: str | None
+    state: str
+    memory_bytes: int
+    gpu_index: int | None
+    gpu_uuid: str
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A host as shown by status: GPUs, MPS daemons, and warnings about what could not be read."""
 
@@ -221,6 +257,9 @@ class Snapshot:
     daemons: tuple[MpsDaemon, ...] = ()
     warnings: tuple[str, ...] = ()
     taken_at: float | None = None
+    # Only `status` and `metrics` look for these.
+    waiting_jobs: tuple[WaitingJob, ...] = ()
+    swapped_jobs: tuple[SwappedJob, ...] = ()
 
 
 def device_key(uuid: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -276,6 +277,25 @@ def has_records(host: Host, name: str) -> bool:
     """Return whether there is a directory of records of this kind: most hosts need not load what reads them."""
     directories = (host.run_directory, *host.shared_run_directories)
     return any(os.path.isdir(os.path.join(directory, name)) for directory in directories)
+
+
+def has_files(host: Host, name: str) -> bool:
+    """Return whether there is a record of this kind, where the directory stays when the last one is gone."""
+    for directory in (host.run_directory, *host.shared_run_directories):
+        with contextlib.suppress(OSError):
+            if any(one.endswith(".json") for one in os.listdir(os.path.join(directory, name))):
+                return True
+    return False
+
+
+def has_claims(host: Host, prefix: str) -> bool:
+    """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
+    own = os.path.join(host.run_directory, "claims")
+    for directory in (own,) if host.is_simulated else ("/run/lock", "/tmp", own):  # noqa: S108 - only listed
+        with contextlib.suppress(OSError):
+            if any(name.startswith(prefix) for name in os.listdir(directory)):
+                return True
+    return False
 
 
 def _records_in(directory: Path) -> list[tuple[str, int]]:

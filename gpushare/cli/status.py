@@ -14,7 +14,7 @@ from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.model import Snapshot
+    from gpushare.model import Gpu, Snapshot
 
 
 # The interval of -w without a number.
@@ -61,7 +61,7 @@ def status(
     observer = Observer(host, strangers=settings.verbose)
 
     def look() -> Any:
-        return status_result(_with_jobs(host, of_gpus(observer.look(), gpu)))
+        return status_result(_with_jobs(host, with_memory(host, of_gpus(observer.look(), gpu))))
 
     if watch is None:
         return look()
@@ -92,6 +92,31 @@ def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         for gpu in snapshot.gpus
     )
     return replace(snapshot, gpus=tuple(gpus))
+
+
+# As `memory.ledger.PREFIX`, which most hosts need not load.
+LEDGER: Final = "gpushare-memory-"
+
+
+def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
+    from gpushare.snapshot import has_claims, has_files
+
+    if not has_claims(host, LEDGER) and not has_files(host, "swap"):
+        return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
+    from gpushare.memory.look import with_ledger
+
+    return with_ledger(host, snapshot)
+
+
+def _without_reservations(gpu: Gpu) -> Gpu:
+    if gpu.error is not None:
+        return gpu
+    return replace(
+        gpu,
+        jobs_reserved_bytes=0,
+        mig_instances=tuple(replace(one, jobs_reserved_bytes=0) for one in gpu.mig_instances),
+    )
 
 
 def interval(text: str) -> float:

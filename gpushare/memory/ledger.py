@@ -65,11 +65,8 @@ class Line:
     holders: tuple[Reservation, ...]
     # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
     others_bytes: int
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return what the jobs there have reserved."""
-        return sum(self.room.memory_bytes if one.memory_bytes is None else one.memory_bytes for one in self.holders)
+    # What the jobs there have reserved, as far as it counts.
+    reserved_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
@@ -179,7 +176,14 @@ def line_of(
     if rest:
         running.append(Running(memory_bytes=rest))
     others = rest + sum(process.memory_used_bytes or 0 for process in strangers)
-    return Line(device=device, room=room, running=tuple(running), holders=tuple(holders), others_bytes=others)
+    return Line(
+        device=device,
+        room=room,
+        running=tuple(running),
+        holders=tuple(holders),
+        others_bytes=others,
+        reserved_bytes=sum(granted.values()),
+    )
 
 
 def _is_on(process: GpuProcess, device: Device) -> bool:

@@ -19,6 +19,8 @@ _DAY: Final = 86400
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
 # MPS daemons of others that are shown.
 _MOST_OTHERS: Final = 10
+# Waiting jobs that are shown.
+_MOST_WAITING: Final = 10
 _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "red", "unknown": "yellow"}
 
 
@@ -31,7 +33,12 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
         tables.append(_mps_daemons(snapshot))
     if any(daemon.clients for daemon in snapshot.daemons):
         tables.append(_mps_clients(snapshot))
-    return (*tables, _processes(snapshot))
+    tables.append(_processes(snapshot))
+    if snapshot.waiting_jobs:
+        tables.append(_waiting(snapshot))
+    if snapshot.swapped_jobs:
+        tables.append(_swapped(snapshot))
+    return tuple(tables)
 
 
 def _alarm(value: Any) -> str | None:
@@ -100,8 +107,8 @@ def _gpu_column(**more: Any) -> Column:
     return Column(key="gpu", title="GPU", right=True, **more)
 
 
-def _memory(key: str, title: str, rank: int = 0) -> Column:
-    return Column(key=key, title=title, right=True, rank=rank, format=format_bytes)
+def _memory(key: str, title: str, rank: int = 0, **more: Any) -> Column:
+    return Column(key=key, title=title, right=True, rank=rank, format=format_bytes, **more)
 
 
 def _percent(key: str, title: str, rank: int = 0) -> Column:
@@ -114,6 +121,7 @@ def _gpus(snapshot: Snapshot) -> Table:
         Column(key="name", title="name", rank=2, format=_model_name),
         Column(key="mechanism", title="sharing", style=_alarm),
         Column(key="memory", title="memory", right=True, format=used_of_total),
+        *([_memory("reserved", "reserved", rank=1)] if any(gpu.jobs_reserved_bytes for gpu in snapshot.gpus) else []),
         _percent("utilization_percent", "util", rank=1),
         Column(key="processes", title="procs", right=True, rank=3, style=_idle),
         Column(key="time_slice", title="time-slice", rank=4),
@@ -129,7 +137,11 @@ def _gpus(snapshot: Snapshot) -> Table:
         columns=columns,
         rows=rows,
         empty="no GPU is visible",
-        idle=lambda row: row["processes"] == 0 and not row["utilization_percent"] and row["mechanism"] not in _ALARMS,
+        idle=lambda row: (
+            row["processes"] == 0
+            and not (row["utilization_percent"] or row["reserved"])
+            and row["mechanism"] not in _ALARMS
+        ),
         folded=lambda idle: f"idle: GPU {ranges(row['gpu'] for row in idle)}",
     )
 
@@ -145,6 +157,7 @@ def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
         "name": gpu.name,
         "mechanism": state,
         "memory": (gpu.memory_used_bytes, gpu.memory_total_bytes),
+        "reserved": gpu.jobs_reserved_bytes or None,
         "utilization_percent": gpu.utilization_percent,
         "processes": None if gpu.processes is None else len(gpu.processes),
         "time_slice": gpu.time_slice,
@@ -167,6 +180,7 @@ def _mig_mode(gpu: Gpu) -> str | None:
 
 
 def _mig_instances(snapshot: Snapshot) -> Table:
+    there = [instance for gpu in snapshot.gpus for instance in gpu.mig_instances]
     columns = (
         _gpu_column(group=True),
         Column(key="gpu_instance_id", title="GI", right=True),
@@ -174,6 +188,7 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         Column(key="profile", title="profile"),
         Column(key="multiprocessors", title="SMs", right=True, rank=2),
         Column(key="memory", title="memory", right=True, rank=1, format=used_of_total),
+        *([_memory("reserved", "reserved", rank=1)] if any(one.jobs_reserved_bytes for one in there) else []),
         Column(key="processes", title="procs", right=True, rank=3, style=_idle),
         Column(key="uuid", title="UUID", rank=4, whole=True),
     )
@@ -183,7 +198,7 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         title="MIG instances",
         columns=columns,
         rows=rows,
-        idle=lambda row: row["processes"] == 0,
+        idle=lambda row: row["processes"] == 0 and not row["reserved"],
         folded=lambda idle: f"idle: {len(idle)} instances on GPU {ranges(row['gpu'] for row in idle)}",
     )
 
@@ -197,6 +212,7 @@ def _mig_row(gpu: Gpu, instance: MigInstance) -> Row:
         "profile": instance.profile,
         "multiprocessors": instance.multiprocessors,
         "memory": (instance.memory_used_bytes, instance.memory_total_bytes),
+        "reserved": instance.jobs_reserved_bytes or None,
         "processes": None if gpu.processes is None else sum(_on(process, here) for process in gpu.processes),
         "uuid": instance.uuid,
     }
@@ -313,6 +329,58 @@ def _mps_clients(snapshot: Snapshot) -> Table:
     return Table(name="mps_clients", title="MPS clients", columns=columns, rows=rows)
 
 
+def _waiting(snapshot: Snapshot) -> Table:
+    columns = (
+        Column(key="place", title="place", right=True),
+        Column(key="gpus", title="GPU", right=True),
+        Column(key="pid", title="pid", right=True),
+        Column(key="user", title="user", rank=2),
+        Column(key="name", title="job", optional=True),
+        Column(key="memory_bytes", title="memory", right=True, format=_wanted),
+        Column(key="waiting", title="waiting", right=True, rank=1, format=age),
+    )
+    rows = tuple(
+        {
+            "place": one.place,
+            "gpus": ranges(one.gpu_indexes) if one.gpu_indexes else None,
+            "pid": one.pid,
+            "user": one.user,
+            "name": one.name,
+            "memory_bytes": one.memory_bytes,
+            "waiting": None if one.waiting_since is None else (snapshot.taken_at or 0.0) - one.waiting_since,
+        }
+        for one in snapshot.waiting_jobs[:_MOST_WAITING]
+    )
+    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
+
+
+def _wanted(value: int | None) -> str:
+    return "all" if value is None else format_bytes(value)
+
+
+def _swapped(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(),
+        Column(key="pid", title="pid", right=True),
+        Column(key="name", title="job", optional=True),
+        Column(key="state", title="state", style=_alarm),
+        _memory("memory_bytes", "memory"),
+        Column(key="out", title="since", right=True, rank=1, format=age),
+    )
+    rows = tuple(
+        {
+            "gpu": one.gpu_index,
+            "pid": one.pid,
+            "name": one.name,
+            "state": one.state,
+            "memory_bytes": one.memory_bytes,
+            "out": (snapshot.taken_at or 0.0) - one.since,
+        }
+        for one in snapshot.swapped_jobs
+    )
+    return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=rows)
+
+
 def _slice(value: int | None) -> str:
     return "-" if value is None else format_slice(value)
 
@@ -409,6 +477,8 @@ def status_data(snapshot: Snapshot) -> dict[str, Any]:
         "gpus": [_gpu_data(gpu, snapshot) for gpu in snapshot.gpus],
         "mps_daemons": jsonable(snapshot.daemons),
         "warnings": list(snapshot.warnings),
+        "waiting_jobs": jsonable(snapshot.waiting_jobs),
+        "swapped_jobs": jsonable(snapshot.swapped_jobs),
     }
 
 
@@ -435,6 +505,23 @@ def _header(snapshot: Snapshot) -> str:
 
 def _notes(snapshot: Snapshot) -> Iterable[str]:
     yield from snapshot.warnings
+    yield from _gpu_notes(snapshot)
+    yield from _paused(snapshot)
+    shown = _first_daemons(snapshot)
+    for daemon in shown:
+        place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
+        if daemon.error is not None:
+            yield f"{place} cannot be queried: {daemon.error}"
+        elif daemon.note is not None:
+            yield f"{place}: {daemon.note}"
+    if len(snapshot.waiting_jobs) > _MOST_WAITING:
+        yield f"{counted(len(snapshot.waiting_jobs) - _MOST_WAITING, 'more waiting job')} not shown; -o json lists all"
+    if len(snapshot.daemons) > len(shown):
+        more = counted(len(snapshot.daemons) - len(shown), "more MPS daemon")
+        yield f"{more} of others not shown; -o json lists all"
+
+
+def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
     for gpu in snapshot.gpus:
         if gpu.error is not None:
             continue
@@ -447,17 +534,6 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
                 f"GPU {gpu.index} is in MIG mode without instances, so no CUDA program can use it: "
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"
             )
-    yield from _paused(snapshot)
-    shown = _first_daemons(snapshot)
-    for daemon in shown:
-        place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
-        if daemon.error is not None:
-            yield f"{place} cannot be queried: {daemon.error}"
-        elif daemon.note is not None:
-            yield f"{place}: {daemon.note}"
-    if len(snapshot.daemons) > len(shown):
-        more = counted(len(snapshot.daemons) - len(shown), "more MPS daemon")
-        yield f"{more} of others not shown; -o json lists all"
 
 
 def _paused(snapshot: Snapshot) -> Iterable[str]:

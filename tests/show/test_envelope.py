@@ -156,9 +156,19 @@ def test_plain_prose_does_not_import_tabulate_and_keeps_its_lines(shown):
 
 def test_status_data_has_the_fields_that_scripts_rely_on():
     data = status_result(quiet_host()).data
-    assert list(data) == ["host", "driver_version", "taken_at", "gpus", "mps_daemons", "warnings"]
+    assert list(data) == [
+        "host",
+        "driver_version",
+        "taken_at",
+        "gpus",
+        "mps_daemons",
+        "warnings",
+        "waiting_jobs",
+        "swapped_jobs",
+    ]
     assert set(data["gpus"][0]) == {
         *("index", "uuid", "name", "pci_bus_id", "memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"),
+        "jobs_reserved_bytes",
         *("utilization_percent", "compute_mode", "mig_capable", "mig_enabled", "mig_pending", "time_slice"),
         *("mig_instances", "processes", "error", "mechanism"),
     }

@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpushare.cli import status
+from gpushare.memory import ledger
+from gpushare.memory.ledger import Place, Request
+from gpushare.sim import admin
+from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -232,3 +237,56 @@ def test_watch_ends_when_its_reader_is_gone(real: Callable[..., Started]) -> Non
     started.process.stdout.readline()
     started.process.stdout.close()
     assert started.process.wait(timeout=120) == 128 + 13
+
+
+def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
+    world = World("sim:2xt4")
+    first, second = world.uuid(0), world.uuid(1)
+    places = [
+        Place(world.host, Request(memory_bytes=size * GIB, keys=keys, client=False, name=name))
+        for size, keys, name in ((6, (first,), "train"), (12, (first,), None), (14, (second, first), "big"))
+    ]
+    places[0].take(first)
+    try:
+        answer = cli("status", host="sim:2xt4", output="json").ok()
+        assert [one["jobs_reserved_bytes"] for one in answer.data["gpus"]] == [6 * GIB, 0]
+        waiting = answer.data["waiting_jobs"]
+        assert [(one["name"], one["place"], one["memory_bytes"], one["gpu_indexes"]) for one in waiting] == [
+            (None, 1, 12 * GIB, [0]),
+            ("big", 2, 14 * GIB, [0, 1]),
+        ]
+        assert abs(waiting[0]["waiting_since"] - answer.data["taken_at"]) < 60
+        text = cli("status", host="sim:2xt4").ok().out
+        assert "reserved" in text
+        assert "waiting for room" in text
+        assert "6.0 GiB" in text
+        # Of one GPU, only its own.
+        only = cli("status", "-g", "1", host="sim:2xt4", output="json").ok().data
+        assert [one["name"] for one in only["waiting_jobs"]] == ["big"]
+    finally:
+        for place in places:
+            place.leave()
+    assert "waiting" not in cli("status", host="sim:2xt4").ok().out
+
+
+def test_many_waiting_jobs_are_counted(cli: Cli) -> None:
+    world = World("sim:t4")
+    places = [Place(world.host, Request(memory_bytes=GIB, keys=(world.uuid(0),), client=False)) for _ in range(12)]
+    answer = cli("status", host="sim:t4").ok()
+    assert "2 more waiting jobs not shown" in answer.err + answer.out
+    for place in places:
+        place.leave()
+
+
+def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
+    pid = admin.add_process("sim:t4", memory_bytes=4 * GIB, name="train")
+    cli("swap", "out", str(pid), host="sim:t4").ok()
+    (one,) = cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"]
+    assert (one["pid"], one["state"], one["memory_bytes"], one["gpu_index"]) == (pid, "out", 4 * GIB, 0)
+    assert "swapped out to host memory" in cli("status", host="sim:t4").ok().out
+    cli("swap", "in", str(pid), host="sim:t4").ok()
+    assert cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"] == []
+
+
+def test_the_ledger_is_found_by_its_name() -> None:
+    assert status.LEDGER == ledger.PREFIX

@@ -1,0 +1,89 @@
+"""What `status`, `doctor` and `metrics` show of memory: reservations, who waits, who is out, and memory of nobody."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.memory.ledger import Reservation, line_of, reservations
+from gpushare.memory.swap import BACK, Swap, swaps
+from gpushare.model import Gpu, Snapshot, SwappedJob, WaitingJob
+from gpushare.selection import Device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gpushare.host.host import Host
+
+_BILLION: Final = 1_000_000_000
+
+
+def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None = None) -> Snapshot:
+    """Return a snapshot with what jobs have reserved, who waits for room, and who is swapped out."""
+    found = reservations(host)
+    gpus = snapshot.gpus if found is None else tuple(_with_reserved(host, gpu, found, limits) for gpu in snapshot.gpus)
+    waiting = tuple(_waiting_jobs(host, snapshot.gpus, found or ()))
+    here = _indexes(snapshot.gpus)
+    out = tuple(_swapped(here, one) for one in swaps(host) if one.state != BACK and one.gpu_uuid in here)
+    return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out)
+
+
+def _with_reserved(host: Host, gpu: Gpu, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> Gpu:
+    if gpu.error is not None:
+        return gpu
+    instances = tuple(
+        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), found, limits))
+        for mig in gpu.mig_instances
+    )
+    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), found, limits))
+
+
+def _reserved(host: Host, device: Device, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> int | None:
+    if all(one.key != device.uuid for one in found):
+        return 0
+    line = line_of(host, device, found, limits=limits)
+    return None if line is None else line.reserved_bytes
+
+
+def _waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) -> list[WaitingJob]:
+    indexes = _indexes(gpus)
+    now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    waiting = [one for one in found if one.key is None]
+    jobs = []
+    for number, one in enumerate(waiting):
+        if indexes.keys().isdisjoint(one.keys):
+            continue
+        info = host.processes.describe(one.claim.pid)
+        before = sum(not set(one.keys).isdisjoint(other.keys) for other in waiting[:number])
+        ticket = one.waiting_since_ns
+        jobs.append(
+            WaitingJob(
+                pid=one.claim.pid,
+                user=None if info is None else info.user,
+                name=one.name,
+                place=before + 1,
+                memory_bytes=one.memory_bytes,
+                gpu_indexes=tuple(sorted({indexes[key] for key in one.keys if key in indexes})),
+                device_uuids=one.keys,
+                production=one.production,
+                waiting_since=None if ticket is None else now - max(0, clock - ticket) / _BILLION,
+            )
+        )
+    return jobs
+
+
+def _indexes(gpus: Sequence[Gpu]) -> dict[str, int]:
+    return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
+
+
+def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
+    return SwappedJob(
+        pid=swap.pid,
+        name=swap.name,
+        state=swap.state,
+        memory_bytes=swap.memory_bytes,
+        gpu_index=indexes.get(swap.gpu_uuid),
+        gpu_uuid=swap.gpu_uuid,
+        since=swap.since,
+    )
