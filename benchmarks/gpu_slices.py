@@ -2,8 +2,8 @@
 
 Run it as root on a machine with PyTorch and one NVIDIA GPU that nobody else uses. As root and as uid 65534 it runs a
 PyTorch program with ``gpushare run``, and shows, sets and resets its slice. Then it measures two programs that always have
-work with slices for weights 3:1 and 2:1, for several costs of the switch (`gpushare.timeslice.rules.SWITCH_US`). It changes
-no setting of the GPU. It prints JSON and exits with 1 if anything was unexpected. ``--rehearse`` tries the script on a
+work with slices for weights 3:1 and 2:1: in proportion, and corrected by several costs of a switch. It changes no setting
+of the GPU. It prints JSON and exits with 1 if anything was unexpected. ``--rehearse`` tries the script on a
 simulated host, and measures nothing.
 """
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 KEEP_UNIT: Final = "gpushare-timeslice.service"
 # Weight 1: the slice that a compute group has on an H100 and an H200 (driver 580), and so each process without a weight.
 SLICE_PER_WEIGHT_US: Final = 2048
-# What a turn loses to the switch: two trainings of a transformer that always have work, with slices of 6000 us and 2000 us,
-# had .807 and .175 of their speed alone (H200, driver 580.159.04, 2026-11-22), as (6000 - c) : (2000 - c) has for c = 890 us.
-SWITCH_US: Final = 890
 LEAST_US: Final = 20
 MOST_US: Final = 30_000
 # Weights below it lose their slice to the switch (measured: from 500 us down); above it a slice is longer than 30 ms.
@@ -40,10 +37,10 @@ MOST_CHARACTERS: Final = 4096
 def slice_of_weight(weight: float) -> int:
     """Return the slice in microseconds that gives a weight its share next to programs with the default slice (weight 1).
 
-    Of two programs that always have work each gets about (slice - switch) of a round; so three times the weight is less
-    than three times the slice.
+    Of two BERT trainings slices of 6144 us and 2048 us gave .75 and .25 of their speed alone; a slice of 4364 us, which
+    would count 890 us for each switch, only .67 and .31 (H200, driver 580.159.04, 2026-11-22).
     """
-    return round(weight * (SLICE_PER_WEIGHT_US - SWITCH_US) + SWITCH_US)
+    return round(weight * SLICE_PER_WEIGHT_US)
 
 
 class Role(str, Enum):

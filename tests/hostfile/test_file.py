@@ -152,7 +152,7 @@ def test_a_whole_file() -> None:
     assert [one.wish for one in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
     assert str(third.mig[1].mark) == "10:5"
     assert str(third.mark) == "7:3"
-    assert [rule.microseconds for rule in file.rules] == [16_000, 3785, 500]
+    assert [rule.microseconds for rule in file.rules] == [16_000, 5120, 500]
     assert [rule.outcome for rule in file.rules] == ["16ms", "weight 2.5", "role opportunistic"]
     assert str(file.rules[1].match) == "container vllm-*, cgroup /kubepods.slice/*"
     assert file.rules[0].match.gpus == ("0", UUID)

@@ -52,7 +52,7 @@ def test_any_program_may_have_one(real: Callable[..., Started], world: World) ->
     job.result()
 
 
-@pytest.mark.parametrize(("weight", "microseconds"), [("3", 4364), ("1", 2048), ("0.5", 1469)])
+@pytest.mark.parametrize(("weight", "microseconds"), [("3", 6144), ("1", 2048), ("0.5", 1024)])
 def test_a_weight_is_a_slice(cli: Cli, weight: str, microseconds: int) -> None:
     planned = cli("run", "--weight", weight, "-n", "--", "true").ok()
     assert "nvidia-cuda-mps-control" not in planned.out
@@ -63,10 +63,10 @@ def test_a_weight_is_a_slice(cli: Cli, weight: str, microseconds: int) -> None:
 def test_two_programs_share_by_their_weights(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
     jobs = [real("run", "--weight", text, "--", *JOB, "100") for text in ("3", "1")]
-    until(lambda: sorted(slices(world)) == [2048, 4364], "both have their slices")
+    until(lambda: sorted(slices(world)) == [2048, 6144], "both have their slices")
     for job in jobs:
         job.signal(signal.SIGTERM)
-    assert "has a time-slice of 4364us (read back)" in jobs[0].result().err
+    assert "has a time-slice of 6144us (read back)" in jobs[0].result().err
     jobs[1].result()
 
 
