@@ -68,11 +68,11 @@ def test_the_server_gets_the_slice_with_the_first_client_and_no_client_does(shar
     pid = client(share)
     watch = watch_of(share, pid)
     watch.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
     assert [one.slices for one in state_of(file).processes if one.pid == pid] == [{}]
     server = state_of(file).daemons[0].servers[0].pid
     assert watch.inner.news == [
-        f"the opportunistic jobs of GPU 0 share a time-slice of 500us (MPS server {server}, read back)"
+        f"the opportunistic jobs of GPU 0 share a time-slice of 200us (MPS server {server}, read back)"
     ]
     watch.look()
     assert len(watch.inner.news) == 1
@@ -84,7 +84,7 @@ def test_a_slice_that_was_changed_is_set_again(share: GroupShare, file: StateFil
     with file.changed() as state:
         state.daemons[0].servers[0].slices["compute"] = 2048
     watch.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
 
 
 def test_a_new_server_gets_the_slice_too(share: GroupShare, file: StateFile) -> None:
@@ -99,22 +99,22 @@ def test_a_new_server_gets_the_slice_too(share: GroupShare, file: StateFile) -> 
     assert state_of(file).daemons[0].servers[0].pid != before
     watch.inner.program_pid = second
     watch.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
     assert len(watch.inner.news) == 2
 
 
 def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back(
     share: GroupShare, file: StateFile, host: Host, device: Device
 ) -> None:
-    other = GroupShare(host, device, Limits(), slice_us=200)
+    other = GroupShare(host, device, Limits(), slice_us=100)
     first, second = watch_of(share, client(share)), watch_of(other, client(share))
     first.look()
-    assert server_slices(file) == [200]
+    assert server_slices(file) == [100]
     second.look()
-    assert [one.slice_us for one in members(host, device)] == [500, 200]
+    assert [one.slice_us for one in members(host, device)] == [200, 100]
     second.settle()
     first.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
     first.settle()
     assert server_slices(file) == [2048]
     assert members(host, device) == ()
@@ -165,7 +165,7 @@ def test_a_driver_that_fails_once_is_tried_again(share: GroupShare, file: StateF
     assert watch.inner.news == []
     fault(file, None)
     watch.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
     fault(file, "hang")
     watch.look()
     look(watch)
@@ -215,7 +215,7 @@ def test_a_directory_that_cannot_be_made_does_not_end_the_program(share: GroupSh
     share.host.run_directory.joinpath("group").write_text("")
     watch = watch_of(share, client(share))
     watch.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
 
 
 def test_production_in_the_daemon_is_refused_by_name(
@@ -246,7 +246,7 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
     assert why_not(host, device, None) is None
     for one in watches:
         one.look()
-    assert server_slices(file) == [500]
+    assert server_slices(file) == [200]
     for one in watches:
         one.settle()
     assert server_slices(file) == [2048]

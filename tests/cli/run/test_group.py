@@ -33,7 +33,7 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
     words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
     jobs = [real(*words), real(*words)]
     until(lambda: [one.sm_percent for one in world.state.processes] == [90, 90], "both run")
-    until(lambda: server_slices(world) == [500], "the server has the slice")
+    until(lambda: server_slices(world) == [200], "the server has the slice")
     # Each looks four times a second.
     time.sleep(1.0)
     for one in jobs:
@@ -41,9 +41,9 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
     answers = [one.result() for one in jobs]
     assert [answer.code for answer in answers] == [0, 0]
     for answer in answers:
-        assert "share a time-slice of 500us (MPS server " in answer.err
+        assert "share a time-slice of 200us (MPS server " in answer.err
         assert "is attached to MPS server" in answer.err
-        assert f"next to process {running}: all opportunistic jobs of GPU 0 share a time-slice of 500us" in answer.err
+        assert f"next to process {running}: all opportunistic jobs of GPU 0 share a time-slice of 200us" in answer.err
     assert world.state.daemons == []
     assert list((world.host.run_directory / "group").iterdir()) == []
 

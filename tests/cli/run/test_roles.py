@@ -94,7 +94,7 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     recorded(world, running, 100 * GIB)
     # It has no context and no variables of ours: as a process outside MPS it is spared by a time-slice.
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
-    assert "share a time-slice of 500us; no cap, memory limit" in answer.err
+    assert "share a time-slice of 200us; no cap, memory limit" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
     ended = JobRecord(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
     write_record(world.host, ended)
