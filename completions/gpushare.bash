@@ -315,7 +315,7 @@ _gpushare_node() {
       valued='--textfile --host -o --output'
       ;;
     'sim')
-      commands='list show reset add end mig fault cdi'
+      commands='list show reset add end mig vgpu fault cdi'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -345,6 +345,10 @@ _gpushare_node() {
       options='-g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       positional='@files'
+      ;;
+    'sim vgpu')
+      options='-g --gpu --memory --vm --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --memory --vm --host -o --output'
       ;;
     'sim fault')
       options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -266,6 +266,8 @@ function __gpushare_valued
             return 0
         case --signal
             return 0
+        case --vm
+            return 0
     end
     return 1
 end
@@ -1057,6 +1059,7 @@ complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Delete a simulated host
 complete -c gpushare -n '__gpushare_at sim' -a add -d 'Put a simulated process on a simulated GPU and print its PID'
 complete -c gpushare -n '__gpushare_at sim' -a end -d 'End a simulated process, by itself or by a signal, with the consequences under MPS'
 complete -c gpushare -n '__gpushare_at sim' -a mig -d 'Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none: turn MIG off'
+complete -c gpushare -n '__gpushare_at sim' -a vgpu -d 'Let a virtual machine use a vGPU of a type (\'NVIDIA H200-35C\'), and print its UUID'
 complete -c gpushare -n '__gpushare_at sim' -a fault -d 'Make something fail on a simulated host'
 complete -c gpushare -n '__gpushare_at sim' -a cdi -d 'Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs'
 complete -c gpushare -n '__gpushare_at sim' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -1122,6 +1125,15 @@ complete -c gpushare -n '__gpushare_at sim mig' -s v -l verbose -d 'Print more a
 complete -c gpushare -n '__gpushare_at sim mig' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim mig' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim mig' -F
+complete -c gpushare -n '__gpushare_at sim vgpu' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index or UUID.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -l memory -x -d 'The memory of the type.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -l vm -x -d 'The virtual machine.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim vgpu' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at sim vgpu' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at sim vgpu' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim fault' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index or UUID.'
 complete -c gpushare -n '__gpushare_at sim fault' -l clear -d 'Remove all faults.'
 complete -c gpushare -n '__gpushare_at sim fault' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

@@ -31,6 +31,7 @@ def connect(spec: str) -> Host:
         machine=simulated.machine,
         open_channels=simulated.open_channels,
         open_checkpoint=simulated.open_checkpoint,
+        makes_vgpus=simulated.makes_vgpus,
         origin=simulated.processes.origin,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,

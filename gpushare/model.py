@@ -248,6 +248,21 @@ class SwappedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VgpuSession:
+    """A vGPU that a virtual machine uses, on a hypervisor with NVIDIA's vGPU driver."""
+
+    gpu_index: int
+    id: int
+    uuid: str | None = None
+    # As NVIDIA names it: "NVIDIA H200-35C".
+    type: str | None = None
+    # The id that the hypervisor gives: a domain or a UUID.
+    vm: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A host as shown by status: GPUs, MPS daemons, and warnings about what could not be read."""
 
@@ -260,6 +275,7 @@ class Snapshot:
     # Only `status` and `metrics` look for these.
     waiting_jobs: tuple[WaitingJob, ...] = ()
     swapped_jobs: tuple[SwappedJob, ...] = ()
+    vgpu_sessions: tuple[VgpuSession, ...] = ()
 
 
 def device_key(uuid: str) -> str:

@@ -14,7 +14,7 @@ from gpushare.errors import GpushareError, or_none
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
-from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice
+from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice, VgpuSession
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,6 +195,7 @@ class Observer:
             daemons=daemons,
             warnings=tuple(warnings),
             taken_at=time.time(),
+            vgpu_sessions=_vgpu_sessions(self._host, gpus),
         )
 
     def _named(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> tuple[GpuProcess, ...] | None:
@@ -253,6 +254,14 @@ class Observer:
         slices = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
         total = self._host.nvml.max_mig_devices(gpu.index)
         return int(slices.group(1) or slices.group(2)) / total if slices and total else None
+
+
+def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
+    if not host.makes_vgpus():
+        return ()
+    from gpushare.host.vgpu import vgpu_sessions
+
+    return vgpu_sessions(host.nvml, gpus)
 
 
 def _paused(host: Host) -> dict[int, float]:

@@ -92,6 +92,7 @@ def register(app: typer.Typer) -> None:
     group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
     group.command("end", cls=Command, short_help="End a simulated process.")(end)
     group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
+    group.command("vgpu", cls=Command, short_help="Let a virtual machine use a vGPU.")(vgpu)
     add_fault(group)
 
 
@@ -357,3 +358,18 @@ def mig(
     set_mig(spec_of(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
     return Result(command="sim mig", data={"gpu": gpu, "instances": names}, text=text)
+
+
+def vgpu(
+    kind: Annotated[str, typer.Argument(metavar="TYPE", show_default=False)],
+    gpu: Gpu = "0",
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of the type.")] = "16G",
+    vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
+) -> Any:
+    """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
+    from gpushare.show.result import Result
+    from gpushare.sim.admin import add_vgpu
+    from gpushare.units import parse_memory_limit
+
+    name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
+    return Result(command="sim vgpu", data={"uuid": name}, text=name)

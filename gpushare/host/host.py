@@ -49,6 +49,14 @@ def _local_origin(pid: int, *, command: bool = True) -> Origin | None:
     return origin_of(pid, command=command)
 
 
+# The module of NVIDIA's vGPU host driver; a look at it costs no call of NVML.
+_VGPU_MODULE = "/sys/module/nvidia_vgpu_vfio"
+
+
+def _local_vgpus() -> bool:
+    return os.path.isdir(_VGPU_MODULE)
+
+
 def _local_checkpoint() -> Checkpoint:
     from gpushare.host.checkpoint import Checkpoint
 
@@ -77,6 +85,8 @@ class Host:
     open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
     # What copies the GPU memory of processes to host memory and back.
     open_checkpoint: Callable[[], Checkpoint] = field(default=_local_checkpoint)
+    # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
+    makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
     origin: Callable[..., Origin | None] = field(default=_local_origin)
     shared_run_directories: Sequence[Path] = field(default=())

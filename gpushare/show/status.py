@@ -33,6 +33,8 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
         tables.append(_mps_daemons(snapshot))
     if any(daemon.clients for daemon in snapshot.daemons):
         tables.append(_mps_clients(snapshot))
+    if snapshot.vgpu_sessions:
+        tables.append(_vgpus(snapshot))
     tables.append(_processes(snapshot))
     if snapshot.waiting_jobs:
         tables.append(_waiting(snapshot))
@@ -385,6 +387,29 @@ def _slice(value: int | None) -> str:
     return "-" if value is None else format_slice(value)
 
 
+def _vgpus(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(group=True),
+        Column(key="id", title="vGPU", right=True, rank=2),
+        Column(key="type", title="type", format=_model_name),
+        Column(key="vm", title="virtual machine", whole=True),
+        Column(key="memory", title="memory", right=True, format=used_of_total),
+        Column(key="uuid", title="UUID", rank=1, whole=True),
+    )
+    rows = tuple(
+        {
+            "gpu": one.gpu_index,
+            "id": one.id,
+            "type": one.type,
+            "vm": one.vm,
+            "memory": (one.memory_used_bytes, one.memory_total_bytes),
+            "uuid": one.uuid,
+        }
+        for one in snapshot.vgpu_sessions
+    )
+    return Table(name="vgpu_sessions", title="vGPU sessions", columns=columns, rows=rows)
+
+
 def _processes(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True),
@@ -479,6 +504,7 @@ def status_data(snapshot: Snapshot) -> dict[str, Any]:
         "warnings": list(snapshot.warnings),
         "waiting_jobs": jsonable(snapshot.waiting_jobs),
         "swapped_jobs": jsonable(snapshot.swapped_jobs),
+        "vgpu_sessions": jsonable(snapshot.vgpu_sessions),
     }
 
 

@@ -37,6 +37,11 @@ class SimulatedHost(NamedTuple):
 
         return SimulatedChannels(self.state_file)
 
+    def makes_vgpus(self) -> bool:
+        """Return whether virtual machines use vGPUs of it."""
+        state = self.state_file.read()
+        return state is not None and any(gpu.vgpus for gpu in state.gpus)
+
     def open_checkpoint(self) -> Checkpoint:
         """Return what copies the GPU memory of its processes to host memory and back."""
         from gpushare.host.checkpoint import Checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal as signals
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -21,6 +22,7 @@ from gpushare.sim.state import (
     SimulatedHostState,
     SimulatedMigInstance,
     SimulatedProcess,
+    SimulatedVgpu,
     StateFile,
     initial_state,
     now,
@@ -194,6 +196,18 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
             chosen.mig, chosen.bare, chosen.mig_mode, chosen.mig_pending = [], [], 0, 0
         # All instances are new ones.
         state.gpus[index].nodes = {}
+
+
+def add_vgpu(spec: str, gpu: str, kind: str, vm: str, memory_bytes: int) -> str:
+    """Let a virtual machine use a vGPU of this type, half of whose memory is in use; return its UUID."""
+    with changing(_file(spec)) as (state, _):
+        index, chosen = _gpu(state, gpu)
+        number = len(chosen.vgpus)
+        name = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{spec}/{index}/{number}/{vm}"))
+        chosen.vgpus.append(
+            SimulatedVgpu(uuid=name, type=kind, vm=vm, memory_bytes=memory_bytes, memory_used_bytes=memory_bytes // 2)
+        )
+    return name
 
 
 def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:

@@ -91,6 +91,19 @@ class SimulatedGpu:
     refused: list[str] = field(default_factory=list)
     # Capability nodes that were changed, by GPU instance id, or GPU and compute instance id: "9", "9/0".
     nodes: dict[str, SimulatedNode] = field(default_factory=dict)
+    vgpus: list[SimulatedVgpu] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class SimulatedVgpu:
+    """A vGPU that a virtual machine uses."""
+
+    uuid: str
+    # As NVIDIA names it: "NVIDIA H200-35C".
+    type: str
+    vm: str
+    memory_bytes: int
+    memory_used_bytes: int
 
 
 @dataclass(eq=False)
@@ -377,7 +390,8 @@ def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
     mig = [SimulatedMigInstance(**one) for one in raw["mig"]]
     bare = [SimulatedGpuInstance(**one) for one in raw.get("bare", [])]
     nodes = {place: SimulatedNode(**one) for place, one in raw.get("nodes", {}).items()}
-    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare, "nodes": nodes})
+    vgpus = [SimulatedVgpu(**one) for one in raw.get("vgpus", [])]
+    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare, "nodes": nodes, "vgpus": vgpus})
 
 
 PREFIX: Final = "sim:"

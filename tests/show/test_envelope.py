@@ -165,6 +165,7 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
         "warnings",
         "waiting_jobs",
         "swapped_jobs",
+        "vgpu_sessions",
     ]
     assert set(data["gpus"][0]) == {
         *("index", "uuid", "name", "pci_bus_id", "memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"),

@@ -290,3 +290,15 @@ def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
 
 def test_the_ledger_is_found_by_its_name() -> None:
     assert status.LEDGER == ledger.PREFIX
+
+
+def test_vgpu_sessions_of_a_hypervisor(cli: Cli) -> None:
+    assert "vGPU" not in cli("status", host="sim:h200").ok().out
+    words = ("sim", "vgpu", "NVIDIA H200-35C", "--memory", "35G", "--vm", "win-1")
+    uuid = cli(*words, host="sim:h200").ok().out.strip()
+    answer = cli("status", host="sim:h200").ok()
+    assert "vGPU sessions" in answer.out
+    assert "win-1" in answer.out
+    assert "17.5 / 35.0 GiB" in answer.out
+    (session,) = cli("status", host="sim:h200", output="json").ok().json["data"]["vgpu_sessions"]
+    assert (session["uuid"], session["type"], session["vm"]) == (uuid, "NVIDIA H200-35C", "win-1")

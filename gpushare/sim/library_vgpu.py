@@ -1,0 +1,83 @@
+"""The vGPU entry points of the simulated library: sessions of virtual machines, on a host with NVIDIA's vGPU driver."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.sim.nvml_abi import Code, Form, On, Refused, Target, entry_point, getter, number, put, put_text, target_of
+
+if TYPE_CHECKING:
+    from gpushare.sim.library import SimulatedLibrary
+    from gpushare.sim.state import SimulatedVgpu
+
+# NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE; NVML_VGPU_VM_ID_DOMAIN_ID.
+_HOST_VGPU, _NONE, _BY_DOMAIN = 3, 0, 0
+_GPU_SHIFT: Final = 8
+
+
+@getter("nvmlDeviceGetVirtualizationMode", On.GPU, Form.NUMBER)
+def _mode(_library: SimulatedLibrary, target: Target) -> int:
+    return _HOST_VGPU if target.gpu.vgpus else _NONE
+
+
+@entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
+def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
+    there = target.gpu.vgpus
+    room = number(target_of(count)) if instances is not None else 0
+    put(count, len(there))
+    if room < len(there):
+        raise Refused(Code.INSUFFICIENT_SIZE)
+    for place in range(len(there)):
+        instances[place] = target.handle.index << _GPU_SHIFT | place + 1
+
+
+def _of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
+    index, place = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
+    gpus = library.state.gpus
+    if index >= len(gpus) or not 0 <= place < len(gpus[index].vgpus):
+        raise Refused(Code.NOT_FOUND)
+    return gpus[index].vgpus[place]
+
+
+def _type(vgpu: SimulatedVgpu) -> int:
+    return zlib.crc32(vgpu.type.encode()) & 0xFFFF
+
+
+def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
+    found = (one for gpu in library.state.gpus for one in gpu.vgpus if _type(one) == kind)
+    one = next(found, None)
+    if one is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return one
+
+
+@getter("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT)
+def _uuid(library: SimulatedLibrary, instance: int) -> str:
+    return _of(library, instance).uuid
+
+
+@getter("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER)
+def _type_of(library: SimulatedLibrary, instance: int) -> int:
+    return _type(_of(library, instance))
+
+
+@getter("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER)
+def _used(library: SimulatedLibrary, instance: int) -> int:
+    return _of(library, instance).memory_used_bytes
+
+
+@entry_point("nvmlVgpuInstanceGetVmID")
+def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
+    put_text(buffer, length, _of(library, number(instance)).vm)
+    put(kind, _BY_DOMAIN)
+
+
+@entry_point("nvmlVgpuTypeGetName")
+def _name(library: SimulatedLibrary, kind: Any, buffer: Any, length: Any) -> None:
+    put_text(buffer, target_of(length), _of_type(library, number(kind)).type)
+
+
+@getter("nvmlVgpuTypeGetFramebufferSize", On.NOTHING, Form.NUMBER)
+def _size(library: SimulatedLibrary, kind: int) -> int:
+    return _of_type(library, kind).memory_bytes
