@@ -73,6 +73,8 @@ class GpuProcess:
     compute_instance_id: int | None = None
     memory_used_bytes: int | None = None
     sm_percent: int | None = None
+    # When it last worked on the GPU, in seconds since 1970, as far as it was seen; only `status` and `metrics` look for it.
+    last_work_at: float | None = None
     # Since when `gpushare pause` keeps it off the GPU, in seconds since 1970; None: it is not paused.
     paused_since: float | None = None
     # The time-slice that gpushare has set, in microseconds, from its record; None: none.
@@ -214,6 +216,22 @@ class Gpu:
     # None: unknown; empty: no processes.
     processes: tuple[GpuProcess, ...] | None = None
     error: str | None = None
+
+    @property
+    def unlisted_bytes(self) -> int | None:
+        """Return the memory in use that no process in NVML's lists has; None: unknown.
+
+        The driver needs some for each context and MIG instance. More than `MUCH_UNLISTED` is of processes that are gone,
+        or whose memory the driver keeps for them.
+        """
+        sizes = [process.memory_used_bytes for process in self.processes or ()]
+        if self.memory_used_bytes is None or self.processes is None or None in sizes:
+            return None
+        return max(0, self.memory_used_bytes - sum(size or 0 for size in sizes))
+
+
+# Unlisted memory above this is worth a word.
+MUCH_UNLISTED: Final = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

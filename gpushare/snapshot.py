@@ -264,6 +264,56 @@ def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
     return vgpu_sessions(host.nvml, gpus)
 
 
+class LastWork:
+    """Knows when the processes on the GPUs last worked: from the driver's samples, and from earlier looks."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._looked = 0.0
+        # By PID and start: the last work, and the first look at which it was there.
+        self._work: dict[tuple[int, float | None], float] = {}
+        self._first: dict[tuple[int, float | None], float] = {}
+
+    def look(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with the time of the last work of each process, where it is known."""
+        at = snapshot.taken_at or time.time()
+        gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
+        self._looked = at
+        there = {_identity(one) for gpu in gpus for one in gpu.processes or ()}
+        self._work = {key: value for key, value in self._work.items() if key in there}
+        self._first = {key: self._first.get(key, at) for key in there}
+        return replace(snapshot, gpus=gpus)
+
+    def _with_work(self, gpu: Gpu, at: float) -> Gpu:
+        # What works now needs no question to the driver; of MPS clients and under MIG nothing is known.
+        idle = any(one.sm_percent == 0 and (one.memory_used_bytes or 0) > 0 for one in gpu.processes or ())
+        found = or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None
+        if gpu.processes is None:
+            return gpu
+        for one in gpu.processes:
+            # A sample from before its start is of another process with the same PID.
+            seen = (found or {}).get(one.pid, 0.0)
+            seen = seen if one.started_at is None or seen >= one.started_at else 0.0
+            seen = at if one.sm_percent else min(seen, at)
+            if seen:
+                self._work[_identity(one)] = max(seen, self._work.get(_identity(one), 0.0))
+        return replace(
+            gpu, processes=tuple(replace(one, last_work_at=self._work.get(_identity(one))) for one in gpu.processes)
+        )
+
+    def idle_seconds(self, process: GpuProcess, at: float) -> float | None:
+        """Return for how long a process has done nothing at least; None: unknown."""
+        if process.sm_percent is None:
+            return None
+        key = _identity(process)
+        since = self._work.get(key, self._first.get(key))
+        return None if since is None else max(0.0, at - since)
+
+
+def _identity(process: GpuProcess) -> tuple[int, float | None]:
+    return process.pid, process.started_at
+
+
 def _paused(host: Host) -> dict[int, float]:
     """Return since when processes are paused, from the records: the driver is not asked."""
     if not has_records(host, "pause"):

@@ -15,14 +15,14 @@ from gpushare.errors import DriverNotLoaded
 from gpushare.host.host import Host
 from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
-from gpushare.model import Snapshot, TimeSlice
+from gpushare.model import Gpu, GpuProcess, Snapshot, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.selection import select_one
 from gpushare.sim import admin
 from gpushare.sim.processes import user_name
-from gpushare.snapshot import BLIND, Observer
+from gpushare.snapshot import BLIND, LastWork, Observer
 from tests.sim import mps
 
 
@@ -252,3 +252,49 @@ class CountedPrograms:
 
     def run(self, argv: Sequence[str], **named: Any) -> Completed:
         return self.start(argv, **named).result()
+
+
+def gpu_with(percent: int | None, *, pid: int = 7, started_at: float = 100.0) -> Gpu:
+    one = GpuProcess(pid=pid, compute=True, memory_used_bytes=1 << 30, sm_percent=percent, started_at=started_at)
+    return Gpu(index=0, memory_used_bytes=1 << 30, processes=(one,))
+
+
+def test_the_last_work_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = connect("sim:h200")
+    answers: dict[int, float] | None = {}
+    asked: list[float] = []
+
+    def last_work(_: object, index: int, since: float) -> dict[int, float] | None:
+        asked.append(since)
+        return answers
+
+    monkeypatch.setattr("gpushare.host.nvml.NvmlReader.last_work", last_work)
+    work = LastWork(host)
+
+    def seen(at: float, gpu: Gpu) -> tuple[float | None, float | None]:
+        (one,) = work.look(Snapshot(host="", gpus=(gpu,), taken_at=at)).gpus[0].processes or ()
+        return one.last_work_at, work.idle_seconds(one, at)
+
+    # Nothing is known of the time before the first look.
+    assert seen(1000.0, gpu_with(0)) == (None, 0.0)
+    assert seen(1600.0, gpu_with(0)) == (None, 600.0)
+    answers = {7: 1650.0, 8: 1651.0}
+    assert seen(1700.0, gpu_with(0)) == (1650.0, 50.0)
+    assert asked == [0.0, 1000.0, 1600.0]
+    # What works now need not be asked about.
+    assert seen(1800.0, gpu_with(50)) == (1800.0, 0.0)
+    assert len(asked) == 3
+    # A sample of another process with the same PID.
+    assert seen(1900.0, gpu_with(0, started_at=1890.0)) == (None, 0.0)
+    # Under MIG, and of clients of MPS, nothing is known.
+    answers = None
+    assert seen(2000.0, gpu_with(None, started_at=1990.0)) == (None, None)
+
+
+def test_memory_of_no_process() -> None:
+    gpu = gpu_with(0)
+    assert gpu.unlisted_bytes == 0
+    assert replace(gpu, memory_used_bytes=3 << 30).unlisted_bytes == 2 << 30
+    assert replace(gpu, processes=None).unlisted_bytes is None
+    hidden = replace((gpu.processes or ())[0], memory_used_bytes=None)
+    assert replace(gpu, processes=(hidden,)).unlisted_bytes is None

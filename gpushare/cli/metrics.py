@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpushare.host.host import Host
+    from gpushare.model import Snapshot
     from gpushare.show.prometheus import Family, Reading
+    from gpushare.snapshot import LastWork
 
 
 _DEFAULT: Final = "127.0.0.1:9836"
@@ -91,7 +93,10 @@ class _Collector:
     """Reads the host at each scrape."""
 
     def __init__(self, host: Host) -> None:
+        from gpushare.snapshot import LastWork
+
         self._host = host
+        self._work = LastWork(host)
         # Concurrent scrapes run in threads of their own.
         self._lock = threading.Lock()
 
@@ -103,7 +108,7 @@ class _Collector:
         from prometheus_client.core import Metric
 
         with self._lock:
-            found = families_now(self._host)[0]
+            found = families_now(self._host, self._work)[0]
             # Hold no NVML handles between scrapes: one on a MIG device keeps its instance in use.
             self._host.nvml.restart()
         for family in found:
@@ -113,20 +118,35 @@ class _Collector:
             yield metric
 
 
-def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
+def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Family], GpushareError | None]:
     """Return the current metrics; for a host that does not answer, the few that remain and the error."""
     from gpushare.show.prometheus import Reading, families
 
     try:
-        return families(_reading(host)), None
+        return families(_reading(host, work)), None
     except GpushareError as error:
         from gpushare import __version__
 
         return families(Reading(version=__version__, snapshot=None)), error
 
 
-def _reading(host: Host) -> Reading:
+def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
+    """Return by GPU what processes hold that have done nothing for a while; a GPU of which that is unknown is left out."""
+    from gpushare.show.prometheus import IDLE_SECONDS
+
+    found = {}
+    for gpu in snapshot.gpus:
+        idle = [(one, work.idle_seconds(one, snapshot.taken_at or 0.0)) for one in gpu.processes or ()]
+        if gpu.processes is not None and all(seconds is not None for _, seconds in idle):
+            found[gpu.index] = sum(
+                one.memory_used_bytes or 0 for one, seconds in idle if seconds is not None and seconds >= IDLE_SECONDS
+            )
+    return found
+
+
+def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
+    from gpushare.cli.status import with_memory
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import interrupted
@@ -134,10 +154,10 @@ def _reading(host: Host) -> Reading:
     from gpushare.mps.home import homes_in
     from gpushare.run.pause import noted_pauses
     from gpushare.show.prometheus import Reading
-    from gpushare.snapshot import Observer
+    from gpushare.snapshot import LastWork, Observer
 
-    observer = Observer(host)
-    snapshot, state = observer.look(), observer.state
+    observer, work = Observer(host), work or LastWork(host)
+    snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:
@@ -159,6 +179,7 @@ def _reading(host: Host) -> Reading:
         },
         mig_interrupted=interrupted(Journal(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),
+        idle_bytes=_idle_bytes(snapshot, work),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
     )
 

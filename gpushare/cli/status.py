@@ -55,13 +55,13 @@ def status(
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
     from gpushare.show.status import status_result
-    from gpushare.snapshot import Observer
+    from gpushare.snapshot import LastWork, Observer
 
     host = settings.connect()
-    observer = Observer(host, strangers=settings.verbose)
+    observer, work = Observer(host, strangers=settings.verbose), LastWork(host)
 
     def look() -> Any:
-        return status_result(_with_jobs(host, with_memory(host, of_gpus(observer.look(), gpu))))
+        return status_result(_with_jobs(host, with_memory(host, work.look(of_gpus(observer.look(), gpu)))))
 
     if watch is None:
         return look()

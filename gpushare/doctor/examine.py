@@ -21,12 +21,12 @@ from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.model import ComputeMode, Gpu, Sharing
+from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.rules import KEEP_UNIT
-from gpushare.units import counted
+from gpushare.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -586,6 +586,87 @@ def _pauses(seen: Examination) -> Iterator[Check]:
         )
 
 
+# A job that is out is mentioned after this time; a swap on its way is taken for interrupted after this.
+_LONG_OUT_SECONDS: Final = 86400.0
+_ON_ITS_WAY_SECONDS: Final = 600.0
+
+
+def _swaps(seen: Examination) -> Iterator[Check]:
+    """Check that no swapped job is lost, half out, or forgotten."""
+    from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, swaps
+
+    found = [one for one in swaps(seen.host) if one.state != BACK]
+    wrong = False
+    for one in found:
+        age = time.time() - one.since
+        # `since` is when it left; the record was written again when it began to come back.
+        with contextlib.suppress(OSError):
+            age = age if one.state == OUT else time.time() - one.path.stat().st_mtime
+        finding: Check | None = None
+        if one.state == LOST:
+            finding = Check.failure(
+                "swap.lost",
+                seen=f"{one.title} is lost: the driver could not put it back on the GPU",
+                why="the driver never repeats a failed restore, so the job cannot continue",
+                remedy=f"end it: kill -9 {one.pid}",
+            )
+        elif one.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
+            finding = Check.warning(
+                "swap.interrupted",
+                seen=f"{one.title} has been {one.state} for {counted(int(age // 60), 'minute')}",
+                why="a swap takes seconds: gpushare and its guard have died",
+                remedy=f"gpushare swap in {one.selector}",
+            )
+        elif one.state == OUT and age > _LONG_OUT_SECONDS:
+            finding = Check.warning(
+                "swap.long",
+                seen=f"{one.title} has been out of the GPU for {counted(int(age // 86400), 'day')}",
+                why="it does no work and keeps its host memory",
+                remedy=f"gpushare swap in {one.selector}; or end it",
+            )
+        if finding is not None:
+            wrong = True
+            yield finding
+    if found and not wrong:
+        yield Check.passed("swap.lost", seen=f"{counted(len(found), 'job')} swapped out, none lost")
+
+
+def _unlisted(seen: Examination) -> Iterator[Check]:
+    """Check that the memory in use belongs to processes."""
+    # What virtual machines have on a hypervisor is not in the lists of processes.
+    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).blind or seen.host.makes_vgpus():
+        return
+    many = [gpu for gpu in seen.answering if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED]
+    # A process may have come or gone between the two reads.
+    again = [seen.host.nvml.gpu(gpu.index) for gpu in many]
+    held = [gpu for gpu in again if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED]
+    opened = seen.host.processes.open_files("/dev/nvidia") if held else None
+    for gpu in held:
+        listed = {one.pid for one in gpu.processes or ()}
+        node = seen.host.nvml.minor_number(gpu.index)
+        holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
+        pids = sorted(set(holders) - listed - {os.getpid()})
+        who = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
+        if pids:
+            remedy = f"end what has it open: kill {' '.join(map(str, pids[:_AT_MOST]))}"
+        elif opened is not None and not opened.complete:
+            remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if node is None else node}"
+        else:
+            remedy = (
+                f"when nothing runs on it: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
+            )
+        yield Check.warning(
+            "gpu.unlisted_memory",
+            gpu=gpu.index,
+            seen=f"{format_bytes(gpu.unlisted_bytes)} of GPU {gpu.index} are held by no process that the driver lists"
+            + (f"; open in {who}" if who else ""),
+            why="a process that ended badly, or one that the driver does not list, keeps this memory from everybody",
+            remedy=remedy,
+        )
+    if seen.answering and not held and all(gpu.unlisted_bytes is not None for gpu in seen.answering):
+        yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
+
+
 def _rules(seen: Examination) -> Iterator[Check]:
     """Check that something follows the rules for time-slices of the file that was applied last."""
     from gpushare.timeslice.keep import keep_record
@@ -631,6 +712,8 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _pid_namespace,
     _units,
     _pauses,
+    _swaps,
+    _unlisted,
     _rules,
 )
 

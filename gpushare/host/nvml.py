@@ -462,6 +462,24 @@ class NvmlReader:
             rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v2", handle), gpu)
         return rows
 
+    def last_work(self, index: int, since: float) -> dict[int, float] | None:
+        """Return when processes last worked since a time, in seconds since 1970, by PID; None: unknown.
+
+        The driver keeps the samples of a while only (nvmlDeviceGetProcessUtilization); 0 asks for all of them.
+        """
+        handle, gpu = self.handle(index), str(index)
+        try:
+            found = self.ask(lambda nvml: read_utilization(nvml, handle, int(since * 1e6)), gpu)
+        except NotFound:
+            return {}
+        if found is None:
+            return None
+        newest: dict[int, float] = {}
+        for pid, stamp, percent in found:
+            if percent > 0:
+                newest[pid] = max(stamp / 1e6, newest.get(pid, 0.0))
+        return newest
+
     def _sm_samples(self, handle: Any, gpu: str) -> dict[int, int] | None:
         """Return SM % by PID (nvmlDeviceGetProcessUtilization; ``nvidia-smi pmon``).
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
 from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism
@@ -38,6 +38,12 @@ class Reading:
     exclusive_wanted: frozenset[str] = frozenset()
     # Programs of `gpushare run --opportunistic`: GPU UUID, PID, how often paused, whether now.
     pauses: tuple[tuple[str, int, int, bool], ...] = ()
+    # By GPU index: memory of processes that have done nothing for `IDLE_SECONDS`, as far as it was seen.
+    idle_bytes: Mapping[int, int] = field(default_factory=dict)
+
+
+# A process that has done nothing for so long holds its memory idle.
+IDLE_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,12 @@ _HELP = {
     "gpushare_gpu_exclusive_wanted": "1 if the last applied gpushare.yaml gives the GPU to one program, else absent.",
     "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
     "gpushare_gpu_processes": "Processes on the GPU.",
+    "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
+    "gpushare_gpu_memory_idle_bytes": "Memory of processes that were seen to do nothing for ten minutes or more.",
+    "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
+    "gpushare_gpu_jobs_waiting": "Jobs of gpushare run --wait that wait for room on this GPU.",
+    "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",
+    "gpushare_swapped_out_timestamp_seconds": "Unix time since which the longest of them is out.",
     "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 if it died or hangs.",
     "gpushare_mps_clients": "Clients of the MPS daemon.",
     "gpushare_mps_clients_limit": "Maximum number of client contexts per server of the daemon.",
@@ -148,6 +160,7 @@ def _values(reading: Reading) -> Iterator[Value]:
     yield "gpushare_mig_change_interrupted", {}, reading.mig_interrupted
     for gpu in snapshot.gpus:
         yield from _gpu(gpu, snapshot)
+        yield "gpushare_gpu_memory_idle_bytes", _labels(gpu), reading.idle_bytes.get(gpu.index)
         if gpu.uuid in reading.exclusive_wanted:
             yield "gpushare_gpu_exclusive_wanted", _labels(gpu), 1
         if gpu.index in reading.layouts:
@@ -157,8 +170,22 @@ def _values(reading: Reading) -> Iterator[Value]:
         if of is not None:
             yield "gpushare_opportunistic_pauses", {**_labels(of), "pid": str(pid)}, pauses
             yield "gpushare_opportunistic_paused", {**_labels(of), "pid": str(pid)}, paused
+    yield from _jobs(snapshot)
     for daemon in snapshot.daemons:
         yield from _daemon(daemon, snapshot, reading)
+
+
+def _jobs(snapshot: Snapshot) -> Iterator[Value]:
+    for gpu in snapshot.gpus:
+        if gpu.error is None:
+            yield "gpushare_gpu_memory_jobs_reserved_bytes", _labels(gpu), gpu.jobs_reserved_bytes
+            waiting = sum(gpu.index in one.gpu_indexes for one in snapshot.waiting_jobs)
+            yield "gpushare_gpu_jobs_waiting", _labels(gpu), waiting
+    states = [one.state for one in snapshot.swapped_jobs]
+    for state in sorted(set(states)):
+        yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
+        since = min(one.since for one in snapshot.swapped_jobs if one.state == state)
+        yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
 
 
 def _labels(gpu: Gpu) -> dict[str, str]:
@@ -181,6 +208,7 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice
     if gpu.processes is not None:
         yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
+        yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes
         if way is not None and way.value == "MPS":
             yield "gpushare_mps_outside_processes", labels, _outside(gpu, snapshot)
     if gpu.mig_capable:

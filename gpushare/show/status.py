@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
-from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, MigInstance, MpsDaemon, Priority, Snapshot, mechanism
+from gpushare.model import (
+    HIDDEN_DEVICES,
+    MUCH_UNLISTED,
+    Gpu,
+    GpuProcess,
+    MigInstance,
+    MpsDaemon,
+    Priority,
+    Snapshot,
+    mechanism,
+)
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
 from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
 
@@ -411,6 +421,7 @@ def _vgpus(snapshot: Snapshot) -> Table:
 
 
 def _processes(snapshot: Snapshot) -> Table:
+    rows = tuple(_process_rows(snapshot))
     columns = (
         _gpu_column(group=True),
         Column(key="gpu_instance_id", title="GI", right=True, rank=4, optional=True),
@@ -420,13 +431,17 @@ def _processes(snapshot: Snapshot) -> Table:
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column(key="age", title="age", right=True, rank=3, format=age),
+        *(
+            [Column(key="idle", title="idle", right=True, rank=3, format=age)]
+            if any(row["idle"] for row in rows)
+            else []
+        ),
         Column(key="job", title="job", optional=True),
         Column(key="slice", title="slice", right=True, optional=True, format=_slice),
         Column(key="paused", title="paused", right=True, optional=True, format=age),
         Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
         Column(key="command", title="command", rank=1, least=16),
     )
-    rows = tuple(_process_rows(snapshot))
     return Table(name="processes", title="processes", columns=columns, rows=rows, empty=_nobody(snapshot.gpus))
 
 
@@ -443,12 +458,21 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "sm_percent": process.sm_percent,
                 "memory_used_bytes": process.memory_used_bytes,
                 "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
+                "idle": _idle_for(process, snapshot),
                 "job": process.job,
                 "slice": process.slice_us,
                 "paused": None if process.paused_since is None else (snapshot.taken_at or 0.0) - process.paused_since,
                 "container": process.container,
                 "command": command_of(process),
             }
+
+
+def _idle_for(process: GpuProcess, snapshot: Snapshot) -> float | None:
+    """Return how long ago it last worked, if it does not now; None: unknown."""
+    if process.last_work_at is None or process.sm_percent:
+        return None
+    idle = (snapshot.taken_at or 0.0) - process.last_work_at
+    return idle if idle >= 1.0 else None
 
 
 def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
@@ -511,6 +535,7 @@ def status_data(snapshot: Snapshot) -> dict[str, Any]:
 def _gpu_data(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
     data: dict[str, Any] = jsonable(gpu)
     data["mechanism"] = jsonable(mechanism(gpu, snapshot.daemons))
+    data["memory_unlisted_bytes"] = gpu.unlisted_bytes
     if gpu.processes is not None:
         data["processes"] = [{"type": process.type, **jsonable(process)} for process in gpu.processes]
     if gpu.error is not None:
@@ -553,6 +578,12 @@ def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
             continue
         if gpu.processes is None:
             yield f"GPU {gpu.index}: its processes are unknown"
+        virtual = any(one.gpu_index == gpu.index for one in snapshot.vgpu_sessions)
+        if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED and not virtual:
+            yield (
+                f"GPU {gpu.index}: {format_bytes(gpu.unlisted_bytes)} are held by no process that the driver lists; "
+                "see by whom, and the way out: gpushare doctor"
+            )
         if gpu.mig_hidden:
             yield f"GPU {gpu.index}: {HIDDEN_DEVICES}"
         elif gpu.mig_enabled and not gpu.mig_instances:

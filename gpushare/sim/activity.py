@@ -152,7 +152,7 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
         mine, target = target.instance.gpu_instance_id, target._replace(instance=None)
         used = sum(one.memory_bytes for one in residents(state, target) if one.gpu_instance_id == mine)
         return total, reserved, min(used, total)
-    used = sum(one.memory_bytes for one in residents(state, target))
+    used = target.gpu.unlisted_bytes + sum(one.memory_bytes for one in residents(state, target))
     return total, reserved, min(used, total - reserved)
 
 

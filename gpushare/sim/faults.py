@@ -34,7 +34,7 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "refused", "reset-required", "xid")
+_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "refused", "reset-required", "xid", "unlisted-memory")
 _FLAGS: Final = {
     "no-driver": ("driver_loaded", False),
     "no-nvml": ("nvml_installed", False),
@@ -66,7 +66,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     ``fail-step`` (value N: the Nth modifying NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
     process dies right after its Nth modifying NVML call took effect), ``mismatch`` (library and kernel module differ),
     ``shm`` (value: bytes), ``descriptors`` (value: ulimit -n) and ``mps-version`` (value: 13020) are faults of the host;
-    ``xid`` (value: its number) is one of a GPU.
+    ``xid`` (value: its number) and ``unlisted-memory`` (value: bytes that no process has) are faults of a GPU.
     """
     if kind in _GPU_FAULTS:
         for gpu in gpus:
@@ -91,7 +91,7 @@ def clear(state: SimulatedHostState) -> None:
     state.host_memory_bytes, state.checkpoint_faults = _HEALTHY.host_memory_bytes, {}
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
-        gpu.refused, gpu.xids = [], []
+        gpu.refused, gpu.xids, gpu.unlisted_bytes = [], [], 0
     for daemon in state.daemons:
         daemon.hangs = False
 
@@ -105,6 +105,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         gpu.reset_required = True
     elif kind == "xid":
         gpu.xids.append(_number("xid", value, "its number"))
+    elif kind == "unlisted-memory":
+        gpu.unlisted_bytes = _number(kind, value, "how many bytes no process has")
     else:
         if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
             known = ", ".join(ENTRY_POINTS)

@@ -81,6 +81,8 @@ class SimulatedGpu:
     # GPU instances without a compute instance: no MIG device, no CUDA.
     bare: list[SimulatedGpuInstance] = field(default_factory=list)
     lost: bool = False
+    # Memory that no process in NVML's lists has: of processes that are gone.
+    unlisted_bytes: int = 0
     # Xids of it in the kernel's log since the boot.
     xids: list[int] = field(default_factory=list)
     # A change of the MIG mode stays pending until a reset.

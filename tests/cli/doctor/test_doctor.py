@@ -63,6 +63,7 @@ def test_all_is_well(cli: Cli) -> None:
         "pid.namespace",
         "gpu.xid",
         "mps.shm",
+        "gpu.unlisted_memory",
     }
     assert found["smi.program"]["seen"].endswith(" of 1 GPU")
     assert cli("doctor").code == 0

@@ -17,6 +17,7 @@ from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, environments
 from gpushare.host.machine import LocalMachine, xids_in
 from gpushare.host.smi import ComputePolicy
+from gpushare.memory.swap import swaps, write
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.home import DaemonHome
@@ -36,6 +37,11 @@ def findings(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
     found = {one["id"]: one for one in answer.data["checks"] if one["verdict"] in {"warn", "fail"}}
     assert all(one["why"] and one["remedy"] for one in found.values())
     return found
+
+
+def finding(cli: Cli, identifier: str) -> dict[str, Any]:
+    (found,) = (one for one in cli("doctor", output="json").data["checks"] if one["id"] == identifier)
+    return dict(found)
 
 
 def named(world: World, profile: str, start: int = 0, users: tuple[str, ...] = ()) -> None:
@@ -687,3 +693,33 @@ def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert f"pid {lease.path.name.partition('.')[0]}," not in findings(cli)["mig.holders"]["seen"]
     lease.release()
+
+
+def test_memory_of_no_process(cli: Cli, world: World) -> None:
+    assert finding(cli, "gpu.unlisted_memory")["verdict"] == "pass"
+    world.fault("unlisted-memory", str(900 << 20))
+    assert finding(cli, "gpu.unlisted_memory")["verdict"] == "pass"
+    world.fault("unlisted-memory", str(3 << 30))
+    found = finding(cli, "gpu.unlisted_memory")
+    assert found["verdict"] == "warn"
+    assert "3.0 GiB of GPU 0" in found["seen"]
+    assert "gpu-reset" in found["remedy"]
+    answer = cli("status", output="json").ok()
+    assert answer.data["gpus"][0]["memory_unlisted_bytes"] == 3 << 30
+    assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
+
+
+def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World) -> None:
+    pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
+    cli("swap", "out", str(pid)).ok()
+    assert finding(cli, "swap.lost")["verdict"] == "pass"
+    (swap,) = swaps(world.host)
+    write(replace(swap, since=time.time() - 3 * 86400))
+    assert "3 days" in finding(cli, "swap.long")["seen"]
+    write(replace(swap, state="returning"))
+    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "swap.interrupted"]
+    os.utime(swap.path, (time.time() - 1200,) * 2)
+    assert "20 minutes" in finding(cli, "swap.interrupted")["seen"]
+    write(replace(swap, state="lost"))
+    found = finding(cli, "swap.lost")
+    assert (found["verdict"], found["remedy"]) == ("fail", f"end it: kill -9 {pid}")

@@ -19,10 +19,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.memory.ledger import Place, Request
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import ComputeMode, Gpu, Snapshot
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
+from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World
 
@@ -280,6 +282,25 @@ def test_names_follow_the_conventions() -> None:
         assert text.endswith(".")
         # Base units: nothing in percent, milliseconds or MiB.
         assert not re.search(r"percent|milli|mib|_ms$|total$", name)
+
+
+def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) -> None:
+    pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
+    places = [Place(world.host, Request(memory_bytes=6 << 30, keys=(world.uuid(),), client=False)) for _ in range(2)]
+    places[0].take(world.uuid())
+    world.fault("unlisted-memory", str(2 << 30))
+    found = samples(cli)
+    assert value(found, "gpu_memory_jobs_reserved_bytes", gpu="0") == 6 << 30
+    assert value(found, "gpu_jobs_waiting", gpu="0") == 1
+    assert value(found, "gpu_memory_unlisted_bytes", gpu="0") == 2 << 30
+    assert value(found, "gpu_memory_idle_bytes", gpu="0") == 0
+    assert value(found, "swapped_jobs") is None
+    for place in places:
+        place.leave()
+    cli("swap", "out", str(pid)).ok()
+    found = samples(cli)
+    assert value(found, "swapped_jobs", state="out") == 1
+    assert (value(found, "swapped_out_timestamp_seconds", state="out") or 0) > 1e9
 
 
 def expressions() -> list[str]:
