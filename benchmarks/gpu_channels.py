@@ -639,7 +639,7 @@ class Gpu:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(os.environ.get("BENCHMARK_GPU", "0")))
 
     def about(self) -> dict[str, Any]:
         if self._nvml is None:

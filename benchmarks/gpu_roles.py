@@ -36,6 +36,8 @@ from benchmarks.gpu_channels import (
     xids,
 )
 
+# On a host with several GPUs, the one to use.
+GPU = os.environ.get("BENCHMARK_GPU", "0")
 WINDOW, PHASE_SECONDS, ADAPT_SECONDS = 6.0, 12.0, 60.0
 # Of a job's state, after those of gpu_channels: when the first phase began, in microseconds.
 BEGAN = 8
@@ -104,7 +106,7 @@ class Started:
         program += ["--pretend"] if part.pretend else []
         self.errors = open(path + ".err", "w+b")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*part.gpushare, "run", *words, "--", *program], stdout=subprocess.DEVNULL, stderr=self.errors
+            [*part.gpushare, "run", *("-g", GPU), *words, "--", *program], stdout=subprocess.DEVNULL, stderr=self.errors
         )
         part.jobs.append(self)
 

@@ -64,7 +64,19 @@ def searched(
     else:
         words = [_command(production), _command(other)]
     argv = [sys.executable, "-m", "gpushare", *(("--host", "sim:h200") if options.rehearse else ()), "-o", "json"]
-    argv += ["tune", "--production", words[0], "--opportunistic", words[1], "--p99", p99, "--keep", "90%"]
+    argv += [
+        "tune",
+        "-g",
+        os.environ.get("BENCHMARK_GPU", "0"),
+        "--production",
+        words[0],
+        "--opportunistic",
+        words[1],
+        "--p99",
+        p99,
+        "--keep",
+        "90%",
+    ]
     argv += ["--ways", options.ways, "--window", "0.7s", "--rounds", "3", "--name", production]
     argv += ["--opportunistic-metric", RATE]
     kept = {"GPUSHARE_STATE_DIR": directory, "PYTHONPATH": os.getcwd()}

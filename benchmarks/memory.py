@@ -230,7 +230,7 @@ def queue(bench: Bench, seconds: float) -> dict[str, Any]:
     return found
 
 
-def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reserve: str = "60G") -> dict[str, Any]:
+def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reserve: str = "80G") -> dict[str, Any]:
     """Two jobs take turns, each with a reservation of most of the GPU."""
     program = bench.program("work", gib=gib, seconds=seconds, busy_ms=4, cpu_ms=0.5, blocks=132)
     began = time.monotonic()
@@ -372,13 +372,15 @@ def main() -> int:
         "gpu": host.nvml.sweep()[options.gpu].name,
         "uid": os.geteuid(),
     }
+    # More than half, so that two of them never fit.
+    reserve = f"{int((host.nvml.sweep()[options.gpu].memory_total_bytes or 0) * 0.58 / GIB)}G"
     todo = {
         "limit": lambda: limit(bench),
         "queue": lambda: queue(bench, options.job_seconds),
-        "turns": lambda: turns(bench, gib=2.0, seconds=80, turn=10),
+        "turns": lambda: turns(bench, gib=2.0, seconds=80, turn=10, reserve=reserve),
         "swaps": lambda: swaps(bench, options.swaps, 0.25),
         "kill": lambda: kill(bench, 2.0),
-        "large": lambda: turns(bench, gib=40.0, seconds=110, turn=None),
+        "large": lambda: turns(bench, gib=40.0, seconds=110, turn=None, reserve=reserve),
     }
     try:
         for name in options.parts or PARTS[:-1]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 _LOOK_SECONDS: Final = 0.5
+# While it waits for its place: nobody works in this time.
+_WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
 # Without one given, a turn is this many times as long as the measured switch: nine tenths of the time are work.
@@ -194,6 +196,7 @@ class Swapping:
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
         self._clock = clock
         self._place: Place | None = place
+        self._reserved = place.request.memory_bytes
         self._swap: Swap | None = None
         self._pid = 0
         self._since = clock()
@@ -231,7 +234,7 @@ class Swapping:
         now = self._clock()
         if now < self._due or now < self._later:
             return False
-        self._due = now + _LOOK_SECONDS
+        self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
             self._step(self._read(now))
         except GpushareError as error:
@@ -316,9 +319,9 @@ class Swapping:
         self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
 
     def _request(self, swap: Swap) -> Request:
-        return Request(
-            memory_bytes=swap.memory_bytes + GPU_MARGIN_BYTES, keys=(self._device.uuid,), client=False, name=swap.name
-        )
+        # As much as it had reserved: it may grow again. None is all of the device.
+        size = None if self._reserved is None else max(self._reserved, swap.memory_bytes + GPU_MARGIN_BYTES)
+        return Request(memory_bytes=size, keys=(self._device.uuid,), client=False, name=swap.name)
 
     def _take(self, place: Place) -> bool:
         now = select(self._device.selector, self._host.nvml.sweep())
