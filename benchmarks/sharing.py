@@ -45,7 +45,6 @@ from gpushare.measure.statistics import ratio, summarize
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.mps.limits import Limits
 from gpushare.run.plain import PlainShare
-from gpushare.run.results import CAPS
 from gpushare.run.share import Share, open_mps_share
 from gpushare.selection import select_one
 
@@ -101,17 +100,12 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         setting = Setting(
             threads=chosen["threads_percent"],
             low=chosen["low_priority"],
-            production_threads=chosen["production_threads_percent"],
-            duty_percent=chosen["duty_percent"],
             production_slice_us=chosen["production_slice_us"],
             other_slice_us=chosen["other_slice_us"],
         )
         sys.stderr.write(f"{pair.name}: {setting.title}, measured again\n")
-        uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
-        share: Share = PlainShare(bench.host, bench.device)
-        if setting.way == CAPS:
-            share = open_mps_share(bench.host, bench.device, sys.executable, Limits())
-        reports = compare(bench.host, share, options_of(bench, pair), [*uncapped, *[setting] * pair.starts], Lines())
+        share = open_mps_share(bench.host, bench.device, sys.executable, Limits())
+        reports = compare(bench.host, share, options_of(bench, pair), [setting] * pair.starts, Lines())
         # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
         alone = [alone_rate(bench, pair.opportunistic) for _ in range(pair.starts)]
         found[pair.name] = {

@@ -198,8 +198,6 @@ function __gpushare_valued
             return 0
         case --opportunistic-metric
             return 0
-        case --production-caps
-            return 0
         case --caps
             return 0
         case --window
@@ -840,14 +838,14 @@ complete -c gpushare -n '__gpushare_at bench' -s v -l verbose -d 'Print more abo
 complete -c gpushare -n '__gpushare_at bench' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at bench' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at tune' -l production -x -d 'The job that must keep its speed; it keeps running between trials.'
-complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'The job that takes what is left; restarted for each trial.'
+complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'The job that takes what is left; restarted for each cap.'
 complete -c gpushare -n '__gpushare_at tune' -l keep -x -d 'How much of its rate alone production must keep.'
 complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'How far its p99 latency may rise over alone: 1.1x.'
 complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both print: \'rate=([0-9.]+)\'. [default: lines per second]'
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The same for the opportunistic job, if it differs.'
 complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'
-complete -c gpushare -n '__gpushare_at tune' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'What to search: slices (a time-slice for each job, outside MPS), caps (thread caps, under MPS), or both.'
-complete -c gpushare -n '__gpushare_at tune' -l production-caps -x -d 'Caps on production to try too, with the rest for the other job: 70,60,50; none: never cap it. [default: 99 to 80 where memory bandwidth bounds it; it restarts for each]'
+complete -c gpushare -n '__gpushare_at tune' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.'
+complete -c gpushare -n '__gpushare_at tune' -l copies -x -d 'Run N copies of the opportunistic job; their rates add up.'
 complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10, and finer steps where they gain much]'
 complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of one measuring window. [default: 1.5s; longer for jobs that print seldom; without --p99, down to 0.6s for jobs that print often]'
 complete -c gpushare -n '__gpushare_at tune' -l rounds -x -d 'Fewest windows with both jobs per trial. [default: 3 of 1.5 s to 8 of 0.6 s; up to 3 times as many where the figures scatter, 4 times with --p99]'

@@ -33,7 +33,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "tune": {
         "The two jobs": "production opportunistic gpu name",
         "Goal": "keep p99 metric opportunistic-metric latency",
-        "Search": "production-caps caps window rounds timeout",
+        "Search": "copies caps window rounds timeout",
     },
 }
 

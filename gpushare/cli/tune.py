@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import Command, gpus_of, settings
+from gpushare.cli.options import Command, gpus_of, note, settings
 from gpushare.errors import BadUsage, GpushareError
 from gpushare.units import quoted
 
@@ -37,9 +37,7 @@ def tune(
     ],
     opportunistic: Annotated[
         str,
-        typer.Option(
-            "--opportunistic", metavar="CMD", help="The job that takes what is left; restarted for each trial."
-        ),
+        typer.Option("--opportunistic", metavar="CMD", help="The job that takes what is left; restarted for each cap."),
     ],
     keep: Annotated[
         str, typer.Option("--keep", metavar="PCT", help="How much of its rate alone production must keep.")
@@ -68,7 +66,7 @@ def tune(
         typer.Option(
             "--ways",
             metavar="LIST",
-            help="What to search: slices (a time-slice for each job, outside MPS), caps (thread caps, under MPS), or both.",
+            help="What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.",
         ),
     ] = "slices,caps",
     production_caps: Annotated[
@@ -76,9 +74,16 @@ def tune(
         typer.Option(
             "--production-caps",
             metavar="LIST",
-            help="Caps on production to try too, with the rest for the other job: 70,60,50; none: never cap it. [default: 99 to 80 where memory bandwidth bounds it; it restarts for each]",
+            help="Not used any more: in no measurement did a cap on production leave the other job more.",
+            hidden=True,
         ),
     ] = None,
+    copies: Annotated[
+        int,
+        typer.Option(
+            "--copies", metavar="N", min=1, max=64, help="Run N copies of the opportunistic job; their rates add up."
+        ),
+    ] = 1,
     caps: Annotated[
         str | None,
         typer.Option(
@@ -117,16 +122,16 @@ def tune(
 ) -> Any:
     """Find how much of a GPU an opportunistic job may get next to a production job that keeps its speed.
 
-    There are two ways: a time-slice for each job, outside MPS; and thread caps, under MPS. tune searches both and keeps the
-    one with which production meets the goal and the other job does most. With --p99 and a production job that has gaps it
-    begins with slices, otherwise with caps. What cannot be better is not searched.
+    There are two ways, as run applies them: production outside MPS, and the opportunistic jobs in one MPS daemon, which share
+    one time-slice; or all under MPS, with a thread cap on each opportunistic job. tune searches both and keeps the one with
+    which production meets the goal and the other job does most. With --p99 and a production job that has gaps it begins with
+    slices, otherwise with caps. What cannot be better is not searched.
 
     A trial pauses the opportunistic job repeatedly, and compares production next to it with production alone, in one
     process. Slices are set while both run. For each cap the opportunistic job is started and killed, the safe way: stop,
     drain, kill; caps start at 60 with low priority. CMD runs without a shell; to use one: sh -c '...'.
 
-    No cap limits memory bandwidth. Where a job is bound by it, and without --p99, settings that cost too much are also
-    tried for part of the time (a duty cycle: the opportunistic job is stopped for the rest of each half second).
+    Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --pause.
     """
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
@@ -135,13 +140,18 @@ def tune(
     from gpushare.selection import select_one
 
     check_job_name(name)
-    searched = _ways(ways, caps, production_caps)
+    searched = _ways(ways, caps)
+    if production_caps not in {None, "none"}:
+        note(
+            "--production-caps is not used any more: in no measurement did a cap on production leave the other job more"
+        )
     options = TuneOptions(
         production=words_of("--production", production),
         opportunistic=words_of("--opportunistic", opportunistic),
-        search=_search(keep, p99, caps, production_caps),
+        search=_search(keep, p99, caps),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
+        copies=copies,
         ways=searched,
         window_seconds=None if window is None else _window(window),
         rounds=rounds,
@@ -157,7 +167,7 @@ def tune(
     return finished(host, device, options, result, name)
 
 
-def _ways(text: str, caps: str | None, production_caps: str | None) -> tuple[str, ...]:
+def _ways(text: str, caps: str | None) -> tuple[str, ...]:
     from gpushare.errors import BadCombination
     from gpushare.run.results import CAPS, SLICES
 
@@ -165,13 +175,12 @@ def _ways(text: str, caps: str | None, production_caps: str | None) -> tuple[str
     wrong = next((word for word in found if word not in {SLICES, CAPS}), None)
     if wrong is not None:
         raise BadUsage(f"{quoted(wrong)} is not a way that tune searches", "give --ways slices,caps", code="bad_way")
-    given = "--caps" if caps is not None else "--production-caps" if production_caps is not None else None
-    if given is not None and CAPS not in found:
-        raise BadCombination(f"{given} cannot be combined with --ways {text}: it is about caps", f"drop {given}")
+    if caps is not None and CAPS not in found:
+        raise BadCombination(f"--caps cannot be combined with --ways {text}", "drop --caps")
     return found
 
 
-def _search(keep: str, p99: str | None, caps: str | None, production_caps: str | None) -> Search:
+def _search(keep: str, p99: str | None, caps: str | None) -> Search:
     from gpushare.measure.search import FINE, GRID, Goal, Search, Setting
 
     grid = _percentages("--caps", caps, "80,60,40") or GRID
@@ -180,7 +189,6 @@ def _search(keep: str, p99: str | None, caps: str | None, production_caps: str |
         grid=grid,
         fine=FINE if caps is None else (),
         start=Setting(threads=min(grid, key=lambda cap: abs(cap - 60.0))),
-        production_caps=_production_caps(production_caps),
     )
 
 
@@ -195,20 +203,6 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
         raise BadUsage(
             f"{option} {quoted(text)}: {error.message}", f"give {option} {example}", code=error.code
         ) from None
-
-
-def _production_caps(text: str | None) -> tuple[float, ...] | None:
-    option, example = "--production-caps", "60,50"
-    if text is None or text.strip() == "none":
-        return None if text is None else ()
-    caps = _percentages(option, text, example)
-    if any(cap >= 100 for cap in caps):
-        raise BadUsage(
-            f"{option} {text}: a cap of 100 leaves no share for the other job",
-            f"give {option} {example}",
-            code="bad_cap",
-        )
-    return caps
 
 
 def _window(text: str) -> float:
@@ -288,6 +282,8 @@ _MUCH_SPREAD: Final = 0.05
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found, unless the search was ended early, and return it as the command's result."""
+    import shlex
+
     from gpushare.cli.options import others_note
     from gpushare.run.results import keep_tuned
     from gpushare.show.tune import tune_result
@@ -297,8 +293,6 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
     if result.others:
         notes.append(others_note(result.others))
-    if result.given_up is not None:
-        notes.append(f"not all caps on production were tried: {result.given_up.message}")
     failed = None
     where = f"-g {device.selector}"
     if tuned is not None:
@@ -308,32 +302,24 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
             # The figures are shown even if the file cannot be written.
             failed = error
     if tuned is not None and failed is None:
-        notes += _apply(tuned, options, where)
+        notes += _apply(tuned, where)
     elif result.stopped is not None:
         return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
     elif result.outcome.best is None:
-        pause = f"gpushare run --opportunistic --pause {where}"
+        pause = f"gpushare run --opportunistic --pause {where} -- {shlex.join(options.opportunistic)}"
         notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
 
 
-def _apply(tuned: Tuned, options: TuneOptions, where: str) -> list[str]:
-    """Return the commands that use a result."""
-    from gpushare.run.results import DUTY_COSTS, SLICES
-    from gpushare.units import format_slice
+def _apply(tuned: Tuned, where: str) -> list[str]:
+    """Return the commands that use a result: both need no more options."""
+    from gpushare.run.results import SLICES
 
-    own, by = "", ""
-    if tuned.way == SLICES and tuned.production_slice_us is not None:
-        own, by = f" --slice {format_slice(tuned.production_slice_us)}", f" --way {SLICES}"
-    elif tuned.production_threads_percent is not None:
-        own = f" --threads {tuned.production_threads_percent:g}"
-    start = f"gpushare run --production {tuned.name}{own} {where} -- ..."
-    notes = [f"apply it: gpushare run --opportunistic --for {tuned.name}{by} {where} -- {options.opportunistic[0]} ..."]
-    if tuned.duty_percent is not None:
-        notes.append(f"with it, the job is stopped for {100 - tuned.duty_percent:g} % of the time; {DUTY_COSTS}")
-    if own:
-        notes.append(f"with production {'capped' if tuned.way != SLICES else 'outside MPS'}: {start}")
-    return notes
+    outside = ", outside MPS" if tuned.way == SLICES else ""
+    return [
+        f"start production{outside}: gpushare run --production {tuned.name} {where} -- {tuned.production}",
+        f"then the other: gpushare run --opportunistic --for {tuned.name} {where} -- {tuned.opportunistic}",
+    ]
 
 
 def _uncertain(result: TuneResult) -> list[str]:
@@ -390,8 +376,6 @@ def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult,
         kept=round(best.kept, 4),
         p99=None if best.p99 is None else round(best.p99, 4),
         opportunistic_share=_share(best, result),
-        production_threads_percent=best.setting.production_threads,
-        duty_percent=best.setting.duty_percent,
         way=best.setting.way,
         production_slice_us=best.setting.production_slice_us,
         other_slice_us=best.setting.other_slice_us,
@@ -432,6 +416,7 @@ def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict
         "seconds": round(result.seconds, 1),
         "warning": result.warning,
         "curve": rows,
+        "copies": options.copies,
         "trials": [_trial(report) for report in result.trials],
         "file": None,
     }
@@ -456,8 +441,9 @@ def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
         "other_slice_us": one.setting.other_slice_us,
         "threads_percent": one.setting.threads,
         "low_priority": one.setting.low,
-        "production_threads_percent": one.setting.production_threads,
-        "duty_percent": one.setting.duty_percent,
+        # Earlier versions tried caps on production and duty cycles.
+        "production_threads_percent": None,
+        "duty_percent": None,
         "kept": round(one.kept, 4),
         "kept_error": round(one.error, 4),
         "p99": None if one.p99 is None else round(one.p99, 4),
@@ -476,14 +462,14 @@ def _trial(report: TrialReport) -> Mapping[str, Any]:
         "way": report.trial.setting.way,
         "production_slice_us": report.trial.setting.production_slice_us,
         "other_slice_us": report.trial.setting.other_slice_us,
-        "production_threads_percent": report.trial.setting.production_threads,
-        "duty_percent": report.trial.setting.duty_percent,
+        "production_threads_percent": None,
+        "duty_percent": None,
         "kept": report.kept.value,
         "kept_low": report.kept.low,
         "kept_high": report.kept.high,
         "p99": report.trial.p99,
         "rounds": report.rounds,
-        "cap_factor": report.cap_factor,
+        "cap_factor": 1.0,
         "production_alone": report.alone_rate,
         "production_together": report.together_rate,
         "production_p99_alone": report.alone_p99,

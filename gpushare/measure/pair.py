@@ -1,11 +1,11 @@
-"""A production job and an opportunistic one next to it, as tune measures them: start, warm-up, windows."""
+"""A production job and opportunistic ones next to it, as tune measures them: start, warm-up, windows."""
 
 from __future__ import annotations
 
 import bisect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -17,12 +17,13 @@ from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.usage import UsageMeter
 from gpushare.mps.limits import Limits
-from gpushare.run.results import CAPS, DUTY_SECONDS, SLICES
+from gpushare.run.results import CAPS, SLICES
 from gpushare.run.several import Program, Several, peak_memory
 from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.run.plain import PlainShare
     from gpushare.selection import Device
 
 
@@ -156,23 +157,6 @@ class Timeline(Printed):
             printed_p99=percentile(p99s, 50) if p99s else None,
         )
 
-    def part_time(
-        self, phases: Sequence[tuple[float, float]], start: float, end: float, full: float | None
-    ) -> float | None:
-        """Return the rate over a window of a program that ran only in some phases of it, and was stopped otherwise.
-
-        A rate printed after a stop may or may not include the stop. Such rates are left out where there are others; else
-        they are compared with ``full``, the rate without stops. If that is unknown, they are taken to include it.
-        """
-        ran = math.fsum(after - before for before, after in phases) / (end - start)
-        if self.metric.printed:
-            clean = [speed for phase in phases for speed in self._speeds(*phase, skip=1)]
-            if clean:
-                return ran * math.fsum(clean) / len(clean)
-        rate = self.window(start, end).rate
-        own_time = self.metric.printed and rate is not None and full is not None and rate > full * (1 + ran) / 2
-        return rate * ran if rate is not None and own_time else rate
-
     def _speeds(self, start: float, end: float, *, skip: int = 0) -> list[float]:
         """Return the printed rates of a window, without the first ``skip``."""
         # A rate of 0 counts: the program was held up. A time of 0 per step is invalid.
@@ -263,8 +247,6 @@ _LEAST_MOMENTS: Final = 5
 _LEAST_MOMENTS_OF_OTHER: Final = 3
 _LONGEST_FOR_OTHER_SECONDS: Final = 5.0
 _LONGEST_ALONE_SECONDS: Final = 15.0
-# The loss is in proportion to the time only over several cycles.
-_LEAST_CYCLES: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +261,8 @@ class TuneOptions:
     search: Search
     metric: Metric = field(default_factory=Metric)
     opportunistic_metric: Metric = field(default_factory=Metric)
+    # Copies of the opportunistic job that run together.
+    copies: int = 1
     ways: Sequence[str] = (SLICES, CAPS)
     window_seconds: float | None = None
     rounds: int | None = None
@@ -290,34 +274,46 @@ class TuneOptions:
     drain_seconds: float = 1.5
 
 
-class Pair:
-    """The two jobs in one share, watched in windows, which `tune` judges."""
+@dataclass
+class Others:
+    """Copies of the opportunistic job that run together: started, paused and ended as one, and their rates add up."""
 
-    def __init__(self, host: Host, device: Device, options: TuneOptions, several: Several) -> None:
+    programs: list[Program] = field(default_factory=list)
+    seen: list[Timeline] = field(default_factory=list)
+
+    def rate(self, start: float, end: float, *, skip: int = 0) -> float | None:
+        """Return their rate in a window, as `Timeline.window`; None if none printed, or with ``skip`` if one did not."""
+        rates = [one.window(start, end, skip=skip).rate for one in self.seen]
+        known = [rate for rate in rates if rate is not None]
+        return math.fsum(known) if known and (not skip or len(known) == len(rates)) else None
+
+    def moments(self, start: float, end: float) -> list[float]:
+        """Return when the one that prints least printed in a window."""
+        return min((one.moments(start, end) for one in self.seen), key=len)
+
+
+class Pair:
+    """Both jobs, watched in windows, which `tune` judges. With ``outside`` production runs there, else in the share."""
+
+    def __init__(
+        self, host: Host, device: Device, options: TuneOptions, several: Several, outside: PlainShare | None = None
+    ) -> None:
         self._host, self._device, self._options, self.several = host, device, options, several
+        self._outside = outside
         self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
         self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
         self.production: Program | None = None
         self._seen = Timeline(options.metric)
-        # The opportunistic job, if it is paused and goes on in the next trial.
-        self.kept: tuple[Program, Timeline] | None = None
         # Percent of the time in which production alone keeps the GPU busy; None: unknown.
         self.busy: float | None = None
-        self.production_cap: float | None = None
         self.dram: list[float] = []
         self.memory: int | None = None
         self._usage = UsageMeter(host, device)
-        # When the other job was last continued after a pause; None: never paused.
+        # When the opportunistic job was last continued after a pause; None: never paused.
         self._resumed: float | None = None
 
-    def opportunistic_alone(
-        self, keep: Callable[[Program], bool] = lambda _program: False
-    ) -> tuple[float | None, float | None, int | None]:
-        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production.
-
-        It is ended, unless ``keep`` returns true: then it is paused, and is `kept`.
-        """
-        program, seen = self.start_opportunistic(Limits())
+    def alone(self, others: Others) -> tuple[float | None, float | None, int | None]:
+        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production."""
         self._bandwidth.since_last()
         started = self._now()
         self.several.wait(2 * self._window.seconds)
@@ -325,56 +321,59 @@ class Pair:
         more = _LONGEST_ALONE_SECONDS - 2 * self._window.seconds
 
         def told() -> bool:
-            return not program.runs or len(seen.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER
+            ended = not all(program.runs for program in others.programs)
+            return ended or len(others.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER
 
         self.several.wait(more, told)
-        self.demand_alive(program)
+        self.demand_alive(*others.programs)
         ended = time.monotonic()
-        window, moments = seen.window(started, ended), seen.moments(started, ended)
+        rate, moments = others.rate(started, ended), others.moments(started, ended)
         dram = self._bandwidth.since_last()
         self._window.hold(_LEAST_MOMENTS_OF_OTHER, moments, started, ended, _LONGEST_FOR_OTHER_SECONDS)
-        memory = peak_memory(self._host, self._device, program)
-        if keep(program):
-            self.several.pause(program, bound_seconds=self._options.drain_seconds)
-            self.kept = (program, seen)
-        else:
-            self.several.kill(program)
-        if window.rate == 0:
+        sizes = [peak_memory(self._host, self._device, program) for program in others.programs]
+        known = [size for size in sizes if size is not None]
+        if rate == 0:
             raise OperationFailed(
                 "the opportunistic job alone printed only rates of 0: it does no measurable work",
                 "let it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
                 code="no_numbers",
             )
-        return window.rate, dram, memory
+        return rate, dram, sum(known) if known and len(known) == len(sizes) else None
 
-    def start_opportunistic(self, limits: Limits) -> tuple[Program, Timeline]:
+    def start_others(self, limits: Limits) -> Others:
         """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
-        seen = Timeline(self._options.opportunistic_metric)
-        program = self.several.start(
-            "opportunistic", self._options.opportunistic, limits, listen=seen.listen, redrawn=True
-        )
-        self._until_warm(program, seen)
-        return program, seen
+        others = Others()
+        for _ in range(self._options.copies):
+            seen = Timeline(self._options.opportunistic_metric)
+            program = self.several.start(
+                "opportunistic", self._options.opportunistic, limits, listen=seen.listen, redrawn=True
+            )
+            others.programs.append(program)
+            others.seen.append(seen)
+        for program, seen in zip(others.programs, others.seen, strict=True):
+            self._until_warm(program, seen)
+        return others
 
-    def resume(self, program: Program) -> None:
-        """Let the other continue after a pause, and wait until it works as before."""
+    def pause(self, others: Others) -> None:
+        """Stop the opportunistic job, and wait until its work on the GPU is done."""
+        self.several.pause(*others.programs, bound_seconds=self._options.drain_seconds)
+
+    def resume(self, others: Others) -> None:
+        """Let the opportunistic job continue after a pause, and wait until it works as before."""
         self._resumed = time.monotonic()
-        self.several.resume(program)
+        for program in others.programs:
+            self.several.resume(program)
         self.several.wait(self._options.settle_seconds)
 
-    def start_production(self, cap: float | None) -> None:
-        """Start the production job; one with another cap is ended first."""
-        if self.production is not None:
-            self.several.end([self.production])
-        # Set even if it does not start: then it must be restarted.
-        self.production_cap = cap
-        self._seen = Timeline(self._options.metric)
+    def start_production(self) -> None:
+        """Start the production job, and wait until it prints."""
         self.production = self.several.start(
             "production",
             self._options.production,
-            Limits(threads_percent=cap),
+            Limits(),
             listen=self._seen.listen,
             redrawn=True,
+            outside=self._outside,
         )
         self._until_warm(self.production, self._seen)
         self._fit()
@@ -483,50 +482,29 @@ class Pair:
         window = self._seen.window(started, ended)
         self._window.silent(self._seen.longest_gap(started, ended))
         dram = self._bandwidth.since_last()
-        if dram is not None and self.production_cap is None:
+        if dram is not None:
             self.dram.append(dram)
-        if self.production is not None and self.production_cap is None:
+        if self.production is not None:
             memory = peak_memory(self._host, self._device, self.production)
             self.memory = memory if self.memory is None else max(self.memory, memory or 0)
         return window
 
-    def together_window(
-        self, program: Program, seen: Timeline, duty_percent: float | None = None, full: float | None = None
-    ) -> tuple[Window, float | None, float | None]:
-        """Watch both; return the production job's window, and two rates of the other, whose rate without stops is ``full``.
+    def together_window(self, others: Others) -> tuple[Window, float | None, float | None]:
+        """Watch both; return the production job's window, and two rates of the opportunistic job.
 
         The first rate is without the first number after a pause, which may include the pause, and None if that is the only
-        one; the second rate is with it. At the end of a duty cycle the other runs.
+        one; the second rate is with it.
         """
         started = self._now()
-        phases = []
-        if duty_percent is None:
-            self.several.wait(self._window.seconds)
-        else:
-            phases = self._cycle(program, duty_percent / 100)
-        self.demand_alive(program)
+        self.several.wait(self._window.seconds)
+        self.demand_alive(*others.programs)
         ended = time.monotonic()
         production = self._seen.window(started, ended)
-        if phases:
-            rate = seen.part_time(phases, started, ended, full)
-            return production, rate, rate
-        spans = self._resumed is not None and not seen.moments(self._resumed, started)
-        return production, seen.window(started, ended, skip=int(spans)).rate, seen.window(started, ended).rate
-
-    def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:
-        """Wait for a window of whole duty cycles, each of which begins with a stop; return when the program ran."""
-        phases = []
-        for _ in range(max(_LEAST_CYCLES, round(self._window.seconds / DUTY_SECONDS))):
-            self.several.stop(program)
-            self.several.wait((1 - duty) * DUTY_SECONDS)
-            self.several.resume(program)
-            began = time.monotonic()
-            self.several.wait(duty * DUTY_SECONDS)
-            phases.append((began, time.monotonic()))
-        return phases
+        spans = self._resumed is not None and not others.moments(self._resumed, started)
+        return production, others.rate(started, ended, skip=int(spans)), others.rate(started, ended)
 
     @property
-    def others(self) -> Mapping[int, str]:
+    def strangers(self) -> Mapping[int, str]:
         """Return the other processes on the GPU, by PID."""
         return self._usage.usage().other_names
 

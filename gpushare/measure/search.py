@@ -18,16 +18,14 @@ from gpushare.units import format_slice
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production.
+    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority.
 
-    ``duty_percent``: the share of the time that it runs while production works; it is stopped for the rest. With
-    ``other_slice_us`` and ``production_slice_us``, their time-slices, both run outside MPS (`sliced`).
+    With ``other_slice_us`` and ``production_slice_us``, production runs outside MPS, and the opportunistic jobs share one
+    time-slice (`sliced`).
     """
 
     threads: float
     low: bool = True
-    production_threads: float | None = None
-    duty_percent: float | None = None
     production_slice_us: int | None = None
     other_slice_us: int | None = None
 
@@ -44,13 +42,11 @@ class Setting:
             return f"slice {format_slice(self.other_slice_us)}, production slice {own}"
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         words += ["low priority"] if self.low else []
-        words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
-        words += [] if self.duty_percent is None else [f"duty cycle {self.duty_percent:g} %"]
         return ", ".join(words)
 
 
 def sliced(production_us: int, other_us: int) -> Setting:
-    """Return the setting with these time-slices, outside MPS."""
+    """Return the setting with these time-slices: production's, and that of all opportunistic jobs together."""
     return Setting(threads=100.0, low=False, production_slice_us=production_us, other_slice_us=other_us)
 
 
@@ -156,76 +152,10 @@ def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
     return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
 
 
-# Percent. Below it, a job is hardly worth the memory that it holds.
-LEAST_DUTY: Final = 10.0
-# The most duty cycles that are tried, over all settings.
-MOST_DUTIES: Final = 4
-# Exponents outside this range are probably noise.
-_LEAST_POWER: Final = 0.3
-_MOST_POWER: Final = 4.0
-_NO_LOSS: Final = 1e-3
-# Two points that are closer give no exponent, unless their losses differ by this many errors.
-_APART_PERCENT: Final = 80.0
-_SURE_ERRORS: Final = 3.0
-
-
-def next_duty(goal: Goal, judged: Sequence[Judged], beaten: float | None) -> Setting | None:
-    """Return the next duty cycle to try; None: none promises to give the other job more than ``beaten``."""
-    tried = [one for one in judged if one.setting.duty_percent is not None]
-    found: list[tuple[float, Setting]] = []
-    for whole in judged if len(tried) < MOST_DUTIES else ():
-        if whole.setting.duty_percent is not None or whole.safe or whole.opportunistic is None:
-            continue
-        parts = [one for one in tried if replace(one.setting, duty_percent=None) == whole.setting]
-        duty = _duty(goal, whole, parts)
-        gives = whole.opportunistic * (duty or 0.0) / 100
-        if duty is not None and (beaten is None or gives > beaten):
-            found.append((gives, replace(whole.setting, duty_percent=duty)))
-    return max(found, key=lambda one: one[0])[1] if found else None
-
-
-def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
-    """Return the duty cycle (whole percent) of a setting that should be safe with one error to spare, or None."""
-    high = min((_percent(one) for one in parts if not one.safe), default=100.0)
-    low = max((_percent(one) for one in parts if one.safe and _percent(one) < high), default=0.0)
-    # The mean of all: a single error may be large or small by chance.
-    error = math.fsum(one.error for one in (whole, *parts)) / (1 + len(parts))
-    room = 1 - goal.keep - error
-    if room <= 0:
-        return None
-    nearest = min([whole, *parts], key=lambda one: abs(_loss(one) - room))
-    duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / _power(whole, nearest))
-    # A step smaller than the error of a measurement says nothing.
-    step = max(1.0, 100 * error / _loss(whole))
-    duty = math.floor(min(duty, high - step))
-    return float(duty) if duty >= low + step and duty >= LEAST_DUTY else None
-
-
-def _power(whole: Judged, part: Judged) -> float:
-    """Return the exponent with which the loss grows with the time, from two measurements; 1 if they do not tell."""
-    sure = _SURE_ERRORS * math.hypot(whole.error, part.error)
-    near = _percent(part) > _APART_PERCENT and abs(_loss(whole) - _loss(part)) <= sure
-    if part is whole or near:
-        return 1.0
-    power = math.log(_loss(whole) / _loss(part)) / math.log(100 / _percent(part))
-    return min(max(power, _LEAST_POWER), _MOST_POWER)
-
-
-def _percent(one: Judged) -> float:
-    return 100.0 if one.setting.duty_percent is None else one.setting.duty_percent
-
-
-def _loss(one: Judged) -> float:
-    """Return the share of production's rate that a setting costs, at least a little."""
-    return max(1 - one.kept + one.error, _NO_LOSS)
-
-
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
 # Tried between two caps of the grid, if the larger one gives the other job much more. An MPS client of an H200 gets its
 # 132 SMs in pairs, 1.5 percent each: finer steps make no difference.
 FINE: Final = tuple(1.25 * step for step in range(80, 7, -1))
-# Caps on a production job that is bound by memory bandwidth: half of the SMs draw all of it; the other job gets the rest.
-SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
 # Runs of one setting that are enough, and the most.
 CONFIRMED: Final = 2
 MOST_TRIALS: Final = 3
@@ -245,13 +175,7 @@ START: Final = Setting(threads=60.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to search. ``fine`` are caps that may be tried between those of ``grid``.
-
-    ``production_caps`` are caps on production to try too, each with the rest of the SMs for the other job; ``spared`` are
-    caps on production that are tried next to the best cap of the other job. `tune` sets ``spared`` if ``production_caps``
-    is None and production is bound by memory bandwidth. With ``duty``, a setting that costs too much may be used for part
-    of the time: where both jobs compete for memory bandwidth, half of the time costs half as much, and gives half.
-    """
+    """How to search. ``fine`` are caps that may be tried between those of ``grid``."""
 
     goal: Goal
     grid: Sequence[float] = GRID
@@ -259,9 +183,6 @@ class Search:
     start: Setting = START
     confirmed: int = CONFIRMED
     most: int = 24
-    production_caps: Sequence[float] | None = None
-    spared: Sequence[float] = ()
-    duty: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,13 +206,7 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
     if not trials:
         return search.start
     judged = judge(search.goal, trials)
-    wanted = (
-        _on_the_grid(search, judged)
-        or _other_priority(search, judged)
-        or _beside_a_cap(search, _rest(search), judged)
-        or _beside_a_cap(search, _spared(search, judged), judged)
-        or _part_of_the_time(search, judged)
-    )
+    wanted = _on_the_grid(search, judged) or _other_priority(search, judged)
     return wanted or unconfirmed(judged, search.confirmed)
 
 
@@ -319,11 +234,8 @@ def summed_up(judged: Sequence[Judged], *, stable: bool) -> Outcome:
             one.setting.way,
             one.setting.production_slice_us or 0,
             -(one.setting.other_slice_us or 0),
-            one.setting.production_threads is not None,
             -one.setting.threads,
             not one.setting.low,
-            -(one.setting.production_threads or 0.0),
-            -(one.setting.duty_percent or 100.0),
         ),
     )
     return Outcome(
@@ -339,7 +251,7 @@ def best_of(judged: Sequence[Judged]) -> Judged | None:
     """Return the setting that meets the goal and lets the opportunistic job do the most; None when none meets it.
 
     The job's rate decides if the difference is clear, else the cap; among equals the one with low priority, which spares
-    production more. Time-slices are better than a cap with the same rate, because the jobs keep separate address spaces;
+    production more. Time-slices are better than a cap with the same rate, because production keeps its own address space;
     among slices, those that production notices least. A setting with a known rate is better than one in which the job
     printed nothing. A setting that meets the goal only by chance is returned only if there is no other.
     """
@@ -356,12 +268,9 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     return max(
         meeting,
         key=lambda one: (
-            one.setting.duty_percent is None,
-            one.setting.production_threads is None,
             one.setting.way == SLICES,
             one.setting.threads,
             one.setting.low,
-            one.setting.production_threads or 0.0,
             -(one.setting.production_slice_us or 0),
             one.margin,
         ),
@@ -369,33 +278,24 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     )
 
 
-def memory_warning(
-    dram_alone: float | None, dram_production: float | None, duty_percent: float | None = None
-) -> str | None:
+def memory_warning(dram_alone: float | None, dram_production: float | None) -> str | None:
     """Return the warning if both jobs compete for memory bandwidth (percent, by GPM).
 
-    ``dram_alone`` is the opportunistic job's alone, ``dram_production`` the production job's; ``duty_percent`` is the duty
-    cycle that was found.
+    ``dram_alone`` is the opportunistic job's alone, ``dram_production`` the production job's.
     """
     if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
         what = f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth"
         why = "no thread cap protects another job that needs it"
-        advice = "pause it while production works (run --opportunistic --pause), or use MIG"
-        given = "it runs"
     elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
         what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
         why = "all that the other job reads is taken from it"
-        advice = "pause the other while it works, or use MIG"
-        given = "the other runs"
     else:
         return None
-    if duty_percent is not None:
-        advice = f"so {given} for {duty_percent:g} % of the time; a pause (--pause) or MIG protects it better"
-    return f"{what}: {why}; {advice}"
+    return f"{what}: {why}; pause the other while production works (run --opportunistic --pause), or use MIG"
 
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next cap next to an uncapped production job, with the start's priority; None: the knee is found."""
+    """Return the next cap with the start's priority; None: the knee is found."""
     line = _grid(search, judged, low=search.start.low)
     return (
         _on_a_line(search, line, judged, confirm=True)
@@ -454,8 +354,8 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
 
 
 def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float, Setting]:
-    """Return the settings without a cap on production, by cap: those of the grid, and those tried in between."""
-    tried = {one.setting.threads for one in judged if one.setting.production_threads is None}
+    """Return the settings by cap: those of the grid, and those tried in between."""
+    tried = {one.setting.threads for one in judged}
     return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads, *tried})}
 
 
@@ -466,48 +366,6 @@ def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None
 def _line_of_caps(search: Search, judged: Sequence[Judged]) -> list[Judged]:
     line = _grid(search, judged, low=search.start.low)
     return [one for one in judged if one.setting == line.get(one.setting.threads)]
-
-
-def _rest(search: Search) -> dict[float, Setting]:
-    """Return the settings with a cap on production and the rest for the other job, by that rest."""
-    return {
-        100.0 - cap: Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
-        for cap in sorted(search.production_caps or (), reverse=True)
-        if 0 < cap < 100
-    }
-
-
-def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
-    """Return the settings with a cap on production in which the other job keeps its best cap, by the rest of the SMs.
-
-    Empty if two of them gave the other job no more: production restarts for each.
-    """
-    best = _best_on_the_grid(search, judged)
-    line = {
-        100.0 - cap: Setting(threads=best.setting.threads, low=best.setting.low, production_threads=cap)
-        for cap in sorted(search.spared, reverse=True)
-        if best is not None and 0 < cap < 100
-    }
-    gave = [one.opportunistic for one in judged if one.setting in line.values() and one.opportunistic is not None]
-    in_vain = best is not None and len(gave) > 1 and max(gave) <= FASTER * (best.opportunistic or 0.0)
-    return {} if in_vain else line
-
-
-def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
-    """Return the next setting of a line in which production is capped too; None: the knee is found."""
-    if not line:
-        return None
-    # Confirmed only if it is the best of all, because production restarts for each.
-    if all(one.setting not in line.values() for one in judged):
-        return list(line.values())[(len(line) - 1) // 2]
-    return _on_a_line(search, line, judged, confirm=False)
-
-
-def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere."""
-    best = _most_of([one for one in judged if one.safe])
-    rate = None if best is None or best.opportunistic is None else FASTER * best.opportunistic
-    return next_duty(search.goal, judged, rate) if search.duty else None
 
 
 def _on_a_line(
@@ -553,13 +411,9 @@ def _narrow(one: Judged, search: Search) -> bool:
 
 def _low_helps(judged: Sequence[Judged]) -> bool | None:
     """Return whether low priority spares production by more than the scatter; None: not compared."""
-    found = {
-        (one.setting.threads, one.setting.production_threads, one.setting.low): one
-        for one in judged
-        if one.setting.duty_percent is None
-    }
-    for (threads, production, low), one in found.items():
-        other = found.get((threads, production, False))
+    found = {(one.setting.threads, one.setting.low): one for one in judged}
+    for (threads, low), one in found.items():
+        other = found.get((threads, False))
         if low and other is not None:
             better = one.kept > other.kept + max(0.01, 2 * math.hypot(one.error, other.error))
             calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99

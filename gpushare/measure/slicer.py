@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, OperationFailed
+from gpushare.run.group import servers_of
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
+    from gpushare.run.share import MpsShare
 
 # A program that has made no context yet, or a process of it that comes or goes, may have one at the next look.
 PASSING: Final = frozenset({"no_context", "inherited_context", "process_gone", "stale_channels", "no_job"})
@@ -29,10 +33,14 @@ class Slicer:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for pid in list(self._found):
-            self.forget(pid)
+        self.restore()
         if self._opened is not None:
             self._opened.close()
+
+    def restore(self) -> None:
+        """Restore the slices of all processes that still run."""
+        for pid in list(self._found):
+            self.forget(pid)
 
     def forget(self, pid: int) -> None:
         """Restore the slice of a process, if it still runs."""
@@ -61,6 +69,24 @@ class Slicer:
         """Set the slice of a program and its children, in all their contexts. Raises as `probe`."""
         for channels in self._channels(pid):
             self._found[channels.pid] = apply_slice(self._host, self._control, channels, microseconds)
+
+    def set_group(self, share: MpsShare, pids: Sequence[int], microseconds: int) -> None:
+        """Set the slice of the MPS server of these clients, which all clients share. Raises as `ChannelControl.find`."""
+        servers: set[int] = set()
+        for pid in pids:
+            watch = share.watch(pid)
+            watch.look()
+            servers |= servers_of(watch)
+        if not servers:
+            raise OperationFailed(
+                "the MPS daemon names no server of the opportunistic job, which would have its time-slice",
+                "check that it uses the GPU and does not change CUDA_MPS_PIPE_DIRECTORY",
+                code="not_attached",
+            )
+        for pid in servers:
+            # As run does: the read-back is the proof.
+            known = self._found.get(pid) or self._control.find(pid, probe=False)
+            self._found[pid] = apply_slice(self._host, self._control, known, microseconds)
 
     def _channels(self, pid: int) -> list[Channels]:
         """Return the channels of a program's processes that have a context; one is enough."""

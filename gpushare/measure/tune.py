@@ -1,10 +1,10 @@
-"""`gpushare tune`: a production job runs all the time, next to an opportunistic one under one setting after another.
+"""`gpushare tune`: a production job runs all the time, next to opportunistic ones under one setting after another.
 
-There are two ways: time-slices of their own outside MPS, and thread caps under MPS. Each has its own production process. A
-slice is set while both run. A cap is fixed when a context is created, so the opportunistic job restarts for every trial, and
-production for every trial with a cap on it. Within a trial, the opportunistic job is paused (SIGSTOP) and continued, so that windows alone and
-together alternate for the same production process: processes of one program differ by up to 15 percent, windows of one
-process do not.
+There are two ways, as `run` applies them: production outside MPS, and the others in one MPS daemon whose server has one
+time-slice; or all under MPS, with thread caps on the others. Each has its own production process. A slice is set while both
+run. A cap is fixed when a context is created, so the opportunistic job restarts for every trial. Within a trial it is paused
+(SIGSTOP) and continued, so that windows alone and together alternate for the same production process: processes of one
+program differ by up to 15 percent, windows of one process do not.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NotSupported, OperationFailed
+from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed
 from gpushare.measure.pair import (
+    Others,
     Pair,
-    Timeline,
     TuneOptions,
     Window,
     neighbours,
@@ -28,12 +28,9 @@ from gpushare.measure.pair import (
     rates,
 )
 from gpushare.measure.search import (
-    DRAM_FULL_PERCENT,
     FASTER,
-    SPARED,
     Goal,
     Outcome,
-    Search,
     Setting,
     Trial,
     judge,
@@ -44,13 +41,14 @@ from gpushare.measure.search import (
 )
 from gpushare.measure.slicer import Slicer
 from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
-from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, product, ratio, widened
+from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, widened
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
+from gpushare.run.group import DEFAULT_US, GroupShare, members, why_not
 from gpushare.run.plain import PlainShare
 from gpushare.run.results import CAPS, SLICES
-from gpushare.run.several import Program, Several
-from gpushare.run.share import check_program, open_mps_share
+from gpushare.run.several import Several
+from gpushare.run.share import MpsShare, check_program, open_mps_share
 from gpushare.run.sliced import check_outside_mps
 
 if TYPE_CHECKING:
@@ -78,9 +76,7 @@ class TrialReport:
     # Production's rate in each window, in order: alone (first before the other started), and together.
     alone_rates: tuple[float | None, ...] = ()
     together_rates: tuple[float | None, ...] = ()
-    # What a cap on production alone leaves of its rate; included in ``kept``.
-    cap_factor: float = 1.0
-    # The standard error of ``kept`` that more windows reduce: without that of the cap factor.
+    # The standard error of ``kept`` by the interval of its windows.
     windows_error: float | None = None
     window_seconds: float | None = None
 
@@ -117,8 +113,6 @@ class TuneResult:
     production_busy: float | None = None
     # What ended it before there was an answer: Ctrl-C, or a job that ended. Earlier trials are kept.
     stopped: KeyboardInterrupt | GpushareError | None = None
-    # Why not all caps on production, which the user had not requested, were tried.
-    given_up: GpushareError | None = None
     # Other processes on the GPU: PID and name.
     others: Mapping[int, str] = field(default_factory=dict)
 
@@ -195,6 +189,7 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
 
     If something ends it after the first trial, the result says what, and has what was measured until then.
     """
+    check_program(options.production[0])
     check_program(options.opportunistic[0])
     if device.mig is not None:
         raise NotSupported(
@@ -217,14 +212,23 @@ def compare(
 ) -> list[TrialReport]:
     """Measure given settings in turn next to one production process. Errors as `tune`.
 
-    Outside MPS caps have no effect: the jobs are time-sliced. Time-slices need a share outside MPS.
+    Outside MPS caps have no effect: the jobs are time-sliced. For slices, the share is under MPS, and production outside.
     """
+    sliced = any(one.way == SLICES for one in settings)
+    device = share.device
     with (
         Several(host, share, grace_seconds=_GRACE_SECONDS) as several,
-        Tuning(host, share.device, options, reporter, several) as tuning,
+        Tuning(host, device, options, reporter, several, _outside(host, device, options) if sliced else None) as tuning,
     ):
         tuning.begin()
         return [tuning.trial(setting) for setting in settings]
+
+
+def _outside(host: Host, device: Device, options: TuneOptions) -> PlainShare:
+    share = PlainShare(host, device)
+    share.check(options.production[0])
+    share.open()
+    return share
 
 
 class _LeftOut(Exception):
@@ -247,8 +251,7 @@ class Tuner:
         self._first: Tuning | None = None
         # Whether the order of the ways is decided, which takes a running production job.
         self._ordered = False
-        self._others: dict[int, str] = {}
-        self._given_up: GpushareError | None = None
+        self._strangers: dict[int, str] = {}
 
     def run(self) -> TuneResult:
         """Search, and return what was found; errors as `tune`."""
@@ -285,18 +288,19 @@ class Tuner:
     def _stage(self, left: Sequence[str]) -> bool:
         """Search the first of the ways that are left; return False if the other one should be the first."""
         way = left[0]
+        share, outside = self._shares(way)
         with (
-            Several(self._host, self._share(way), grace_seconds=_GRACE_SECONDS) as several,
-            Tuning(self._host, self._device, self._options, self._reporter, several) as tuning,
+            Several(self._host, share, grace_seconds=_GRACE_SECONDS) as several,
+            Tuning(self._host, self._device, self._options, self._reporter, several, outside) as tuning,
         ):
             with self._perhaps_left_out():
                 if self._other is None:
                     self._reporter.doing("measuring the opportunistic job alone")
-                    self._other = tuning.measure_other(sliced=SLICES in left)
+                    self._other = tuning.measure_other(probe=SLICES in left)
                 tuning.other = self._other
                 if way == SLICES and self._other.unsliced is not None:
                     raise _LeftOut(self._other.unsliced)
-                tuning.begin(sliced=way == SLICES)
+                tuning.begin()
             if len(left) > 1 and not self._ordered:
                 self._ordered = True
                 if way != (SLICES if self._asks_for_p99 and not tuning.always_busy else CAPS):
@@ -305,8 +309,7 @@ class Tuner:
             try:
                 self._search(tuning, way, len(left))
             finally:
-                self._others |= tuning.others
-                self._given_up = self._given_up or tuning.given_up
+                self._strangers |= tuning.strangers
                 self._found[way] = WayResult(way=way, outcome=tuning.outcome(way, self._of(way)))
         return True
 
@@ -320,20 +323,29 @@ class Tuner:
                 raise
             raise _LeftOut(error) from None
 
-    def _share(self, way: str) -> Share:
-        """Return an open share for a way."""
+    def _shares(self, way: str) -> tuple[MpsShare, PlainShare | None]:
+        """Return the open share of the opportunistic job, and where production runs if not there."""
+        host, device, program = self._host, self._device, self._options.opportunistic[0]
         try:
             if way == CAPS:
-                return open_mps_share(self._host, self._device, self._options.production[0], Limits())
-            check_outside_mps(self._device)
-            share = PlainShare(self._host, self._device)
-            share.check(self._options.production[0])
-            share.open()
+                return open_mps_share(host, device, program, Limits()), None
+            check_outside_mps(device)
+            refused = why_not(host, device, None)
+            if refused is not None:
+                raise refused
+            GroupShare(host, device, Limits()).check(program)
+            if members(host, device):
+                raise InUse(
+                    f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",
+                    "wait until they have ended: gpushare status",
+                    gpu=str(device.gpu.index),
+                )
+            outside = _outside(host, device, self._options)
+            return open_mps_share(host, device, program, Limits()), outside
         except GpushareError as error:
             if len(self._options.ways) == 1:
                 raise
             raise _LeftOut(error) from None
-        return share
 
     def _search(self, tuning: Tuning, way: str, ways_left: int) -> None:
         begun, before = time.monotonic(), len(self._reports)
@@ -343,7 +355,7 @@ class Tuner:
             self._reporter.doing(what)
             each = (time.monotonic() - begun) / (done - before) if done > before else None
             self._reporter.expected(what, done, most, None if each is None else each * (most - done))
-            self._reports += tuning.tried(setting)
+            self._reports.append(tuning.trial(setting))
 
     def _of(self, way: str) -> list[TrialReport]:
         return [one for one in self._reports if one.trial.setting.way == way]
@@ -362,10 +374,7 @@ class Tuner:
         return None if share * FASTER < 1 else f"{best.setting.way} leave the other {share:.2f} of its rate alone"
 
     def _judged(self) -> list[Judged]:
-        return judge(self._options.search.goal, [one.trial for one in self._reports if self._counts(one)])
-
-    def _counts(self, report: TrialReport) -> bool:
-        return self._given_up is None or report.trial.setting.production_threads is None
+        return judge(self._options.search.goal, [one.trial for one in self._reports])
 
     def _result(self, seconds: float, stopped: KeyboardInterrupt | GpushareError | None) -> TuneResult:
         searched = [one.outcome for one in self._found.values() if one.outcome is not None]
@@ -374,7 +383,6 @@ class Tuner:
         first, other = self._first, self._other
         if first is None or other is None:
             raise AssertionError("a trial has both")
-        duty = None if found.best is None else found.best.setting.duty_percent
         by_slices = found.best is not None and found.best.setting.way == SLICES
         alone = rates(first.alone)
         return TuneResult(
@@ -388,11 +396,10 @@ class Tuner:
             opportunistic_alone=other.rate,
             production_memory_bytes=first.memory,
             opportunistic_memory_bytes=other.memory,
-            warning=None if by_slices else memory_warning(other.dram, first.dram(), duty),
+            warning=None if by_slices else memory_warning(other.dram, first.dram()),
             seconds=seconds,
             stopped=stopped,
-            given_up=self._given_up,
-            others=self._others,
+            others=self._strangers,
         )
 
 
@@ -400,7 +407,7 @@ class Tuner:
 class OtherAlone:
     """The opportunistic job alone: its rate, the DRAM bandwidth that it draws in percent, and its memory in bytes.
 
-    ``unsliced`` is why its time-slice cannot be set.
+    ``unsliced`` is why the time-slice of its MPS server cannot be set.
     """
 
     rate: float | None = None
@@ -410,26 +417,30 @@ class OtherAlone:
 
 
 class Tuning:
-    """A production job and the trials next to it in one share: all with one process of it, except those with a cap on it.
+    """A production job and the trials next to it in one share, or with ``outside`` next to that: with one process of it.
 
     A context manager, which restores the time-slices.
     """
 
     def __init__(
-        self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, several: Several
+        self,
+        host: Host,
+        device: Device,
+        options: TuneOptions,
+        reporter: TuneReporter,
+        several: Several,
+        outside: PlainShare | None = None,
     ) -> None:
         self._options, self._reporter, self._several = options, reporter, several
-        self._pair = Pair(host, device, options, several)
+        self._sliced = outside is not None
+        self._pair = Pair(host, device, options, several, outside)
         self._slicer = Slicer(host)
         self.other = OtherAlone()
+        # The opportunistic job, paused, which goes on in the next trial of slices.
+        self._kept: Others | None = None
         self._default_us: int | None = None
         self._request_us: float | None = None
         self.alone: list[Window] = []
-        # The other job's last measured rate under each setting.
-        self._rates: dict[Setting, float] = {}
-        # Production's rate alone after each start with a cap, and why there are no more such starts.
-        self._starts: list[float] = []
-        self.given_up: GpushareError | None = None
 
     def __enter__(self) -> Tuning:
         return self
@@ -437,55 +448,50 @@ class Tuning:
     def __exit__(self, *error: object) -> None:
         self._slicer.__exit__(*error)
 
-    def measure_other(self, *, sliced: bool) -> OtherAlone:
-        """Measure the other job alone, and if ``sliced`` find out whether its time-slice can be set; errors as `tune`."""
-        unsliced: list[GpushareError] = []
-
-        def settable(program: Program) -> bool:
+    def measure_other(self, *, probe: bool) -> OtherAlone:
+        """Measure the opportunistic job alone; with ``probe`` find out whether the slice of its server can be set."""
+        others = self._pair.start_others(Limits())
+        rate, dram, memory = self._pair.alone(others)
+        unsliced: GpushareError | None = None
+        if probe:
             try:
-                self._slicer.probe(program.pid)
+                self._set_group(others, DEFAULT_US)
             except GpushareError as error:
-                unsliced.append(error)
-            return not unsliced
+                unsliced = error
+            self._slicer.restore()
+        if self._sliced and unsliced is None:
+            self._pair.pause(others)
+            self._kept = others
+        else:
+            self._kill(others)
+        return OtherAlone(rate=rate, dram=dram, memory=memory, unsliced=unsliced)
 
-        wanted = sliced and isinstance(self._several.share, PlainShare)
-        rate, dram, memory = self._pair.opportunistic_alone(*([settable] if wanted else []))
-        return OtherAlone(rate=rate, dram=dram, memory=memory, unsliced=unsliced[0] if unsliced else None)
+    def _set_group(self, others: Others, microseconds: int) -> None:
+        share = self._several.share
+        if isinstance(share, MpsShare):
+            self._slicer.set_group(share, [program.pid for program in others.programs], microseconds)
+
+    def _kill(self, others: Others) -> None:
+        self._pair.pause(others)
+        for program in others.programs:
+            # It is stopped and its queue has drained, so it can be killed.
+            self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
 
     def next(self, way: str, reports: Sequence[TrialReport]) -> Setting | None:
         """Return the next setting of a way to try; None: there is an answer."""
-        trials = self._counted(reports)
-        return next_slices(self._slices(), trials) if way == SLICES else next_setting(self._search(), trials)
+        trials = [one.trial for one in reports]
+        return next_slices(self._slices(), trials) if way == SLICES else next_setting(self._options.search, trials)
 
     def most(self, way: str) -> int:
         """Return the most trials of a way."""
-        return self._slices().most if way == SLICES else self._search().most
+        return self._slices().most if way == SLICES else self._options.search.most
 
     def outcome(self, way: str, reports: Sequence[TrialReport]) -> Outcome:
         """Return what the trials of a way say."""
-        trials = self._counted(reports)
-        if way == CAPS:
-            return outcome(self._search(), trials)
-        return summed_up(judge(self._options.search.goal, trials), stable=wanted_slices(self._slices(), trials) is None)
-
-    def tried(self, setting: Setting) -> list[TrialReport]:
-        """Return a trial; none if it fails with a cap on production that the user had not requested."""
-        try:
-            return [self.trial(setting)]
-        except GpushareError as error:
-            if setting.production_threads is None or self._options.search.production_caps is not None:
-                raise
-            self.given_up = error
-        left = [program for program in self._several.programs if program.runs]
-        for program in left:
-            self._several.resume(program)
-        self._several.end(left)
-        return []
-
-    def _counted(self, reports: Sequence[TrialReport]) -> list[Trial]:
-        """Return the trials to search by; without those with a cap on production once such caps were given up."""
         trials = [one.trial for one in reports]
-        return [one for one in trials if self.given_up is None or one.setting.production_threads is None]
+        if way == CAPS:
+            return outcome(self._options.search, trials)
+        return summed_up(judge(self._options.search.goal, trials), stable=wanted_slices(self._slices(), trials) is None)
 
     @property
     def busy(self) -> float | None:
@@ -503,9 +509,9 @@ class Tuning:
         return self._pair.memory
 
     @property
-    def others(self) -> Mapping[int, str]:
+    def strangers(self) -> Mapping[int, str]:
         """Return the other processes on the GPU, by PID."""
-        return self._pair.others
+        return self._pair.strangers
 
     def dram(self) -> float | None:
         """Return the DRAM bandwidth that production alone draws, in percent; None: unknown."""
@@ -518,25 +524,15 @@ class Tuning:
         )
         return found if self._default_us is None else replace(found, default_us=self._default_us)
 
-    def _search(self) -> Search:
-        """Return how to search caps: with caps on production if it is memory-bound, with duty cycles if either job is."""
-        given, dram = self._options.search, self.dram() or 0.0
-        # Even the first slice of the time ruins a tail.
-        full = max(dram, self.other.dram or 0.0) >= DRAM_FULL_PERCENT
-        given = replace(given, duty=full and not self._asks_for_p99)
-        if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self.given_up is not None:
-            return given
-        return replace(given, spared=SPARED, most=given.most + len(SPARED))
-
     # -- a trial -------------------------------------------------------------------------------------
 
-    def begin(self, *, sliced: bool = False) -> None:
-        """Start the production job and wait until it prints; if ``sliced``, its slice must be settable. Errors as `tune`."""
+    def begin(self) -> None:
+        """Start the production job and wait until it prints; its slice must be settable where it has one. Errors as `tune`."""
         self._reporter.doing("starting the production job")
-        self._pair.start_production(None)
+        self._pair.start_production()
         # While it is alone.
         self._request_us = self._pair.request_us
-        if sliced and self._pair.production is not None:
+        if self._sliced and self._pair.production is not None:
             try:
                 self._default_us = self._slicer.probe(self._pair.production.pid) or None
             except GpushareError as error:
@@ -544,82 +540,55 @@ class Tuning:
 
     def trial(self, setting: Setting) -> TrialReport:
         """Run the opportunistic job under a setting, with windows together and alone in turn; errors as `tune`."""
-        factor = self._with_production_cap(setting.production_threads)
         self._pair.begin_trial()
         alone = [self._pair.alone_window()]
-        program, seen = self._started(setting)
+        others = self._started(setting)
         together: list[Window] = []
         other: list[tuple[float | None, float | None]] = []
-        full = self._rates.get(replace(setting, duty_percent=None))
         while True:
-            production, clean, known = self._pair.together_window(program, seen, setting.duty_percent, full)
+            production, clean, known = self._pair.together_window(others)
             together.append(production)
             other.append((clean, known))
-            self._several.pause(program, bound_seconds=self._options.drain_seconds)
+            self._pair.pause(others)
             alone.append(self._pair.alone_window())
             stands_still = together[-1].rate is None and alone[-1].rate is None
             if self._pair.silent_seconds > max(_SILENT_SECONDS, 2 * self._pair.window_seconds):
                 raise _stands_still()
-            report = self._judged(setting, alone, together, other, factor)
+            report = self._judged(setting, alone, together, other)
             if report is not None and not stands_still and self._enough(report):
                 break
             tail = any(window.latencies or window.printed_p99 for window in (*alone, *together))
             no_tail = self._asks_for_p99 and not tail and len(together) >= self._pair.rounds
             if no_tail or len(together) >= 2 * self._pair.most_rounds:
                 raise _stands_still() if stands_still else self._nothing_printed(report)
-            self._pair.resume(program)
+            self._pair.resume(others)
         if setting.way == CAPS:
-            # It is stopped and its queue has drained, so it can be killed.
-            self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
-        if setting.production_threads is None:
-            self.alone += alone
-        if report.trial.opportunistic is not None:
-            self._rates[setting] = report.trial.opportunistic
+            self._kill(others)
+        self.alone += alone
         self._reporter.measured(report)
         return report
 
-    def _started(self, setting: Setting) -> tuple[Program, Timeline]:
-        """Start the other job under a setting; with slices, set those of both, and start it only if it does not run yet."""
+    def _started(self, setting: Setting) -> Others:
+        """Start the opportunistic job under a setting; with slices, only if it does not run yet, and set those of both."""
         if setting.way == CAPS:
             limits = Limits(
                 threads_percent=None if setting.threads >= 100 else setting.threads,
                 priority=Priority.LOW if setting.low else Priority.NORMAL,
             )
-            return self._pair.start_opportunistic(limits)
-        before, pair = self._pair.kept, self._pair
-        pair.kept = before or pair.start_opportunistic(Limits())
-        for program, slice_us in (
-            (pair.production, setting.production_slice_us),
-            (pair.kept[0], setting.other_slice_us),
-        ):
-            if program is not None and slice_us is not None:
-                pair.demand_alive(program)
-                self._slicer.set(program.pid, slice_us)
+            return self._pair.start_others(limits)
+        pair, before = self._pair, self._kept
+        others = self._kept = before or pair.start_others(Limits())
+        pair.demand_alive(*others.programs)
+        if pair.production is not None and setting.production_slice_us is not None:
+            self._slicer.set(pair.production.pid, setting.production_slice_us)
+        if setting.other_slice_us is not None:
+            self._set_group(others, setting.other_slice_us)
         if before is None:
             # Requests that began before are over.
             self._several.wait(self._options.settle_seconds)
         else:
-            pair.resume(before[0])
-        return pair.kept
-
-    def _with_production_cap(self, cap: float | None) -> Ratio:
-        """Run production under a cap; return its rate alone under the cap, relative to that without."""
-        same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
-        # Restarted for each trial under a cap: processes of one program differ, which a single one does not show.
-        if cap is not None or self._pair.production_cap is not None:
-            self._pair.start_production(cap)
-        if cap is None:
-            return same
-        before, capped = rates(self.alone), rates([self._pair.alone_window() for _ in range(self._pair.rounds)])
-        factor = ratio(capped, before)
-        if factor is None:
-            raise _stands_still()
-        self._starts.append(mean(capped))
-        starts = [mean(before), *self._starts]
-        apart = deviation(starts) / mean(starts)
-        # No cap makes a job faster: above 1 is chance.
-        factor = replace(factor, value=min(1.0, factor.value))
-        return product(factor, Ratio(value=1.0, low=1 - 2 * apart, high=1 + 2 * apart, error=apart))
+            pair.resume(others)
+        return others
 
     def _judged(
         self,
@@ -627,15 +596,13 @@ class Tuning:
         alone: Sequence[Window],
         together: Sequence[Window],
         other: Sequence[tuple[float | None, float | None]],
-        factor: Ratio,
     ) -> TrialReport | None:
         pairs = neighbours(alone, together)
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        own = widened(kept, _SHARED)
-        kept = product(own, factor)
-        quiet = self._quiet(setting, alone)
+        kept = widened(kept, _SHARED)
+        quiet = self._quiet(alone)
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
         speed = _speed(other)
@@ -661,20 +628,16 @@ class Tuning:
             p99_interval=between,
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
-            cap_factor=factor.value,
             # A quarter of the 95 % interval; with few windows, more than their scatter.
-            windows_error=None if own.low is None or own.high is None else (own.high - own.low) / 4,
+            windows_error=None if kept.low is None or kept.high is None else (kept.high - kept.low) / 4,
             window_seconds=self._pair.window_seconds,
         )
 
-    def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
+    def _quiet(self, alone: Sequence[Window]) -> Sequence[Window]:
         """Return the windows alone to compare a p99 with: those of this trial, if they have enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
         """
-        if setting.production_threads is not None:
-            # Alone means without a cap on production.
-            return self.alone or alone
         enough = p99_interval(alone) is not None or not any(window.latencies for window in alone)
         return alone if enough and p99(alone) is not None else [*self.alone, *alone]
 

@@ -163,6 +163,12 @@ def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
     return [one for one in family if one in there]
 
 
+def servers_of(watch: Attachment) -> set[int]:
+    """Return the PIDs of the MPS servers that serve a program, as of the last look."""
+    infos = {pid: watch.host.processes.describe(pid) for pid in watch.attached.values() if pid is not None}
+    return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
+
+
 @dataclass
 class GroupWatch:
     """The watch over an opportunistic program in the group, as `Watch`: it also keeps the slice of the group's server.
@@ -238,7 +244,7 @@ class GroupWatch:
 
     def keep(self) -> None:
         """Set the slice of the program's servers where it is another one."""
-        servers = {pid for pid in self.inner.attached.values() if pid is not None and self._is_server(pid)}
+        servers = servers_of(self.inner)
         if not servers:
             return
         others = self._others()
@@ -267,10 +273,6 @@ class GroupWatch:
         if not self._others():
             with contextlib.suppress(GpushareError):
                 self._slices.restore()
-
-    def _is_server(self, pid: int) -> bool:
-        info = self.inner.host.processes.describe(pid)
-        return info is not None and is_server(info.name)
 
     def _give_up(self, error: GpushareError) -> None:
         then = "this job is not slowed"

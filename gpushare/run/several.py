@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain, Meter
     from gpushare.mps.limits import Limits
+    from gpushare.run.plain import PlainShare
     from gpushare.run.share import Share
     from gpushare.selection import Device
 
@@ -351,6 +352,7 @@ class Several(Group):
     def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
         super().__init__(host, None, clients=self._clients, meter=share.meter, grace_seconds=grace_seconds)
         self.share = share
+        self._outside: set[int] = set()
         mig = share.device.mig
         # Used by a pause, which waits for a drained queue outside MPS too.
         self._drained = ActivityMeter(host.nvml, share.device.gpu.index, None if mig is None else mig.gpu_instance_id)
@@ -398,29 +400,39 @@ class Several(Group):
         listen: Callable[[str, float], None] = lambda _line, _at: None,
         log: Log | None = None,
         redrawn: bool = False,
+        outside: PlainShare | None = None,
     ) -> Program:
-        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`."""
-        if isinstance(self.share, MpsShare):
+        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`.
+
+        With ``outside`` it runs there, next to the programs of the share.
+        """
+        if outside is None and isinstance(self.share, MpsShare):
             base = without_own_limits(os.environ)
             environment = client_environment(base, self.share.device, self.share.home, limits)
         else:
-            environment = self.share.environment(os.environ)
+            environment = (outside or self.share).environment(os.environ)
         environment |= variables or {}
-        return self.launch(title, argv, environment, listen=listen, log=log, redrawn=redrawn)
+        program = self.launch(title, argv, environment, listen=listen, log=log, redrawn=redrawn)
+        if outside is not None:
+            self._outside.add(program.pid)
+        return program
 
     def attached(self, program: Program, clients: set[int] | None = None) -> bool | None:
         """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer.
 
         ``clients`` are the daemon's, if the caller has them.
         """
+        if program.pid in self._outside:
+            return None
         if clients is None and isinstance(self.share, MpsShare):
             clients = self._clients()
         return None if clients is None else bool(clients & set(self.host.processes.descendants(program.pid)))
 
-    def pause(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
-        """Stop a program (SIGSTOP) and wait until the GPU has drained its queue, at most ``bound_seconds``."""
+    def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
+        """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
         before = self._drained.read()
-        self.stop(program)
+        for program in programs:
+            self.stop(program)
         return wait_for_drain(self._drained, before, bound_seconds)
 
     def stop(self, program: Program) -> None:

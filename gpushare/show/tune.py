@@ -13,7 +13,7 @@ from gpushare.units import format_slice
 
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
-_OWN_COLUMN: Final = re.compile(", (?:production (?:cap|slice)|duty cycle)")
+_OWN_COLUMN: Final = re.compile(", (?:production slice)")
 
 
 def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: GpushareError | None = None) -> Result:
@@ -37,13 +37,8 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
 
 
 def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the curve for the table, with separate columns for production's cap or slice and a duty cycle."""
+    """Return the curve for the table, with a separate column for production's slice."""
     return tuple({**row, "setting": _OWN_COLUMN.split(row["setting"])[0]} for row in curve)
-
-
-def percent(value: Any) -> str:
-    """Return a cap: ``96 %``."""
-    return "-" if value is None else f"{value:g} %"
 
 
 def time_slice(value: Any) -> str:
@@ -73,9 +68,7 @@ def rate(value: Any) -> str:
 
 COLUMNS = (
     Column(key="setting", title="setting", least=22),
-    Column(key="production_threads_percent", title="production cap", right=True, format=percent, optional=True),
     Column(key="production_slice_us", title="prod. slice", right=True, format=time_slice, optional=True),
-    Column(key="duty_percent", title="duty cycle", right=True, format=percent, optional=True),
     Column(key="kept", title="production", right=True, format=share),
     Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),

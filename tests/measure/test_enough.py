@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import OperationFailed
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import Pair, TuneOptions
+from gpushare.measure.pair import TuneOptions
 from gpushare.measure.search import Goal, Search, Setting, Trial
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, sure, tune
-from gpushare.mps.limits import Limits
-from gpushare.run.plain import PlainShare
 from gpushare.selection import select_one
 from tests.measure.told_jobs import (
     Bursts,
     EndsEarly,
     Hangs,
-    MemoryBound,
     PrintsP99,
     SavesItsState,
     SeldomPrints,
     SlowAtTimes,
     ToldSeveral,
     tell,
-    tell_memory_bound,
 )
 
 GOAL = Goal(keep=0.97)
@@ -103,8 +98,6 @@ def tuned(
     """Return what tune finds for two told jobs, of which production needs so much, with windows as they are by default."""
     tell(monkeypatch)
     monkeypatch.setattr(ToldSeveral, "now", 100.0)
-    if several is MemoryBound:
-        tell_memory_bound(monkeypatch)
     monkeypatch.setattr("gpushare.measure.tune.Several", several)
     host = connect("sim:h200")
     words = [sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need"]
@@ -133,29 +126,6 @@ def test_a_production_job_that_moves_is_watched_for_longer(
     assert {one.window_seconds for one in result.trials} == {0.6}
     assert {one.rounds for one in result.trials} >= rounds
     assert max(one.rounds for one in result.trials) == max(rounds)
-
-
-def test_what_a_cap_on_production_costs_is_not_told_by_more_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes differ, and more windows of one tell nothing of the next."""
-    monkeypatch.setattr(MemoryBound, "starts", (100.0, 103.0, 97.0, 104.0, 96.0))
-    result = tuned(monkeypatch, MemoryBound, 90, keep=0.9)
-    capped = [one for one in result.trials if one.trial.setting.production_threads is not None]
-    assert {one.rounds for one in capped} == {8}
-    assert all(one.trial.error > 2 * (one.windows_error or 0.0) for one in capped)
-
-
-@pytest.mark.parametrize(("window", "cycles"), [(0.6, 3), (5.0, 10)])
-def test_a_window_of_a_duty_cycle_has_several(monkeypatch: pytest.MonkeyPatch, window: float, cycles: int) -> None:
-    tell(monkeypatch)
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
-    words = [sys.executable, "-m", "gpushare.sim.job", "--need", "40"]
-    options = TuneOptions(production=words, opportunistic=words, search=Search(goal=GOAL), window_seconds=window)
-    several: Any = ToldSeveral(host, PlainShare(host, device))
-    pair = Pair(host, device, options, several)
-    program, _ = pair.start_opportunistic(Limits())
-    phases = pair._cycle(program, 0.4)
-    assert [ended - began for began, ended in phases] == pytest.approx([0.2] * cycles)
 
 
 def test_figures_that_are_precise_need_no_more_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ from gpushare.connect import connect
 from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours
-from gpushare.measure.search import SPARED, Goal, Search, Setting
+from gpushare.measure.pair import TuneOptions, Window, neighbours
+from gpushare.measure.search import Goal, Search, Setting
 from gpushare.measure.statistics import Ratio, widened
-from gpushare.measure.tune import OtherAlone, TrialReport, TuneReporter, Tuning, compare, tune
+from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
-from tests.measure.told_jobs import MemoryBound, ToldSeveral, tell, tell_memory_bound
+from tests.measure.told_jobs import ToldSeveral, tell
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
 
@@ -120,78 +120,13 @@ def test_windows_in_which_nothing_was_printed() -> None:
     assert neighbours(windows(None, None), windows(90.0)) == []
 
 
-@pytest.mark.usefixtures("told")
-def test_a_cap_on_production_counts_as_a_loss_of_its_rate(host: Host) -> None:
-    given = options(job(80), job(95), goal=Goal(keep=0.7), grid=(60.0,), production_caps=(60.0,))
-    result = tune(host, device_of(host), given, TuneReporter())
-    (capped,) = (one for one in result.trials if one.trial.setting.production_threads is not None)
-    # 60 of the 80 that it needs; beside the 40 of the other nothing more is lost.
-    assert capped.kept.value == pytest.approx(0.75, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("dram", "other", "caps", "spared", "duty"),
-    [
-        ([90.0, 84.0], None, None, True, True),
-        ([90.0, 70.0], 80.0, None, False, False),
-        ([20.0], 90.0, None, False, True),
-        ([], 85.0, None, False, True),
-        ([], None, None, False, False),
-        ([90.0], None, (), False, True),
-        ([90.0], None, (60.0,), False, True),
-    ],
-)
-def test_where_memory_bounds_production_caps_on_it_are_tried_and_a_part_of_the_time(
-    host: Host,
-    dram: list[float],
-    other: float | None,
-    caps: tuple[float, ...] | None,
-    spared: bool,
-    duty: bool,
-) -> None:
-    several = Several(host, PlainShare(host, device_of(host)))
-    for goal in (Goal(keep=0.97), Goal(keep=0.97, p99_factor=1.1)):
-        given = options(job(30), job(95), production_caps=caps, goal=goal)
-        tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
-        tuning._pair.dram, tuning.other = dram, OtherAlone(dram=other)
-        # With a part of the time production's tail would be lost in each of them.
-        wanted = replace(given.search, duty=duty and goal.p99_factor is None)
-        assert tuning._search() == (
-            replace(wanted, spared=SPARED, most=wanted.most + len(SPARED)) if spared else wanted
-        )
-
-
-def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(host: Host) -> None:
-    tuning = Tuning(
-        host,
-        device_of(host),
-        options(job(30), job(95)),
-        TuneReporter(),
-        Several(host, PlainShare(host, device_of(host))),
-    )
-    tuning.alone = [Window(rate=100.0, latencies=(1.0,) * 50)]
-    slow = [Window(rate=80.0, latencies=(1.5,) * 50)] * 3
-    capped = Setting(threads=50.0, production_threads=50.0)
-    report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=0.8, low=0.7, high=0.9, error=0.05))
-    assert report is not None
-    assert report.trial.p99 == pytest.approx(1.5)
-    # The windows do not scatter, but what the cap costs is uncertain.
-    assert (report.trial.kept, report.trial.error) == (pytest.approx(0.8), pytest.approx(0.05))
-    # Where nothing was measured without a cap, there is only the p99 under it.
-    tuning.alone = []
-    report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
-    assert report is not None
-    assert report.trial.p99 == pytest.approx(1.0)
-
-
 def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
     several = Several(host, PlainShare(host, device_of(host)))
     tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
     tuning.alone = [Window(rate=100.0, latencies=(1.0,) * 5000)]
-    same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
     for requests, factor in ((150, 1.0), (10, 2.0)):
         slow = [Window(rate=100.0, latencies=(2.0,) * requests)] * 4
-        report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [], same)
+        report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [])
         assert report is not None
         # Too few of them tell no p99: then all windows until now count.
         assert report.trial.p99 == pytest.approx(factor)
@@ -202,103 +137,9 @@ def test_a_p99_that_the_job_prints_is_compared_with_that_of_the_same_minutes(hos
     tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
     tuning.alone = [Window(rate=100.0, printed_p99=1.0)] * 8
     slow = [Window(rate=100.0, printed_p99=1.3)] * 4
-    report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
+    report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [])
     assert report is not None
     assert report.trial.p99 == pytest.approx(1.0)
-
-
-@pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the memory bound production, in told jobs."""
-    tell_memory_bound(monkeypatch)
-
-
-BOUND = {"goal": Goal(keep=0.9), "grid": (90.0, 80.0)}
-
-
-@pytest.mark.usefixtures("bound")
-def test_where_memory_bounds_production_the_other_gets_what_it_does_not_need(host: Host) -> None:
-    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
-    best = result.outcome.best
-    assert best is not None
-    # 0.92 is left at cap 80, and 0.004 less for each percent that production leaves.
-    assert best.setting == Setting(threads=80.0, production_threads=96.0)
-    assert (best.safe, result.outcome.stable, result.given_up) == (True, True, None)
-    assert all(one.cap_factor == pytest.approx(1.0, abs=0.001) for one in result.trials)
-    never = tune(host, device_of(host), options(job(90), job(95), production_caps=(), **BOUND), TuneReporter())
-    assert {one.trial.setting.production_threads for one in never.trials} == {None}
-    assert never.outcome.best is not None
-    assert never.outcome.best.setting == Setting(threads=80.0)
-
-
-@pytest.mark.usefixtures("bound")
-def test_where_memory_bounds_production_the_other_gets_a_part_of_the_time(host: Host) -> None:
-    """What a cap of 80 % costs, 8 % of the rate, is too much; half of the time of it is not."""
-    given = options(job(90), job(95), goal=Goal(keep=0.96), grid=(90.0, 80.0), production_caps=())
-    result = tune(host, device_of(host), given, TuneReporter())
-    best = result.outcome.best
-    assert best is not None
-    assert best.setting.duty_percent is not None
-    # The loss without it is 0.08 at cap 60, where tune starts, and at 80.
-    assert 48.0 <= best.setting.duty_percent <= 50.0
-    assert best.kept == pytest.approx(1 - 0.08 * best.setting.duty_percent / 100, abs=0.001)
-    assert (best.safe, result.outcome.stable) == (True, True)
-    whole = next(one.opportunistic for one in result.outcome.curve if one.setting == Setting(threads=60.0))
-    assert whole is not None
-    assert best.opportunistic == pytest.approx(whole * best.setting.duty_percent / 100, rel=0.02)
-
-
-@pytest.mark.usefixtures("bound")
-def test_processes_that_differ_make_a_cap_on_production_uncertain(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run under a cap has a process of its own, which may be faster than the one before by luck."""
-    monkeypatch.setattr(MemoryBound, "starts", (100.0, 104.0, 99.0, 103.0, 98.0, 105.0, 97.0, 106.0, 96.0))
-    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
-    capped = [one for one in result.trials if one.trial.setting.production_threads is not None]
-    assert all(one.trial.error > 0.015 for one in capped)
-    assert len({round(one.alone_rate) for one in capped}) == len(capped)
-    best = result.outcome.best
-    assert best is not None
-    assert best.setting == Setting(threads=80.0)
-
-
-def start_under_caps(monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
-    """Let production start under a cap only so many times; it is tried once more, and no more than that."""
-    start = Pair.start_production
-    capped: list[float] = []
-
-    def refused(self: Pair, cap: float | None) -> None:
-        assert cap is None or len(capped) <= starts, "it was given up, and is tried again"
-        start(self, cap)
-        capped.extend([] if cap is None else [cap])
-        if cap is not None and len(capped) > starts:
-            raise TimedOut("the port is in use", "wait", code="no_numbers")
-
-    monkeypatch.setattr(Pair, "start_production", refused)
-
-
-@pytest.mark.usefixtures("bound")
-@pytest.mark.parametrize("starts", [0, 1, 2, 3])
-def test_production_that_does_not_start_under_a_cap_any_more_costs_no_answer(
-    host: Host, monkeypatch: pytest.MonkeyPatch, starts: int
-) -> None:
-    """What was measured under a cap cannot be repeated, nor taken for a part of the time: neither is tried for ever."""
-    start_under_caps(monkeypatch, starts)
-    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
-    assert result.given_up is not None
-    assert (result.stopped, result.outcome.stable) == (None, True)
-    assert result.outcome.best is not None
-    assert result.outcome.best.setting == Setting(threads=80.0)
-    # What was measured is kept.
-    assert sum(one.trial.setting.production_threads is not None for one in result.trials) == starts
-
-
-@pytest.mark.usefixtures("bound")
-def test_a_cap_that_was_asked_for_and_does_not_start_ends_the_search(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_under_caps(monkeypatch, 0)
-    asked = tune(host, device_of(host), options(job(90), job(95), production_caps=(20.0,), **BOUND), TuneReporter())
-    assert isinstance(asked.stopped, TimedOut)
 
 
 @pytest.mark.usefixtures("told")
@@ -391,24 +232,14 @@ def test_real_processes_are_measured_and_ended(host: Host) -> None:
     assert not host.nvml.processes(0)
 
 
-def test_real_processes_that_compete_for_the_memory_get_a_part_of_the_time(host: Host) -> None:
+def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
     production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
-    given = options(production, other, goal=Goal(keep=0.8), grid=(60.0,), production_caps=())
-    result = tune(host, device_of(host), given, TuneReporter())
+    result = tune(host, device_of(host), options(production, other, goal=Goal(keep=0.8), grid=(60.0,)), TuneReporter())
     assert result.warning is not None
     assert "draws 90 % of the memory bandwidth" in result.warning
-    parts = [one.trial for one in result.trials if one.trial.setting.duty_percent is not None]
-    whole = [one.trial for one in result.trials if one.trial.setting.duty_percent is None]
-    assert parts
-    assert whole
+    assert "run --opportunistic --pause" in result.warning
     # Together they want 150 percent of what there is.
-    assert all(one.kept == pytest.approx(2 / 3, abs=0.05) for one in whole)
-    for one in parts:
-        assert one.kept > 0.7
-        assert one.opportunistic is not None
-        part = (one.setting.duty_percent or 0.0) / 100
-        assert one.opportunistic == pytest.approx((whole[0].opportunistic or 0.0) * part, rel=0.25)
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert all(one.trial.kept == pytest.approx(2 / 3, abs=0.05) for one in result.trials)
 
 
 @pytest.mark.usefixtures("told")

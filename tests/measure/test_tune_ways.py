@@ -13,12 +13,13 @@ from gpushare.errors import InUse, NotSupported, OperationFailed
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
-from gpushare.measure.search import Goal, Search, sliced
-from gpushare.measure.tune import TuneReporter, TuneResult, Tuning, compare, tune
-from gpushare.run.plain import PlainShare
+from gpushare.measure.search import Goal, Search, Setting, sliced
+from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, Tuning, compare, tune
+from gpushare.mps.limits import Limits
+from gpushare.run.share import open_mps_share
 from gpushare.selection import Device, select_one
 from gpushare.sim.current import changing
-from gpushare.sim.state import StateFile
+from gpushare.sim.state import DEFAULT_SLICE_US, StateFile
 from tests.measure.told_jobs import ToldSeveral, ToldSlicer, tell
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
@@ -33,7 +34,7 @@ def job(*need: str) -> list[str]:
 
 
 def options(
-    production: list[str], *, p99: float | None = None, ways: tuple[str, ...] = ("slices", "caps")
+    production: list[str], *, p99: float | None = None, ways: tuple[str, ...] = ("slices", "caps"), copies: int = 1
 ) -> TuneOptions:
     """Return options that are quick."""
     return TuneOptions(
@@ -43,6 +44,7 @@ def options(
         metric=RATE,
         opportunistic_metric=RATE,
         ways=ways,
+        copies=copies,
         window_seconds=0.6,
         rounds=2,
         most_rounds=2,
@@ -157,16 +159,40 @@ def test_where_slices_cannot_be_set_caps_are_searched(
         tuned(SHORT, p99=p99, ways=("slices",))
 
 
-def test_where_mps_cannot_be_had_slices_are_searched(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ways", [("slices", "caps"), ("slices",), ("caps",)])
+def test_where_mps_cannot_be_had_nothing_is_searched(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]
+) -> None:
+    """Both ways put the opportunistic job under MPS, as `run` does."""
+
     def refused(*_: object) -> None:
         raise NotSupported("no MPS in this container", "run it on the host", code="no_mps")
 
     monkeypatch.setattr("gpushare.measure.tune.open_mps_share", refused)
-    result = tuned(SHORT, p99=1.4)
-    assert order(result) == ["slices"]
-    assert [one.left_out for one in result.ways] == [None, "no MPS in this container; run it on the host"]
     with pytest.raises(NotSupported, match="no MPS"):
-        tuned(SHORT, ways=("caps",))
+        tuned(SHORT, p99=1.4, ways=ways)
+
+
+def test_jobs_that_share_the_slice_already_leave_slices_out(
+    tuned: Tuned, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.measure.tune.members", lambda *_: ("one",))
+    result = tuned(SHORT, p99=1.4)
+    assert order(result) == ["caps"]
+    with pytest.raises(InUse, match="other opportunistic jobs"):
+        tuned(SHORT, ways=("slices",))
+
+
+def test_several_copies_share_a_slice_and_their_rates_add_up(tuned: Tuned) -> None:
+    """Each slice of its own would take another turn from production."""
+    one, three = (tuned(LONG, busy=50.0, p99=1.2, ways=("slices",), copies=copies) for copies in (1, 3))
+    assert three.outcome.best is not None
+    assert one.outcome.best is not None
+    assert three.outcome.best.setting == one.outcome.best.setting
+    assert three.outcome.best.p99 == pytest.approx(one.outcome.best.p99, abs=0.01)
+    # All together have what a single one has.
+    assert three.opportunistic_alone == pytest.approx(one.opportunistic_alone, rel=0.06)
+    assert three.outcome.best.opportunistic == pytest.approx(one.outcome.best.opportunistic, rel=0.06)
 
 
 def test_a_gpu_for_one_process_at_a_time_has_no_slices(tuned: Tuned, host: Host) -> None:
@@ -206,7 +232,7 @@ def test_a_job_that_ends_before_it_is_measured_ends_the_search(tuned: Tuned, mon
 
 def test_given_slices_are_measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch)
-    share = PlainShare(host, device_of(host))
+    share = open_mps_share(host, device_of(host), sys.executable, Limits())
     settings = [sliced(2048, one) for one in (1000, 100)]
     reports = compare(host, share, options(job(*SHORT)), settings, TuneReporter())
     assert [one.trial.p99 for one in reports] == [pytest.approx(2.25, abs=0.05), pytest.approx(1.35, abs=0.05)]
@@ -223,6 +249,36 @@ def test_slices_of_real_processes_are_set_while_they_run_and_gone_afterwards(hos
     assert best.setting.way == "slices"
     assert result.opportunistic_memory_bytes is not None
     assert not host.nvml.processes(0)
+
+
+def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `run` does it: production outside MPS, the other in the daemon, whose server has the slice."""
+    seen: list[tuple[int | None, ...]] = []
+    trial = Tuning.trial
+
+    def looked(self: Tuning, setting: Setting) -> TrialReport:
+        report = trial(self, setting)
+        state = StateFile(host.spec).read()
+        assert state is not None
+        (server,) = (server for daemon in state.daemons for server in daemon.servers)
+        (production,) = (one for one in state.processes if one.real and one.mps_server is None and one.request_ms)
+        others = [one for one in state.processes if one.real and one.mps_server is not None]
+        assert len(others) == 2
+        assert not any("compute" in one.slices for one in others)
+        wanted = (setting.production_slice_us, setting.other_slice_us)
+        # The driver's own slice needs no entry.
+        slices = [one.slices.get("compute", DEFAULT_SLICE_US) for one in (production, server)]
+        seen.append((*wanted, *slices))
+        return report
+
+    monkeypatch.setattr(Tuning, "trial", looked)
+    given = replace(options(job(*SHORT), p99=100.0, ways=("slices",), copies=2), window_seconds=0.15)
+    result = tune(host, device_of(host), given, TuneReporter())
+    assert result.outcome.best is not None
+    assert seen
+    assert all(one[:2] == one[2:] for one in seen)
+    assert not host.nvml.processes(0)
+    assert not host.processes.named("nvidia-cuda-mps-control")
 
 
 def test_real_processes_whose_slices_cannot_be_read_are_refused_and_ended(host: Host) -> None:

@@ -43,6 +43,8 @@ class ToldJob:
     busy: float = 100.0
     latency: float | None = None
     slice_us: int | None = None
+    # None: outside MPS.
+    server: int | None = None
 
     @property
     def wants(self) -> float:
@@ -76,12 +78,13 @@ class ToldSeveral:
         variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,
         log: Path | None = None,
+        outside: object = None,
         **_more: object,
     ) -> ToldJob:
         words = list(argv)
         given = _parser().parse_args(words[words.index(JOB) + 1 :]) if JOB in words else None
         cap = 100.0 if limits.threads_percent is None or not self._mps else limits.threads_percent
-        job = ToldJob(title, None, cap, 0.0, listen)
+        job = ToldJob(title, None, cap, 0.0, listen, server=1 if self._mps and outside is None else None)
         if given is not None:
             job.need, job.rate, job.busy, job.latency = given.need, given.rate, given.busy, given.latency
         self.programs.append(job)
@@ -115,26 +118,26 @@ class ToldSeveral:
 
     def _pace(self, one: ToldJob, busy: Sequence[ToldJob]) -> Pace:
         """Return how fast a job is next to others, as gpushare.sim.job says."""
-        known = {id(job): _process(number, job, mps=self._mps) for number, job in enumerate(busy) if job.need}
+        known = {id(job): _process(number, job) for number, job in enumerate(busy, 100) if job.need}
         process, neighbours = known[id(one)], list(known.values())
-        own = one.wants / (one.need or 1.0)
         state: Any = SimpleNamespace(daemons=[])
-        if not self._mps:
-            return _in_turn(state, process, own, [[other] for other in neighbours if other is not process])
-        return _in_turn(state, process, own * _squeeze(state, process, neighbours, 0.0), [])
+        own = one.wants / (one.need or 1.0) * (1.0 if one.server is None else _squeeze(state, process, neighbours, 0.0))
+        contexts: dict[int, list[SimulatedProcess]] = {}
+        for other in neighbours:
+            contexts.setdefault(other.mps_server or other.pid, []).append(other)
+        mine = process.mps_server or process.pid
+        return _in_turn(state, process, own, [some for key, some in contexts.items() if key != mine])
 
     def pace(self) -> float:
         """Return how fast the machine's CPU is now."""
         return 1.0
 
     def attached(self, program: ToldJob) -> bool | None:
-        return True if self._mps else None
+        return None if program.server is None else True
 
-    def pause(self, program: ToldJob, *, bound_seconds: float = 0.0) -> None:
-        program.paused = True
-
-    def stop(self, program: ToldJob) -> None:
-        program.paused = True
+    def pause(self, *programs: ToldJob, bound_seconds: float = 0.0) -> None:
+        for program in programs:
+            program.paused = True
 
     def resume(self, program: ToldJob) -> None:
         program.paused = False
@@ -148,7 +151,7 @@ class ToldSeveral:
         program.runs = False
 
 
-def _process(number: int, job: ToldJob, *, mps: bool) -> SimulatedProcess:
+def _process(number: int, job: ToldJob) -> SimulatedProcess:
     return SimulatedProcess(
         pid=number,
         real=False,
@@ -160,7 +163,7 @@ def _process(number: int, job: ToldJob, *, mps: bool) -> SimulatedProcess:
         sm_percent=round(job.wants),
         busy_percent=job.busy,
         request_ms=job.latency,
-        mps_server=1 if mps else None,
+        mps_server=job.server,
         slices={} if job.slice_us is None else {"compute": job.slice_us},
     )
 
@@ -174,6 +177,9 @@ class ToldSlicer:
         self.programs = list[ToldJob]()
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
         for program in self.programs:
             program.slice_us = None
 
@@ -187,6 +193,12 @@ class ToldSlicer:
         assert program.runs
         self.programs.append(program)
         program.slice_us = microseconds
+
+    def set_group(self, _share: object, pids: Sequence[int], microseconds: int) -> None:
+        for pid in pids:
+            assert ToldSeveral.started[pid].server == 1
+            self.probe(pid)
+            self.set(pid, microseconds)
 
 
 def tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,28 +310,3 @@ class PrintsP99(ToldSeveral):
             told = job.listen
             job.listen = lambda line, at: told(line + " p99=1.0" if at % 9.0 < EVERY else line, at)
         return job
-
-
-class MemoryBound(ToldSeveral):
-    """Production keeps its rate under any cap; what it leaves of the SMs the other gets, which takes memory from it."""
-
-    # The rate of each start of production, from the first: processes differ.
-    starts: tuple[float, ...] = (100.0,)
-
-    def _print(self) -> None:
-        mine = [one for one in self.programs if one.title == "production"]
-        other = next((one for one in self.programs if one.title != "production" and one.runs and not one.paused), None)
-        spared = 100.0 - mine[-1].cap if mine else 0.0
-        if mine and mine[-1].runs:
-            kept = 1.0 if other is None else (0.92 if other.cap <= 80 else 0.7) - 0.004 * spared
-            rate = self.starts[min(len(mine), len(self.starts)) - 1]
-            mine[-1].listen(f"rate={rate * kept:.3f}", ToldSeveral.now)
-        if other is not None:
-            other.listen(f"rate={100.0 if not mine else other.cap / 4 + 1.5 * min(5.0, spared):.3f}", ToldSeveral.now)
-
-
-def tell_memory_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the memory bound production, in told jobs."""
-    tell(monkeypatch)
-    monkeypatch.setattr("gpushare.measure.tune.Several", MemoryBound)
-    monkeypatch.setattr("gpushare.measure.pair.BandwidthRecorder.since_last", lambda _self: 92.0)

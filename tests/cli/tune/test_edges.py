@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from gpushare.cli.options import Ended
-from gpushare.cli.tune import _production_caps, _search, _uncertain
+from gpushare.cli.tune import _search, _uncertain
 from gpushare.errors import OperationFailed
-from gpushare.measure.pair import Pair
 from gpushare.measure.search import FINE, GRID, Goal, Search, Setting, Trial, outcome
 from gpushare.measure.tune import Tuning
 from gpushare.run.results import find_tuned
 from gpushare.sim import admin
 from tests.cli.drive import H200, Answer, World
-from tests.measure.told_jobs import tell, tell_memory_bound
+from tests.measure.told_jobs import tell
 
 Cli = Callable[..., Answer]
 JOB = f"{sys.executable} -m gpushare.sim.job"
@@ -94,13 +93,15 @@ def test_what_cannot_be_kept_is_shown_all_the_same(cli: Cli, world: World, monke
     assert (answer.data["file"], answer.json["errors"][0]["code"]) == (None, "directory_unwritable")
     assert answer.code == 4
     assert "GPUSHARE_STATE_DIR" in answer.json["errors"][0]["hint"]
-    assert "apply it" not in answer.err
+    assert "start production" not in answer.err
 
 
 def test_what_it_says_to_run_names_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch)
     words = ("-g", "1", "--caps", "60")
-    assert "--for production -g 1 -- " in cli("tune", *PAIR, *QUICK, *words, host="sim:2xh200").err
+    err = cli("tune", *PAIR, *QUICK, *words, host="sim:2xh200").err
+    assert f"run --production production -g 1 -- {JOB} --need 30" in err
+    assert f"run --opportunistic --for production -g 1 -- {JOB} --need 95" in err
     words = ("--production", f"{JOB} --need 95", *PAIR[2:], *QUICK, *words)
     answer = cli("tune", *words, host="sim:2xh200")
     assert answer.code == 7
@@ -118,8 +119,6 @@ def test_before_the_first_trial_there_is_nothing_to_show(cli: Cli, monkeypatch: 
     [
         (("--caps", "60,"), "bad_percentage", "--caps 80,60,40"),
         (("--caps", "150"), "bad_percentage", "--caps 80,60,40"),
-        (("--production-caps", "x"), "bad_percentage", "--production-caps 60,50"),
-        (("--production-caps", "100"), "bad_cap", "--production-caps 60,50"),
         (("--timeout", "0"), "bad_duration", "--timeout 10m"),
     ],
 )
@@ -129,56 +128,12 @@ def test_a_hint_names_the_option_that_is_wrong(
     assert hint in refused("tune", *PAIR, *words, code=code, exit_code=2)
 
 
-@pytest.mark.parametrize(("text", "caps"), [(None, None), ("none", ()), ("60,50", (60.0, 50.0))])
-def test_none_is_no_cap_on_production_and_nothing_said_leaves_it_to_tune(
-    text: str | None, caps: tuple[float, ...] | None
-) -> None:
-    assert _production_caps(text) == caps
-
-
-def test_a_cap_on_production_that_was_found_is_told_and_kept(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tell_memory_bound(monkeypatch)
-    found = cli("tune", *PAIR, *QUICK, "--name", "web", "--keep", "90%", "--caps", "90,80", output="json")
-    assert found.code == 0, found.err
-    assert found.data["best"]["setting"] == "cap 80 %, low priority, production cap 96 %"
-    assert found.data["best"]["production_threads_percent"] == 96.0
-    assert found.data["stable"] is True
-    assert {one["production_threads_percent"] for one in found.data["trials"]} >= {None, 94.0, 96.0, 98.0}
-    assert "with production capped: gpushare run --production web --threads 96 -g 0 -- ..." in found.err
-    kept = find_tuned(world.host, "web")
-    assert kept is not None
-    assert (kept.threads_percent, kept.production_threads_percent) == (80.0, 96.0)
-    note = "tuned with production capped at 96 %: gpushare run --production web --threads 96 -g 0 -- CMD"
-    assert note in cli("run", "--dry-run", "--opportunistic", "--for", "web", "--", "true").err
-    assert note in cli("run", "--dry-run", "--production", "web", "--", "true").err
-    assert note not in cli("run", "--dry-run", "--production", "web", "--threads", "96", "--", "true").err
-
-
-def test_the_table_shows_a_cap_on_production_whole_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_memory_bound(monkeypatch)
-    monkeypatch.setenv("COLUMNS", "80")
-    out = cli("-o", "table", "tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80").ok().out
-    (chosen,) = (line for line in out.splitlines() if " 96 % " in line)
-    assert chosen.startswith("cap 80 %, low priority ")
-    assert chosen.split()[-2:] == ["yes", "yes"]
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def test_caps_on_production_that_fail_are_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_memory_bound(monkeypatch)
-    start = Pair.start_production
-
-    def refused(self: Pair, cap: float | None) -> None:
-        if cap is not None:
-            raise OperationFailed("the port is in use", "wait", code="job_ended")
-        start(self, cap)
-
-    monkeypatch.setattr(Pair, "start_production", refused)
-    found = cli("tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80", output="json")
-    assert (found.code, found.data["best"]["setting"]) == (0, "cap 80 %, low priority")
-    assert "not all caps on production were tried: the port is in use" in found.err
+def test_caps_on_production_are_not_searched_any_more(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch)
+    answer = cli("tune", *PAIR, *QUICK, "--caps", "60", "--production-caps", "70,60", output="json").ok()
+    assert "--production-caps is not used any more" in answer.err
+    assert {one["production_threads_percent"] for one in answer.data["trials"]} == {None}
+    assert "--production-caps" not in cli("tune", *PAIR, *QUICK, "--caps", "60", "--production-caps", "none").ok().err
 
 
 def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:
@@ -188,7 +143,7 @@ def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World
 
 
 def test_only_caps_that_are_asked_for_are_tried_where_some_are() -> None:
-    free, asked = _search("97%", None, None, None), _search("97%", None, "80,40", None)
+    free, asked = _search("97%", None, None), _search("97%", None, "80,40")
     assert (free.grid, free.fine, free.start.threads) == (GRID, FINE, 60.0)
     assert (asked.grid, asked.fine, asked.start.threads) == ((80.0, 40.0), (), 80.0)
 
