@@ -710,14 +710,18 @@ def _one_server(situation: Situation) -> list[str]:
 
 
 def _elsewhere(situation: Situation, way: Way) -> list[Line]:
-    """Return the export to use where containers run the programs: `gpushare run` does not start them there."""
+    """Return what starts the programs where they run in containers."""
     if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
         return []
     if situation.case.any("kubernetes"):
         return [Line("for pods, export the share as configuration: gpushare export k8s, or gpushare export dra", None)]
     if situation.case.any("containers"):
         return [
-            Line("for containers, export the share as flags: gpushare export docker, or gpushare export compose", None)
+            Line(
+                "for containers: gpushare run --container podman (or docker) -- IMAGE CMD; or export the share as flags: "
+                "gpushare export docker, or gpushare export compose",
+                None,
+            )
         ]
     return []
 
