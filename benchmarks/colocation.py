@@ -51,6 +51,7 @@ from benchmarks.colocation_rows import (
     LOW,
     MPS,
     OTHERS,
+    POISSON,
     WEIGHTS,
     Batch,
     Item,
@@ -73,7 +74,7 @@ from benchmarks.gpu_channels import Mps, _pretended, xids
 from gpushare.errors import GpushareError
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.measure.pair import Window, p99_factor_interval
-from gpushare.measure.statistics import percentile, ratio
+from gpushare.measure.statistics import paired_ratio, percentile, ratio
 from gpushare.run.results import CAPS, SLICES
 from gpushare.timeslice.rules import Rule
 
@@ -404,18 +405,19 @@ class Worker:
             "tune": setting.way == "group",
             "found": found,
             "place": place,
+            "paired": item.production in POISSON,
         }
         return {**one, **self.figures(one, alone)}
 
     def figures(self, one: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
         """Return what was measured in a cell relative to alone."""
         base = self.other_alone["inside" if one["setting"]["way"] in {"group", "mps", "caps"} else "outside"]
-        return _relative(one["found"], alone[one["place"]], base)
+        return _relative(one["found"], alone[one["place"]], base, paired=one["paired"])
 
     def finished(self, cells: Sequence[Mapping[str, Any]], alone: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return cells relative to all that was seen of production alone, without what they were computed from."""
         both = [{**one, **self.figures(one, alone)} for one in cells]
-        return [{key: value for key, value in one.items() if key not in {"found", "place"}} for one in both]
+        return [{key: value for key, value in one.items() if key not in {"found", "place", "paired"}} for one in both]
 
     def in_mps(self, count: int) -> list[Job]:
         """Return others in MPS without a cap."""
@@ -806,9 +808,14 @@ def _alone(alone: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _relative(found: Mapping[str, Any], alone: Mapping[str, Any], base: Sequence[float]) -> dict[str, Any]:
-    """Return what was measured relative to alone, with 95 % intervals where there are any."""
-    kept = ratio(found["rates"], alone["rates"])
+def _relative(
+    found: Mapping[str, Any], alone: Mapping[str, Any], base: Sequence[float], *, paired: bool
+) -> dict[str, Any]:
+    """Return what was measured relative to alone, with 95 % intervals where there are any.
+
+    ``paired``: the requests come at the same moments in each window of this length, of which alone had one first.
+    """
+    kept = paired_ratio(found["rates"], alone["rates"][:PARTS]) if paired else ratio(found["rates"], alone["rates"])
     shares = [ratio(rates, base) for rates in found["other_rates"]]
     sums = [sum(parts) for parts in zip(*found["other_rates"], strict=True)]
     both = ratio(sums, base)
@@ -828,8 +835,8 @@ def _relative(found: Mapping[str, Any], alone: Mapping[str, Any], base: Sequence
         "p99_low": None if between is None else between[0],
         "p99_high": None if between is None else between[1],
         "requests": len(now),
-        "others": [None if one is None else one.value for one in shares],
-        "other": None if both is None else both.value,
+        "others": [0.0 if one is None else one.value for one in shares],
+        "other": _mean(sums) / _mean(base) if both is None else both.value,
         "other_low": None if both is None else both.low,
         "other_high": None if both is None else both.high,
         "mhz": found["mhz"],

@@ -207,3 +207,53 @@ def test_the_table_judges_by_the_goals() -> None:
         "8 x b": "no",
         "8 x c": "no",
     }
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def document_lines(start: str) -> list[str]:
+    """Return the rows of the document's tables that begin with a text."""
+    document = BENCHMARKS.parent.joinpath("docs", "measurements.md").read_text()
+    return [line for line in document.splitlines() if line.startswith(f"| {start}")]
+
+
+def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
+    roles = json.loads(BENCHMARKS.joinpath("h100-roles.json").read_text())
+    for start, key in (("`run --production web", "next_to_1"), ("the same, next to two", "next_to_2")):
+        (line,) = document_lines(start)
+        for who in ("root", "user"):
+            found = roles[who][key]
+            assert f"{found['p99_relative']:.2f}x" in line
+            assert f"{found['others_sum']:.2f}".lstrip("0") in line
+            assert found["rate_relative"] == 1
+    paused = json.loads(BENCHMARKS.joinpath("h100-pause.json").read_text())["root"]
+    for start, key in (("the call that pauses, 10,000", "off_in_driver_ms"), ("the same, from the caller", "off_ms")):
+        (line,) = document_lines(start)
+        times = paused["many"][key]
+        assert f"median {times['median']:.2f} ms, 99.9 % {times['p99_9']:.2f}, at most {times['max']:.1f}" in line
+    assert (paused["many"]["pauses"], paused["many"]["wrong_results"]) == (10_000, 0)
+    (line,) = document_lines("the verb `pause` end to end, 8 times")
+    verbs = paused["verbs"]
+    assert f"{min(verbs['pause_seconds']):.2f} to {max(verbs['pause_seconds']):.2f} s" in line
+    assert f"{min(verbs['resume_seconds']):.2f} to {max(verbs['resume_seconds']):.2f} s" in line
+
+
+def test_the_document_has_the_figures_of_memory() -> None:
+    first, second, third = (json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory-h200-*.json")))
+    (line,) = document_lines("`--job-memory 8G`")
+    assert f"at most {max(row['most_gib'] for row in third['limit']['rows']):.2f} GiB" in line
+    mps, sliced = (row["seconds_over"] for row in third["limit"]["rows"])
+    assert f"for {mps:.2f} s under MPS, {sliced:.2f} s under time-slicing" in line
+    (line,) = document_lines("24 mixed jobs")
+    ways = first["queue"]
+    one_by_one = ways["one after another"]["seconds"]
+    assert f"{ways['wait']['seconds']:.1f} s of {one_by_one:.1f} s: {ways['wait']['of_serial']:.3f}".replace(
+        "0.", "."
+    ) in (line.replace("0.", "."))
+    assert f"{ways['all at once, time-slicing']['out_of_memory']} of 24 were out of memory" in line
+    (line,) = document_lines("100 swaps")
+    swaps = second["swaps"]
+    assert f"{swaps['seconds_each']:.2f} s each" in line
+    assert (swaps["swaps"], swaps["failed"], swaps["identical"]) == (100, [], True)
+    assert first["kill"]["identical"]
