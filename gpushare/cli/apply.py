@@ -23,6 +23,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -57,15 +58,16 @@ def apply(
     applied here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in
     use is refused, the others are changed. It asks before a name, a grant, or an instance that gpushare did not make
     goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
-    (slices:) are followed by `gpushare timeslice keep`.
+    (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in force from then on.
     """
-    from gpushare.hostfile.load import load, names_in
+    from gpushare.hostfile.load import limits_in, load, names_in
     from gpushare.mig.journal import Journal
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))
     names_in(wanted)
+    limits_in(wanted)
     host = settings.connect()
     journal = Journal(host)
     undone = () if settings.dry_run else _undone(host, journal)
@@ -85,7 +87,9 @@ def apply(
     found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
-        found = replace(found, notes=(*found.notes, *_forgotten(host, found), *_followed(host, wanted)))
+        found = replace(
+            found, notes=(*found.notes, *_forgotten(host, found), *_followed(host, wanted), *_limited(host, wanted))
+        )
     return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
 
 
@@ -249,6 +253,15 @@ def _followed(host: Host, wanted: HostFile) -> list[str]:
     else:
         how = "run gpushare timeslice keep; as a unit: gpushare export systemd"
     return [f"the rules for time-slices are followed by another command: {how}"]
+
+
+def _limited(host: Host, wanted: HostFile) -> list[str]:
+    """Return a note on the limits of users, which are in force once root has kept the file."""
+    if not wanted.memory:
+        return []
+    if host.uid != 0:
+        return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
+    return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --job-memory"]
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:

@@ -65,6 +65,9 @@ def capture(
         # What processes get cannot be seen on the host.
         file = replace(file, rules=kept.rules)
         notes = [*notes, "the rules for time-slices (slices) are those of the file that was applied last"]
+    if kept is not None and kept.memory:
+        file = replace(file, memory=kept.memory)
+        notes = [*notes, "the limits of users (memory) are those of the file that was applied last"]
     notes = [*notes, *_AT_BOOT]
     text, errors = text_of(file), gpu_errors(gpus.values())
     return Result(

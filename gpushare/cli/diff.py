@@ -47,16 +47,17 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
     processes = _processes(state.host, wanted)
-    good = all(row["as_requested"] for row in rows) and not processes
+    limits = _limits(state.host, wanted)
+    good = all(row["as_requested"] for row in rows) and not processes and not limits
     # A GPU with a problem would be refused by apply, too.
-    fixable = any(not row["as_requested"] and row["problem"] is None for row in rows)
+    fixable = limits or any(not row["as_requested"] and row["problem"] is None for row in rows)
     notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else found.notes
     if processes:
         notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
-    lines = [*map(_lines, rows), *map(str, processes)]
+    lines = [*map(_lines, rows), *map(str, processes), *limits]
     return Result(
         command="diff",
-        data={"as_requested": good, "gpus": rows, "processes": processes},
+        data={"as_requested": good, "gpus": rows, "processes": processes, "memory": limits},
         text="\n".join(lines) or _nothing(wanted),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
@@ -73,7 +74,24 @@ def _processes(host: Host, wanted: HostFile) -> list[Deviation]:
     return deviations(host, Policy(wanted.rules, names_in(wanted)))
 
 
+def _limits(host: Host, wanted: HostFile) -> list[str]:
+    """Return how the limits of users differ from those in force: of the file that root applied last."""
+    from gpushare.hostfile.load import kept_limits, limits_in
+    from gpushare.units import size_option
+
+    want, now = limits_in(wanted), kept_limits(host)
+    found = [(f"user {uid}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
+    found.append(("other users", want.others, now.others))
+
+    def text(size: int | None) -> str:
+        return "none" if size is None else size_option(size)
+
+    return [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
+
+
 def _nothing(wanted: HostFile) -> str:
+    if wanted.memory and not wanted.entries and not wanted.rules:
+        return "the limits of users are those of the file"
     if wanted.rules and not wanted.entries:
         return "every process has the time-slice that the rules give it"
     return "no entry of the file matches a GPU of this host"

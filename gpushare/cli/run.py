@@ -679,6 +679,7 @@ def _queued(
     roles: Roles,
 ) -> Any:
     """Run a program that is held to its memory, or waits for it first."""
+    from gpushare.hostfile.load import kept_limits
     from gpushare.mps.limits import check_memory
     from gpushare.run.queued import Queued
     from gpushare.run.share import check_program
@@ -712,6 +713,7 @@ def _queued(
         production=roles.production is not None,
         start=start,
         say=note,
+        limits=kept_limits(host),
     )
     return queued.run()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,6 +114,7 @@ def back_in(
     Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
     nothing happens (exit code 19), or with --wait it waits.
     """
+    from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Place, Request
     from gpushare.memory.room import wait_for_room
     from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, guarded, locked, repair
@@ -141,7 +143,7 @@ def back_in(
         need = swap.memory_bytes + GPU_MARGIN_BYTES
         request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
         place = Place(host, request)
-        wait_for_room(host, place, [device], seconds, {}, note)
+        wait_for_room(host, place, [device], seconds, kept_limits(host).without(os.geteuid()), note)
         try:
             with guarded(host), locked(host):
                 done.append(come_in(host, _out_now(host, found), host.open_checkpoint()))

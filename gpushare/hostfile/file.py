@@ -18,6 +18,10 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     - match: {user: alice, command: "*serve.py*"}
       slice: 16ms                      # or weight: 3, or role: production or opportunistic
 
+    memory:                            # what the jobs of a user may reserve on each GPU: `gpushare run --wait`
+    - match: {user: alice}
+      limit: 40G
+
 Of several entries for one GPU the most specific wins: uuid, index, model, all. `schema.json` accepts the same files as
 `parse.py`; a test keeps them in step.
 """
@@ -118,11 +122,24 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """What the jobs of one user may reserve together on one GPU. ``users`` empty: every user but root."""
+
+    users: tuple[str, ...]
+    limit_bytes: int
+    mark: Mark = field(default=Mark(), compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostFile:
-    """A whole file. ``rules`` are for the time-slices of processes. ``shown`` is what it is called in messages."""
+    """A whole file. ``rules`` are for the time-slices of processes, ``memory`` for what users reserve, the first match counts.
+
+    ``shown`` is what it is called in messages.
+    """
 
     entries: tuple[Entry, ...] = ()
     rules: tuple[Rule, ...] = ()
+    memory: tuple[MemoryLimit, ...] = ()
     shown: str = field(default="gpushare.yaml", compare=False)
 
 
@@ -140,6 +157,11 @@ def text_of(file: HostFile) -> str:
     for rule in file.rules:
         lines.append(f"  - match: {_flow(_process_match(rule.match))}")
         lines += [f"    {line}" for line in yaml_text(_outcome(rule)).splitlines()]
+    lines += ["memory:"] if file.memory else []
+    for limit in file.memory:
+        users = limit.users[0] if len(limit.users) == 1 else list(limit.users)
+        lines.append(f"  - match: {_flow({'user': users} if limit.users else 'all')}")
+        lines.append(f"    limit: {size_option(limit.limit_bytes)}")
     return "\n".join(lines) + "\n"
 
 

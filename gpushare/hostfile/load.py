@@ -19,6 +19,7 @@ from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
 from gpushare.hostfile.parse import HINT, parse
 from gpushare.inputs import decoded, shown_as, text_of
+from gpushare.memory.admission import UserLimits
 from gpushare.timeslice.rules import Names
 
 if TYPE_CHECKING:
@@ -124,6 +125,38 @@ def kept_file(host: Host) -> HostFile | None:
         return load(str(applied_path(host)))[0]
     except GpushareError:
         return None
+
+
+def limits_in(file: HostFile) -> UserLimits:
+    """Return the limits of a file; the first that matches a user counts.
+
+    Raises:
+        NotFound: there is no such user; the message has line and column.
+    """
+    named: dict[int, int] = {}
+    others: int | None = None
+    for one in file.memory:
+        try:
+            uids = [user_id(name) for name in one.users]
+        except NotFound as error:
+            raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
+        # Behind one for all, none matches but root.
+        for uid in uids if others is None else [uid for uid in uids if uid == 0]:
+            named.setdefault(uid, one.limit_bytes)
+        if not one.users and others is None:
+            others = one.limit_bytes
+    return UserLimits(named, others)
+
+
+def kept_limits(host: Host) -> UserLimits:
+    """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
+    own = (host.state_directory,) if host.uid == 0 else ()
+    for directory in (*own, *host.shared_state_directories):
+        with contextlib.suppress(OSError, ValueError, GpushareError):
+            if is_trusted_directory(directory):
+                text = decoded(read_bounded(directory / KEPT), str(directory / KEPT), "gpushare.yaml")
+                return limits_in(parse(text))
+    return UserLimits({}, None)
 
 
 def _same_model(written: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpushare.errors import BadUsage
-from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
+from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
 from gpushare.inputs import Located, LocatedList, Mark, documents
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
@@ -63,14 +63,20 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
-    slices = isinstance(raw, dict) and "slices" in raw
-    need = ("version",) if slices else ("version", "gpus")
-    top = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown).fields("version", "gpus", "slices", need=need)
+    more = isinstance(raw, dict) and ("slices" in raw or "memory" in raw)
+    need = ("version",) if more else ("version", "gpus")
+    whole = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
+    top = whole.fields("version", "gpus", "slices", "memory", need=need)
     version = top["version"]
     if isinstance(version.raw, bool) or version.raw != VERSION:
         raise version.wrong(f"is not {VERSION}, the only version")
     entries = tuple(_entry(one) for one in top["gpus"].items()) if "gpus" in top else ()
-    return HostFile(entries=entries, rules=_rules(top["slices"]) if slices else (), shown=shown)
+    return HostFile(
+        entries=entries,
+        rules=_rules(top["slices"]) if "slices" in top else (),
+        memory=_memory_limits(top["memory"]) if "memory" in top else (),
+        shown=shown,
+    )
 
 
 def schema_text() -> str:
@@ -294,6 +300,29 @@ def _rules(value: _Value) -> tuple[Rule, ...]:
     if len(items) > _MAX_RULES:
         raise value.wrong(f"has {len(items)} rules, more than {_MAX_RULES}", "merge them: a key takes a list of values")
     return tuple(map(_rule, items))
+
+
+def _memory_limits(value: _Value) -> tuple[MemoryLimit, ...]:
+    items = value.items()
+    if len(items) > _MAX_RULES:
+        raise value.wrong(f"has {len(items)} limits, more than {_MAX_RULES}", "merge them: user takes a list")
+    return tuple(map(_memory_limit, items))
+
+
+def _memory_limit(value: _Value) -> MemoryLimit:
+    fields = value.fields("match", "limit", need=("match", "limit"))
+    match = fields["match"]
+    users: tuple[str, ...] = ()
+    if isinstance(match.raw, str):
+        match.one_of({"all": None})
+    else:
+        named = match.fields("user", need=("user",))["user"]
+        users = named.one_or_several(lambda one: one.text(USER, "the name or id (in quotes) of a user"))
+    return MemoryLimit(
+        users=users,
+        limit_bytes=parse_memory_limit(fields["limit"].text(MEMORY, "a size like 40G or 1500M")),
+        mark=value.mark,
+    )
 
 
 def _rule(value: _Value) -> Rule:

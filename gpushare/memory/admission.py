@@ -7,7 +7,7 @@ behind when they end, in any order, the earlier job must fit at least as soon as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from gpushare.values import dataclass
@@ -40,6 +40,30 @@ class Waiting:
     memory_bytes: int | None
     keys: tuple[str, ...]
     client: bool = False
+
+
+class UserLimits(Mapping[int, int]):
+    """What the jobs of each user may reserve together on one GPU, by uid; users without a limit are not in it."""
+
+    def __init__(self, named: Mapping[int, int], others: int | None) -> None:
+        self._named, self.others = named, others
+
+    def __getitem__(self, uid: int) -> int:
+        if uid in self._named:
+            return self._named[uid]
+        if self.others is None or uid == 0:
+            raise KeyError(uid)
+        return self.others
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def without(self, uid: int) -> UserLimits:
+        """Return them without the limit of one user: a job that was allowed once may always come back."""
+        return UserLimits({**self._named, uid: 1 << 62}, self.others)
 
 
 def admitted(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
@@ -65,8 +66,11 @@ class Line:
     holders: tuple[Reservation, ...]
     # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
     others_bytes: int
-    # What the jobs there have reserved, as far as it counts.
+    # What the jobs there have reserved, as far as it counts; and by user.
     reserved_bytes: int = 0
+    granted: Mapping[int, int] = field(default_factory=dict)
+    # Reservations beyond the limit of their user.
+    beyond: frozenset[str] = frozenset()
 
     @property
     def free_bytes(self) -> int:
@@ -152,6 +156,7 @@ def line_of(
     here = [one for one in found if one.key == device.uuid]
     owners = _owners(host, here, processes)
     running, holders, counted = [], [], 0
+    beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
     for one in here:
@@ -164,6 +169,7 @@ def line_of(
         limit = (limits or {}).get(one.claim.uid)
         if limit is not None and granted[one.claim.uid] + size > limit:
             size = 0
+            beyond.add(one.id)
         granted[one.claim.uid] += size
         holders.append(one)
         running.append(Running(memory_bytes=max(size, held), client=one.client))
@@ -183,7 +189,16 @@ def line_of(
         holders=tuple(holders),
         others_bytes=others,
         reserved_bytes=sum(granted.values()),
+        granted=dict(granted),
+        beyond=frozenset(beyond),
     )
+
+
+def within_limit(line: Line, one: Reservation, limits: Mapping[int, int]) -> bool:
+    """Return whether a job stays within what its user may reserve on a device."""
+    limit = limits.get(one.claim.uid)
+    size = line.room.memory_bytes if one.memory_bytes is None else one.memory_bytes
+    return limit is None or line.granted.get(one.claim.uid, 0) + size <= limit
 
 
 def _is_on(process: GpuProcess, device: Device) -> bool:
@@ -280,7 +295,13 @@ class Place:
             return None
         lines = self._lines(found, devices, clients, limits)
         waiting = [
-            Waiting(name=one.id, memory_bytes=one.memory_bytes, keys=one.keys, client=one.client)
+            Waiting(
+                name=one.id,
+                memory_bytes=one.memory_bytes,
+                # A job that its user's limit holds back delays nobody.
+                keys=tuple(key for key in one.keys if key not in lines or within_limit(lines[key], one, limits)),
+                client=one.client,
+            )
             for one in found
             if one.key is None
         ]
@@ -298,7 +319,11 @@ class Place:
             return False
         kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
         line = self._lines(kept, [one for one in devices if one.uuid == key], clients, limits).get(key)
-        return line is not None and sum(one.memory_bytes for one in line.running) <= line.room.memory_bytes
+        return (
+            line is not None
+            and own.id not in line.beyond
+            and sum(one.memory_bytes for one in line.running) <= line.room.memory_bytes
+        )
 
     def _lines(
         self,

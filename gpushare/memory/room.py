@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, or_none
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.memory.ledger import Line, Place, Request, line_of, never_fits, position, reservations
 from gpushare.selection import Device, select
 from gpushare.units import format_bytes
@@ -36,14 +37,17 @@ def client_limit(host: Host, device: Device) -> int | None:
 
 
 def best_first(
-    host: Host, devices: Sequence[Device], productions: Callable[[Device], Sequence[str]]
+    host: Host,
+    devices: Sequence[Device],
+    productions: Callable[[Device], Sequence[str]],
+    limits: Mapping[int, int] | None = None,
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
     A GPU without a production job first, then the one whose jobs keep it least busy, then the one with the most room.
     ``productions`` returns the names of the production jobs on a device.
     """
-    lines = {line.device.uuid: line for line in read_lines(host, devices, {})}
+    lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {})}
     found = []
     for device in devices:
         line = lines.get(device.uuid)
@@ -77,6 +81,7 @@ def wait_for_room(
 
     Raises:
         BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).
+        NoPermission: it is more than this user may reserve (code ``over_user_limit``).
         InUse: the time is over (code ``no_room``).
     """
     uuids = [device.uuid for device in devices]
@@ -90,11 +95,14 @@ def wait_for_room(
             lines = read_lines(host, now, limits) if clock() - said >= _SAY_SECONDS else []
             if lines and never_fits(lines, place.request):
                 raise _never(lines, place.request)
+            if lines:
+                check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
                 raise _no_room(read_lines(host, now, limits), place.request, seconds)
             if lines:
                 said = clock()
-                say(_waiting(lines, place, position(reservations(host) or [], place)))
+                before = position(reservations(host) or [], place)
+                say(_waiting(lines, place, before) + _held_back(lines, place.request, limits.get(os.geteuid())))
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()
@@ -121,6 +129,35 @@ def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
     room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)}" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
     return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest)"
+
+
+def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> None:
+    """Raise if a job alone is more than its user may reserve.
+
+    Raises:
+        NoPermission: it is, on each of its devices (code ``over_user_limit``).
+    """
+    if limit is None or any(_need(line, request) <= limit for line in lines):
+        return
+    raise NoPermission(
+        f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
+        "give it less: --job-memory SIZE; or ask the administrator: memory in gpushare.yaml",
+        code="over_user_limit",
+    )
+
+
+def _need(line: Line, request: Request) -> int:
+    return line.room.memory_bytes if request.memory_bytes is None else request.memory_bytes
+
+
+def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> str:
+    """Return a text on the limit of this user, if it holds the job back everywhere."""
+    mine = [line.granted.get(os.geteuid(), 0) for line in lines]
+    if limit is None or any(own + _need(line, request) <= limit for own, line in zip(mine, lines, strict=True)):
+        return ""
+    return (
+        f"; your jobs have reserved {format_bytes(min(mine))} of the {format_bytes(limit)} that you may have on a GPU"
+    )
 
 
 def _never(lines: Sequence[Line], request: Request) -> BadUsage:

@@ -7,14 +7,15 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, OperationFailed
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Peak, find_peak, keep_peak
-from gpushare.memory.room import best_first, size_text, wait_for_room
+from gpushare.memory.room import best_first, check_limit, read_lines, size_text, wait_for_room
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.swapping import ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
@@ -93,12 +94,15 @@ class Queued:
     production: bool
     start: Callable[[Device, RunOptions], Any]
     say: Callable[[str], None]
+    # What users may reserve together on a GPU, by uid.
+    limits: UserLimits = field(default_factory=lambda: UserLimits({}, None))
 
     def run(self) -> Any:
         """Run it, again if it ran out of memory and may be queued again; return its exit code.
 
         Raises:
             BadUsage: it fits on none of the devices (code ``never_fits``).
+            NoPermission: it is more than this user may reserve (code ``over_user_limit``).
             InUse: no room in time (code ``no_room``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
@@ -138,7 +142,8 @@ class Queued:
         policy = self._policy()
         meter: JobMemory | Swapping = memory
         if policy is not None:
-            meter = Swapping(self.host, device, memory, place, policy, self.say)
+            back = self.limits.without(os.geteuid())
+            meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
         tail = ErrorTail() if self.memory.requeue else None
         options = replace(self.options, meter=meter, stderr=None if tail is None else tail.descriptor)
         try:
@@ -163,15 +168,20 @@ class Queued:
         return ForProduction() if self.memory.for_production else None
 
     def _placed(self, size: int | None) -> tuple[Device, Place]:
-        ordered = best_first(self.host, self.devices, self._productions) if len(self.devices) > 1 else []
+        ordered = best_first(self.host, self.devices, self._productions, self.limits) if len(self.devices) > 1 else []
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
         request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name, production=self.production)
         place = Place(self.host, request)
         if not self.memory.wait:
+            try:
+                check_limit(read_lines(self.host, devices, self.limits), request, self.limits.get(os.geteuid()))
+            except BaseException:
+                place.leave()
+                raise
             place.take(devices[0].uuid)
             return devices[0], place
-        device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, {}, self.say)
+        device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, self.limits, self.say)
         if ordered:
             reasons = {one.uuid: what for one, what in ordered}
             self.say(f"{device.title}: {reasons[device.uuid]}; {size_text(place.request)} reserved")

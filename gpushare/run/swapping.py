@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -191,9 +191,11 @@ class Swapping:
         policy: Policy,
         say: Callable[[str], None],
         *,
+        limits: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
+        self._limits = limits or {}
         self._clock = clock
         self._place: Place | None = place
         self._reserved = place.request.memory_bytes
@@ -325,7 +327,7 @@ class Swapping:
 
     def _take(self, place: Place) -> bool:
         now = select(self._device.selector, self._host.nvml.sweep())
-        return place.try_to_take(now, {one.uuid: client_limit(self._host, one) for one in now}, {})
+        return place.try_to_take(now, {one.uuid: client_limit(self._host, one) for one in now}, self._limits)
 
     def _moved(self, began: float, what: str) -> None:
         self._since = self._clock()

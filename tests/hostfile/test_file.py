@@ -15,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage
-from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish, matched, text_of
+from gpushare.hostfile.file import (
+    Entry,
+    Exactness,
+    HostFile,
+    InstanceWish,
+    Match,
+    MemoryLimit,
+    MpsWish,
+    matched,
+    text_of,
+)
 from gpushare.hostfile.parse import parse, read
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
@@ -44,6 +54,11 @@ slices:
   weight: 2.5
 - match: all
   role: opportunistic
+memory:
+- match: {user: [alice, "1000"]}
+  limit: 40G
+- match: all
+  limit: 1500M
 """
 
 # -- written and read back ---------------------------------------------------------------------------
@@ -128,8 +143,16 @@ rules = st.one_of(
     st.builds(Rule, match=process_matches, weight=st.integers(1, 28).map(lambda halves: halves / 2)),
     st.builds(Rule, match=process_matches, role=st.sampled_from(Role)),
 )
+memory_limits = st.builds(
+    MemoryLimit,
+    users=several,
+    limit_bytes=st.integers(1, 99999).map(lambda n: n * MIB) | st.integers(1, 999).map(lambda n: n * GIB),
+)
 files = st.builds(
-    HostFile, entries=st.lists(entries, max_size=4).map(tuple), rules=st.lists(rules, max_size=3).map(tuple)
+    HostFile,
+    entries=st.lists(entries, max_size=4).map(tuple),
+    rules=st.lists(rules, max_size=3).map(tuple),
+    memory=st.lists(memory_limits, max_size=3).map(tuple),
 )
 
 
@@ -197,6 +220,34 @@ def test_an_unknown_key_of_a_rule_is_corrected() -> None:
     with pytest.raises(BadUsage) as caught:
         parse("version: 1\nslices: [{match: {comand: x}, slice: 1ms}]\n")
     assert caught.value.hint == "did you mean 'command'?"
+
+
+def test_the_limits_of_users() -> None:
+    file = parse(FULL)
+    assert [(one.users, one.limit_bytes) for one in file.memory] == [(("alice", "1000"), 40 * GIB), ((), 1500 * MIB)]
+    assert parse("version: 1\nmemory: [{match: all, limit: 4G}]\n").entries == ()
+    assert parse(text_of(file)) == file
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("{match: all}", "2:10: item 1 of 'memory' lacks the key 'limit'"),
+        ("{limit: 4G}", "2:10: item 1 of 'memory' lacks the key 'match'"),
+        ("{match: alice, limit: 4G}", "2:18: 'match' is 'alice', not one of: all"),
+        ("{match: {}, limit: 4G}", "2:18: 'match' lacks the key 'user'"),
+        ("{match: {group: dev}, limit: 4G}", "2:19: 'match' has an unknown key 'group'"),
+        ("{match: {user: 1000}, limit: 4G}", "'user' is 1000, not the name or id (in quotes) of a user"),
+        ("{match: all, limit: 4}", "2:30: 'limit' is 4, not a size like 40G or 1500M"),
+        ("{match: all, limit: 0G}", "'limit' is '0G', not a size like"),
+        ("{match: all, memory: 4G}", "2:23: item 1 of 'memory' has an unknown key 'memory'"),
+        ("alice", "item 1 of 'memory' is 'alice', not a mapping"),
+    ],
+)
+def test_a_wrong_limit_is_said_with_its_place(item: str, said: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse(f"version: 1\nmemory: [{item}]\n")
+    assert said in caught.value.message
 
 
 # -- errors, each with its place ---------------------------------------------------------------------
@@ -396,6 +447,7 @@ KEYS = st.sampled_from(
         "slice",
         "weight",
         "role",
+        "limit",
     ]
 )
 

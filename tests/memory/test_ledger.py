@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from gpushare.connect import connect
-from gpushare.errors import InUse
+from gpushare.errors import InUse, NoPermission
 from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host
 from gpushare.memory import ledger
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, line_of, reservations
 from gpushare.memory.room import best_first, wait_for_room
 from gpushare.selection import Device, select
@@ -185,3 +186,53 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
     assert len(said) == 1
     assert said[0].startswith("waiting for 10.0 GiB")
     assert len(reservations(host) or []) == 2
+
+
+# -- limits of users ---------------------------------------------------------------------------------
+
+
+def limited(size: int | None) -> UserLimits:
+    return UserLimits({os.geteuid(): size} if size is not None else {}, 10 * GIB)
+
+
+def test_a_limit_holds_a_job_back_until_the_users_other_jobs_have_ended(host: Host) -> None:
+    first, second = enter(host, 8 * GIB), enter(host, 6 * GIB)
+    limits = limited(10 * GIB)
+    assert first.try_to_take(devices(host)[:1], {}, limits)
+    assert not second.try_to_take(devices(host)[:1], {}, limits)
+    # The limit is for each GPU.
+    assert second.try_to_take(devices(host), {}, limits)
+    third = enter(host, 6 * GIB)
+    assert not third.try_to_take(devices(host), {}, limits)
+    assert third.try_to_take(devices(host), {}, limits.without(os.geteuid()))
+
+
+def test_two_of_one_user_do_not_exceed_the_limit_at_the_same_time(host: Host) -> None:
+    first, second = enter(host, 6 * GIB), enter(host, 6 * GIB)
+    limits = limited(10 * GIB)
+    only = devices(host)[:1]
+    assert second.try_to_take(only, {}, limits) != first.try_to_take(only, {}, limits)
+
+
+def test_a_job_above_the_limit_alone_is_refused(host: Host) -> None:
+    for size in (12 * GIB, None):
+        place = enter(host, size)
+        with pytest.raises(NoPermission) as caught:
+            wait_for_room(host, place, devices(host), None, limited(10 * GIB), lambda _: None)
+        assert caught.value.code == "over_user_limit"
+        assert "you may reserve 10.0 GiB on a GPU" in caught.value.message
+    assert files(host) == []
+
+
+def test_a_waiting_job_says_that_its_limit_holds_it_back(host: Host) -> None:
+    enter(host, 8 * GIB).take(devices(host)[0].uuid)
+    said: list[str] = []
+    with pytest.raises(InUse):
+        wait_for_room(host, enter(host, 6 * GIB), devices(host)[:1], 0.1, limited(10 * GIB), said.append)
+    assert any("your jobs have reserved 8.0 GiB of the 10.0 GiB" in one for one in said)
+
+
+def test_the_limit_for_all_is_not_for_root() -> None:
+    limits = UserLimits({1000: GIB}, 2 * GIB)
+    assert [limits.get(uid) for uid in (0, 1000, 1001)] == [None, GIB, 2 * GIB]
+    assert UserLimits({0: GIB}, None).get(0) == GIB

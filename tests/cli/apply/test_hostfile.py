@@ -774,3 +774,26 @@ def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> 
     answer = cli("capture", host="sim:h100").ok()
     assert "GPU 0: its time-slice level short is left out: a file cannot express one with MIG" in answer.err
     assert "timeslice" not in answer.out
+
+
+def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:
+    path = write("version: 1\nmemory:\n- {match: {user: [root]}, limit: 8G}\n- {match: all, limit: 20G}\n")
+    answer = cli("diff", "-f", path, host=TWO)
+    assert answer.code == 7
+    assert "memory: user 0: limit 8G, now none" in answer.out
+    assert "memory: other users: limit 20G, now none" in answer.out
+    assert "2 limits of users in force" in cli("apply", "-f", path, host=TWO).ok().err
+    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    assert "limit: 8G" in cli("capture", host=TWO).ok().out
+    for wait in ((), ("--wait",)):
+        answer = cli("run", "-g", "0", *wait, "--job-memory", "9G", "--", "true", host=TWO)
+        assert answer.code == 4
+        (error,) = answer.lines("error")
+        assert "needs 9.0 GiB, and you may reserve 8.0 GiB on a GPU" in error
+    cli("run", "-g", "0", "--wait", "--job-memory", "7G", "--", "true", host=TWO).ok()
+
+
+def test_a_limit_of_an_unknown_user_changes_nothing(refused: Callable[..., str], write: Write) -> None:
+    path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
+    said = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
+    assert "gpushare.yaml:3:10" in said
