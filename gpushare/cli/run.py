@@ -374,7 +374,8 @@ def run(
     --strict run it under MPS inside the instance. Instances with a name are reserved for --mig NAME.
 
     With --slice or --weight the program runs outside MPS, with a time-slice of its own that is read back.
-    Where it cannot be set, the reason is printed and the program runs with the driver's default.
+    Where the host cannot do that, it is refused before the program starts; if the driver refuses it later,
+    the reason is printed and the program goes on with the driver's default.
 
     With --copies each copy gets a cap of 200/N percent and a share of the free memory, unless limits are
     given; a copy whose memory does not fit waits. A failed copy does not affect the others.
@@ -796,7 +797,8 @@ def _production(
     else:
         tuned_us = None
     if roles.way != CAPS and (roles.slice_us is not None or roles.way == SLICES or tuned_us is not None):
-        return _sliced(host, device, command, options, roles.slice_us or tuned_us or PRODUCTION_US)
+        asked = roles.slice_us is not None or roles.way == SLICES
+        return _sliced(host, device, command, options, roles.slice_us or tuned_us or PRODUCTION_US, asked=asked)
     group = members(host, device)
     if group:
         raise InUse(
@@ -817,12 +819,16 @@ def _production(
     return _carried_out(host, share, command, options)
 
 
-def _sliced(host: Host, device: Device, command: Sequence[str], options: RunOptions, slice_us: int) -> Any:
-    """Run a program outside MPS with a time-slice."""
+def _sliced(
+    host: Host, device: Device, command: Sequence[str], options: RunOptions, slice_us: int, *, asked: bool = True
+) -> Any:
+    """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
     from gpushare.run.plain import PlainShare, dropped_variables
-    from gpushare.run.sliced import SlicedShare, check_outside_mps
+    from gpushare.run.sliced import SlicedShare, check_outside_mps, check_settable
 
     check_outside_mps(device)
+    if asked:
+        check_settable(host)
     dropped = dropped_variables(os.environ)
     if dropped:
         note(f"ignored without MPS: {', '.join(dropped)}")

@@ -258,6 +258,9 @@ class OpenProcess(Protocol):
 class ControlFiles(Protocol):
     """The control files of processes, and ioctls on them: the kernel's, or those of a simulated host."""
 
+    def check(self) -> None:
+        """Raise Refused if this kernel or a sandbox allows no process to be duplicated from."""
+
     def process(self, pid: int, started: int | None) -> contextlib.AbstractContextManager[OpenProcess]:
         """Open a process. Raises Refused when it has ended, or its PID belongs to another process now."""
 
@@ -284,18 +287,21 @@ class KernelFiles:
         self._node, self._device = node, device
         self._ioctl, self._address, self._byte = fcntl.ioctl, ctypes.addressof, ctypes.c_char.from_buffer
 
+    def check(self) -> None:
+        """Duplicate a descriptor of this process, which is always allowed where the call is."""
+        if _in_wsl() and not os.path.exists(self._node):
+            raise Refused("wsl")
+        refused = _refused_here()
+        if refused is not None:
+            raise refused
+        scope = _yama_scope()
+        if scope == "3":
+            raise Refused("ptrace_scope", scope)
+
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:
         """Open a process with a pidfd, which is closed at the end."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except (ProcessLookupError, OverflowError):
-            raise Refused("gone") from None
-        except OSError as error:
-            if error.errno == errno.ENOSYS:
-                raise Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd") from None
-            # EINVAL, ENOENT: the number is a thread's. EPERM: a sandbox.
-            raise Refused("seccomp" if error.errno == errno.EPERM else "gone") from None
+        pidfd = _pidfd(pid)
         try:
             identity = _identity(pid)
             # The start time was read while the pidfd was open and its process alive: both are the same process.
@@ -446,27 +452,52 @@ def _syscall(number: int, *arguments: int) -> tuple[int, int]:
     return int(result), ctypes.get_errno()
 
 
-def _forbidden(pid: int) -> Refused:
-    """Return the reason for EPERM from pidfd_getfd."""
-    own = os.pidfd_open(os.getpid())
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (ProcessLookupError, OverflowError):
+        raise Refused("gone") from None
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            raise Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd") from None
+        # EINVAL, ENOENT: the number is a thread's. EPERM: a sandbox.
+        raise Refused("seccomp" if error.errno == errno.EPERM else "gone") from None
+
+
+def _refused_here() -> Refused | None:
+    """Return why pidfd_getfd does not even work on this process; None: it does."""
+    own = _pidfd(os.getpid())
     try:
         file, error = _syscall(_SYS_PIDFD_GETFD, own, own, 0)
     finally:
         os.close(own)
-    if file < 0:
-        # Not even of ourselves.
-        return Refused("no_pidfd_getfd" if error == errno.ENOSYS else "seccomp")
-    os.close(file)
+    if file >= 0:
+        os.close(file)
+        return None
+    if error == errno.ENOSYS:
+        return Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd")
+    return Refused("seccomp")
+
+
+def _forbidden(pid: int) -> Refused:
+    """Return the reason for EPERM from pidfd_getfd."""
+    refused = _refused_here()
+    if refused is not None:
+        return refused
     uid = real_uid(pid)
     if uid is not None and os.geteuid() not in {0, uid}:
         return Refused("other_user")
-    scope = _text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    scope = _yama_scope()
     return Refused("ptrace_scope", scope) if scope in {"1", "2", "3"} else Refused("no_ptrace")
+
+
+def _yama_scope() -> str:
+    return _text("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
 def yama_scope() -> str | None:
     """Return Yama's ptrace_scope where it forbids this user access to processes that gpushare has not started; else None."""
-    scope = _text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    scope = _yama_scope()
     return scope if scope == "3" or (scope in {"1", "2"} and os.geteuid() != 0) else None
 
 
@@ -830,6 +861,11 @@ def _checked(
         yield found
 
 
+def _check(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
+    files.check()
+    return {}
+
+
 def _read(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     with _checked(files, request) as groups:
         return {"slices": [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]}
@@ -919,6 +955,7 @@ def _batches(groups: Sequence[tuple[_File, _Wire]]) -> list[_Batch]:
 
 
 _REQUESTS: Final[Mapping[str, Callable[[ControlFiles, Mapping[str, Any]], dict[str, Any]]]] = {
+    "check": _check,
     "find": _find,
     "read": _read,
     "set": _set,
@@ -1102,6 +1139,19 @@ class ChannelControl:
         """End the child process, if there is one."""
         if self._caller is not None:
             self._caller.close()
+
+    def check(self) -> None:
+        """Raise if no process's slice can be set from here, whatever its user. The driver is not asked.
+
+        Raises:
+            NotSupported: the kernel or a sandbox does not allow it; the code says which.
+            TimedOut, OperationFailed: the child process does not answer.
+        """
+        reply = self._ask({"do": "check", "pid": os.getpid()}, CALL_SECONDS)
+        if "refused" in reply:
+            kind, stable, message, hint = _REFUSALS.get(reply["refused"], _REFUSALS["internal"])
+            shown = message.format(text=reply.get("text") or "", status="")
+            raise kind(f"time-slices cannot be set here: {shown}", hint, code=stable)
 
     def find(
         self, pid: int, started: int | None = None, *, probe: bool = True, seconds: float = FIND_SECONDS

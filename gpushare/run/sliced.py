@@ -59,6 +59,12 @@ def check_outside_mps(device: Device) -> None:
         )
 
 
+def check_settable(host: Host) -> None:
+    """Raise NotSupported if no time-slice can be set on this host, as far as the kernel tells before a program starts."""
+    with host.open_channels() as control:
+        control.check()
+
+
 @dataclass
 class KeptSlices:
     """Sets the slices of processes, reads them back, and finds contexts made later. Used until `close`; slices stay.
@@ -177,7 +183,7 @@ class SlicedWatch:
             changed = self._slices.apply([one.pid for one in found if not one.under_mps], self.slice_us)
         except GpushareError as error:
             if error.code not in PASSING:
-                text = f"the time-slice cannot be set: {error.message}; the program runs with the driver's default"
+                text = f"the time-slice cannot be set: {error.message}; the program goes on with the driver's default"
                 self._say(self.inner.troubles, text)
             # A driver that does not answer must not hold up a signal again and again.
             self._timeouts += isinstance(error, TimedOut)

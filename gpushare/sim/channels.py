@@ -101,7 +101,7 @@ class SimulatedChannels(ChannelControl):
         files = SimulatedFiles(state_file)
 
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
-            if current(state_file).channel_fault == HANGS:
+            if current(state_file).channel_fault == HANGS and request["do"] != "check":
                 raise not_answered(request["pid"], seconds)
             return answer(files, request)
 
@@ -116,6 +116,12 @@ class SimulatedFiles:
         self._opened: dict[int, int] = {}
         self._next = 1000
         self._state: SimulatedHostState | None = None
+
+    def check(self) -> None:
+        """Raise if the kernel or sandbox of the host does not have the call."""
+        fault = current(self._state_file).channel_fault
+        if fault in {"no_pidfd_getfd", "gvisor", "seccomp", "wsl"}:
+            raise Refused(fault)
 
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:

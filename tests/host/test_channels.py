@@ -614,6 +614,36 @@ def test_a_kernel_or_sandbox_without_pidfd_open(monkeypatch: pytest.MonkeyPatch,
     assert answer(KernelFiles(), {"do": "find", "pid": 1, "started": None})["refused"] == code
 
 
+@pytest.mark.parametrize(
+    ("number", "kernel", "scope", "code"),
+    [
+        (errno.EPERM, "", "", "seccomp"),
+        (errno.ENOSYS, "", "", "no_pidfd_getfd"),
+        (0, "6.6.87-microsoft-standard-WSL2", "", "wsl"),
+        (0, "", "3", "ptrace_scope"),
+        (0, "", "1", None),
+        (0, "", "", None),
+    ],
+)
+def test_what_the_kernel_tells_without_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, kernel: str, scope: str, code: str | None
+) -> None:
+    own: list[int] = []
+
+    def syscall(*_: int) -> tuple[int, int]:
+        own.append(os.open("/dev/null", os.O_RDONLY) if number == 0 else -1)
+        return own[-1], number
+
+    monkeypatch.setattr(room, "_syscall", syscall)
+    monkeypatch.setattr(room, "_text", lambda path: kernel if "osrelease" in path else scope if "yama" in path else "")
+    reply = answer(KernelFiles(str(tmp_path / "nvidiactl"), DEVICE), {"do": "check", "pid": os.getpid()})
+    assert reply.get("refused") == code
+    for file in own:
+        if file >= 0:
+            with pytest.raises(OSError, match="Bad file"):
+                os.fstat(file)
+
+
 def test_gvisor_and_wsl_are_told_by_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
         "/proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016",

@@ -98,13 +98,45 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], wo
 def test_a_slice_that_cannot_be_set_is_told(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
     with StateFile(world.spec).changed() as state:
-        state.channel_fault = "seccomp"
+        state.channel_fault = "no_ptrace"
     job = real("run", *OUTSIDE, "--", *JOB, "50", "--seconds", "2")
     answer = job.result()
     assert answer.code == 0
     told = [line for line in answer.err.splitlines() if "the time-slice cannot be set" in line]
     assert len(told) == 1
-    assert told[0].endswith("; the program runs with the driver's default")
+    assert told[0].endswith("; the program goes on with the driver's default")
+
+
+@pytest.mark.parametrize("code", ["no_pidfd_getfd", "gvisor", "seccomp", "wsl"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--slice", "500us"),
+        ("--weight", "3"),
+        ("--production", "web", "--slice", "16ms"),
+        ("--production", "web", "--way", "slices"),
+    ],
+)
+def test_where_no_slice_can_be_set_no_program_starts(
+    refused: Callable[..., str], world: World, tmp_path: Path, code: str, words: tuple[str, ...]
+) -> None:
+    world.run("status")
+    with StateFile(world.spec).changed() as state:
+        state.channel_fault = code
+    for more in ((), ("-n",)):
+        text = refused("run", *words, *more, "--", "touch", str(tmp_path / "ran"), code=code, exit_code=3)
+        assert "time-slices cannot be set here: " in text
+    assert not (tmp_path / "ran").exists()
+
+
+def test_production_whose_slice_was_only_tuned_starts_without_it(real: Callable[..., Started], world: World) -> None:
+    assert world.host.nvml.count() == 1
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, production_slice_us=8000))
+    with StateFile(world.spec).changed() as state:
+        state.channel_fault = "seccomp"
+    answer = real("run", "--production", "web", "--", *JOB, "50", "--seconds", "2").result()
+    assert answer.code == 0
+    assert "the time-slice cannot be set" in answer.err
 
 
 def test_it_is_planned(cli: Cli, world: World) -> None:
@@ -249,7 +281,7 @@ def test_with_quiet_only_what_is_wrong_is_told(real: Callable[..., Started], wor
     words = ("-q", "run", *OUTSIDE, "--", *JOB, "50", "--seconds", "1")
     assert real(*words).result().err == ""
     with StateFile(world.spec).changed() as state:
-        state.channel_fault = "seccomp"
+        state.channel_fault = "no_ptrace"
     assert "the time-slice cannot be set" in real(*words).result().err
 
 
