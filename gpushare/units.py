@@ -229,6 +229,15 @@ def format_duration(seconds: float) -> str:
     return " ".join(f"{count} {name}" for count, name in parts[:2] if count)
 
 
+def pid_of(text: str) -> int | None:
+    """Return the PID that a text is, 0 for a number that can be none; None: it is no number."""
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    digits = text.lstrip("0")
+    # /proc/sys/kernel/pid_max is at most 4,194,304; a simulated PID is above it.
+    return int(digits) if 0 < len(digits) < 10 else 0
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 GPU``, ``2 GPUs``, ``2 processes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"

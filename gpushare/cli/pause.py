@@ -53,13 +53,14 @@ def pause(
     from gpushare.run.jobs import consent_to, find_job, gpu_processes
 
     found = find_job(host, job)
+    consent_to(host, found, "pauses")
     target = Target(
         pid=found.pid,
         started=found.started,
         name=found.name,
         uid=found.uid,
         on_gpu=lambda: {one.pid: one.under_mps for one in gpu_processes(host, found)},
-        losses=consent_to(host, found, "pauses"),
+        losses=lambda pids: consent_to(host, found, "pauses", pids),
     )
     with JobPause(host, target, seconds) as work:
         result = carried_out(

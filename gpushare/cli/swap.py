@@ -59,13 +59,14 @@ def out(job: JobArgument) -> Any:
 
     host = settings.connect()
     found = find_job(host, job)
-    losses = consent_to(host, found, "swaps out")
+    consent_to(host, found, "swaps out")
     _say_repaired(repair(host))
     before = find_swap(host, found.pid)
     if before is not None and before.state != BACK:
         raise _already(before)
     processes = _processes(host, found)
     check_out(host, found.title, processes)
+    losses = consent_to(host, found, "swaps out", [one.pid for one in processes])
     gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
     if gpu is None or gpu.uuid is None:
         raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")

@@ -304,8 +304,10 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
 
         def planned() -> Plan:
             job = find_job(host, text)
-            consent = consent_to(host, job, "changes the time-slice of")
-            return plan(host, control, job, gpu_processes(host, job), consent)
+            action = "changes the time-slice of"
+            consent_to(host, job, action)
+            processes = gpu_processes(host, job)
+            return plan(host, control, job, processes, consent_to(host, job, action, [one.pid for one in processes]))
 
         first = planned()
         return carried_out(command, first, again=planned if first.consent else None)

@@ -95,7 +95,7 @@ class Slicer:
         for process in gpu_processes(self._host, find_job(self._host, str(pid))):
             known = self._found.get(process.pid)
             try:
-                found.append(known or find_channels(self._control, process))
+                found.append(known or find_channels(self._host, self._control, process))
             except GpushareError as error:
                 if error.code not in PASSING:
                     raise

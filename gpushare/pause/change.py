@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Final, cast
 import gpushare
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.program import MPS_CONTROL
+from gpushare.host.slice_lock import probed
 from gpushare.mps.control import is_server
 from gpushare.pause.record import (
     PAUSED,
@@ -37,7 +38,7 @@ from gpushare.pause.record import (
     write,
 )
 from gpushare.plan import Loss, Plan, Step
-from gpushare.units import counted, quoted
+from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Target:
     name: str | None
     uid: int | None
     on_gpu: Callable[[], Mapping[int, bool]]
-    # What somebody else would miss.
-    losses: Sequence[Loss] = ()
+    # What somebody else would miss, by the processes that are on GPUs.
+    losses: Callable[[Iterable[int]], Sequence[Loss]] = lambda _: ()
 
 
 class JobPause:
@@ -136,7 +137,7 @@ class JobPause:
             title=f"pause {self.job.title}",
             steps=steps,
             undo=f"gpushare resume {self.job.selector}",
-            consent=tuple(self._target.losses),
+            consent=tuple(self._target.losses(on_gpu)),
         )
 
     def _before(self) -> PausedJob | None:
@@ -158,7 +159,7 @@ class JobPause:
         refused: GpushareError | None = None
         for pid in sorted(set(pids) - {one.pid for one in self.job.channels}):
             try:
-                channels = self.control.find(pid)
+                channels = probed(self._host, self.control, pid)
             except NotFound as error:
                 # It ended, or a child inherited the context of another process of the job.
                 refused = error
@@ -243,7 +244,7 @@ class JobPause:
 
     def _again(self, channels: Channels) -> Channels:
         """Scan a process whose channels have changed since the scan, and note what is found."""
-        now = self.control.find(channels.pid, channels.started)
+        now = probed(self._host, self.control, channels.pid, channels.started)
         others = tuple(one for one in self.job.channels if one.pid != channels.pid)
         self.job = replace(self.job, channels=(*others, now))
         write(self.job)
@@ -343,7 +344,8 @@ def enable(control: ChannelControl, channels: Channels) -> float:
             return 0.0
     try:
         # It has replaced them all, by exec for example.
-        return control.enable(control.find(channels.pid, channels.started))
+        # No probe: this only puts them back.
+        return control.enable(control.find(channels.pid, channels.started, probe=False))
     except NotFound:
         return 0.0
 
@@ -447,9 +449,10 @@ def find_paused(host: Host, text: str) -> PausedJob:
 
 def _not_paused(host: Host, text: str) -> NotFound:
     hint = "see which jobs are: gpushare pause list"
-    if not text.isdecimal():
+    pid = pid_of(text)
+    if pid is None:
         return NotFound(f"{quoted(text)} is not paused", hint, code="not_paused")
-    info = host.processes.describe(int(text)) if len(text) < 10 else None
+    info = host.processes.describe(pid) if pid else None
     if info is not None and info.user and info.uid != host.uid:
         hint = f"if its user has paused it: sudo -u {shlex.quote(info.user)} gpushare resume {text}"
     return NotFound(f"process {text[:20]} is not paused by this user", hint, code="not_paused")
@@ -462,8 +465,9 @@ def refuse_run(host: Host, job: PausedJob) -> None:
 
 
 def _is(job: PausedJob, text: str) -> bool:
-    if text.isdecimal():
-        return int(text) in {job.pause.pid, *(one.pid for one in job.channels)}
+    pid = pid_of(text)
+    if pid is not None:
+        return pid in {job.pause.pid, *(one.pid for one in job.channels)}
     return job.pause.name == text
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotFound
+from gpushare.host.slice_lock import probed
 from gpushare.pause.change import free, names_of
 from gpushare.pause.record import RESUMING, PausedJob, forget, locked, read, write
 
@@ -98,7 +99,7 @@ class Keeper:
             if pid not in known and self._next.get(pid, 0.0) <= now:
                 self._next[pid] = now + _AGAIN_SECONDS
                 with contextlib.suppress(NotFound):
-                    channels = self._control.find(pid)
+                    channels = probed(self._host, self._control, pid)
                     if not channels.under_mps:
                         found.append(channels)
         if found:

@@ -13,7 +13,7 @@ from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFou
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
-from gpushare.units import quoted
+from gpushare.units import counted, pid_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -341,16 +341,16 @@ def find_job(host: Host, text: str) -> Job:
         NotFound: no such job runs (``no_job``).
     """
     record = None
-    if text.isdecimal() and text.isascii():
-        pid = int(text)
+    number = pid_of(text)
+    if number is not None:
+        pid = number
         record = next((one for one in records(host) if one.pid == pid and is_running(host, one)), None)
     else:
         record = find_record(host, check_job_name(text))
         if record is None or not is_running(host, record):
             raise _no_job(host, text)
         pid = record.pid
-    # A number with more digits is no PID (/proc/sys/kernel/pid_max is at most 4,194,304).
-    identity = host.processes.identity(pid) if 0 < pid < 1 << 31 else None
+    identity = host.processes.identity(pid) if pid > 0 else None
     info = None if identity is None else host.processes.describe(pid)
     # The start was compared before, the identity read after it: both are of the same process.
     if identity is None or info is None or (record is not None and not is_running(host, record)):
@@ -379,22 +379,44 @@ def _no_job(host: Host, text: str) -> NotFound:
     )
 
 
-def consent_to(host: Host, job: Job, action: str) -> tuple[Loss, ...]:
+def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
     """Return what to ask before a job is touched: nothing for this user's own; root is asked for other users'.
 
-    ``action`` is a verb with s: ``pauses``.
+    ``action`` is a verb with s: ``pauses``. ``pids`` are the processes that will be touched: those of a service of root
+    may belong to others.
 
     Raises:
         NoPermission: it belongs to another user, and this is not root.
     """
     if job.uid == host.uid:
-        return ()
-    owner = job.user or (f"user {job.uid}" if job.uid is not None else "another user")
+        return _foreign(host, action, pids) if host.uid == 0 else ()
+    owner = _owner(job.uid, job.user)
     if host.uid != 0:
         raise NoPermission(
             f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
         )
-    return (Loss(action=action, what=job.title, why=(f"of {owner}",)),)
+    return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_foreign(host, action, pids, job.uid))
+
+
+def _owner(uid: int | None, user: str | None) -> str:
+    return user or (f"user {uid}" if uid is not None else "another user")
+
+
+def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
+    """Return one loss for each user but this one, and the one who was named, that processes belong to."""
+    found: dict[int | None, tuple[str, list[int]]] = {}
+    for pid in sorted(pids):
+        info = host.processes.describe(pid)
+        if info is not None and (info.uid is None or info.uid not in {host.uid, but}):
+            found.setdefault(info.uid, (_owner(info.uid, info.user), []))[1].append(pid)
+    return tuple(
+        Loss(
+            action=action,
+            what=f"process {of[0]}" if len(of) == 1 else f"{counted(len(of), 'process')} such as {of[0]}",
+            why=(f"of {owner}",),
+        )
+        for owner, of in found.values()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

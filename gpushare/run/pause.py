@@ -24,6 +24,7 @@ from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.host.slice_lock import probed
 from gpushare.pause.change import enable, names_of
 from gpushare.pause.record import PAUSED, RUNNING, Pause, PausedJob, directory_of, forget, make, write
 from gpushare.run.results import DUTY_SECONDS
@@ -286,7 +287,7 @@ class ChannelPauser:
             # A context that ended, or another process's, inherited.
             with contextlib.suppress(NotFound):
                 if before is None:
-                    found[pid] = self._control.find(pid)
+                    found[pid] = probed(self._host, self._control, pid)
                 else:
                     now = self._control.find_again(before) if pid in self.off else before
                     found[pid] = before if names_of(now) == names_of(before) else now

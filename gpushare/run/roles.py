@@ -19,7 +19,7 @@ from gpushare.run.pause import ChannelPauser, DutyPacer, Pacer, Pauser, Pauses, 
 from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
 from gpushare.run.share import MpsShare
-from gpushare.units import MIB, format_bytes, quoted
+from gpushare.units import MIB, format_bytes, pid_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +71,13 @@ class SparedProcess:
 
 def spared_process(host: Host, device: Device, target: str | None) -> SparedProcess | None:
     """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
-    if target is not None and target.isdecimal():
-        info = host.processes.describe(int(target))
-        if info is None or not host.processes.alive(int(target)):
-            raise NotFound(f"there is no process {target}", "see what is running: gpushare status", code="no_process")
+    number = None if target is None else pid_of(target)
+    if target is not None and number is not None:
+        info = host.processes.describe(number) if number else None
+        if info is None or not host.processes.alive(number):
+            raise NotFound(
+                f"there is no process {target[:20]}", "see what is running: gpushare status", code="no_process"
+            )
         pid, started, title, name = info.pid, info.started_at, f"process {target}", None
     else:
         production = find_spared(host, device, target)
@@ -140,9 +143,9 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
     if target is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
-    if target.isdecimal():
+    pid = pid_of(target)
+    if pid is not None:
         # Any other process: there is no record of it.
-        pid = int(target)
         here = (one for one in records(host) if one.pid == pid and one.device_uuid == device.uuid)
         return next((one for one in here if is_running(host, one)), None)
     found = find_record(host, check_job_name(target))

@@ -25,8 +25,9 @@ from gpushare.host.channels import Channels, Group, from_record
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import identity_of
 from gpushare.host.records import open_lock, read_trusted, replace_file, writing
+from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
-from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record, slices_locked
+from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class Keeper:
             return
         self._may_touch(one)
         limit = _SCAN_SECONDS if one.tries == 0 else _SCAN_AGAIN_SECONDS
-        channels = self._control.find(one.pid, one.origin.started, seconds=limit)
+        channels = probed(self._host, self._control, one.pid, one.origin.started, seconds=limit)
         if channels.under_mps:
             raise _under_mps(one.pid)
         one.wait = _FIRST_CHECK_SECONDS

@@ -7,11 +7,9 @@ the driver offers, and who may call it, is in `gpushare.host.channels`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -19,7 +17,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
-from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.host.slice_lock import SLICES, probed, slices_locked
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
 from gpushare.timeslice.rules import LEAST_US, MOST_US
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA: Final = 1
-_DIRECTORY: Final = "slices"
 # A process may make or close contexts between a look and a call.
 _TRIES: Final = 3
 
@@ -99,10 +97,10 @@ def slice_records(host: Host) -> dict[int, SliceRecord]:
     """
     found: dict[int, SliceRecord] = {}
     for run_directory in (host.run_directory, *host.shared_run_directories):
-        if not is_trusted_directory(run_directory, _DIRECTORY):
+        if not is_trusted_directory(run_directory, SLICES):
             continue
         with contextlib.suppress(OSError):
-            for path in (run_directory / _DIRECTORY).glob("*.json"):
+            for path in (run_directory / SLICES).glob("*.json"):
                 one = record_from(SliceRecord, read_trusted(path))
                 if one is None or host.processes.identity(one.pid) != Identity(one.pid, one.started):
                     continue
@@ -115,8 +113,8 @@ def slice_record(host: Host, pid: int, started: int) -> SliceRecord | None:
     """Return the record of one process, as `slice_records`."""
     found: SliceRecord | None = None
     for run_directory in (host.run_directory, *host.shared_run_directories):
-        if is_trusted_directory(run_directory, _DIRECTORY):
-            one = record_from(SliceRecord, read_trusted(run_directory / _DIRECTORY / f"{pid}.json"))
+        if is_trusted_directory(run_directory, SLICES):
+            one = record_from(SliceRecord, read_trusted(run_directory / SLICES / f"{pid}.json"))
             if one is None or (one.pid, one.started) != (pid, started):
                 continue
             if found is None or one.set_at > found.set_at:
@@ -129,7 +127,7 @@ def _record_of(host: Host, channels: Channels) -> SliceRecord | None:
 
 
 def _path(host: Host, pid: int) -> Path:
-    return host.run_directory / _DIRECTORY / f"{pid}.json"
+    return host.run_directory / SLICES / f"{pid}.json"
 
 
 def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
@@ -142,21 +140,6 @@ def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
                 other.unlink(missing_ok=True)
     with writing(path, "the record of a time-slice"):
         replace_file(path, json.dumps(asdict(record)))
-
-
-@contextlib.contextmanager
-def slices_locked(host: Host) -> Iterator[None]:
-    """Let one gpushare of this user at a time set slices: two would each take the other's value for the old one."""
-    directory = host.run_directory / _DIRECTORY
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    descriptor = open_lock(directory / "lock", "the lock of the time-slices")
-    try:
-        with writing(directory / "lock", "the lock of the time-slices"):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _forget(host: Host, pid: int) -> None:
@@ -211,7 +194,7 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-def find_channels(control: ChannelControl, process: OnGpu, *, probe: bool = True) -> Channels:
+def find_channels(host: Host, control: ChannelControl, process: OnGpu, *, probe: bool = True) -> Channels:
     """Scan a process whose slice is to be set. Without a probe nothing is written.
 
     Raises:
@@ -220,7 +203,10 @@ def find_channels(control: ChannelControl, process: OnGpu, *, probe: bool = True
     """
     if process.under_mps:
         raise _under_mps(process.pid)
-    channels = control.find(process.pid, process.started, probe=probe)
+    if probe:
+        channels = probed(host, control, process.pid, process.started)
+    else:
+        channels = control.find(process.pid, process.started, probe=False)
     if channels.under_mps:
         raise _under_mps(process.pid)
     return channels
@@ -338,7 +324,7 @@ def plan_slice(
     notes = []
     steps, earlier = [], set()
     for process in processes:
-        channels = find_channels(control, process, probe=probe)
+        channels = find_channels(host, control, process, probe=probe)
         info = host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             notes.append(f"process {process.pid} is an MPS server: all of its clients share this slice")
@@ -403,14 +389,14 @@ def plan_restore(
         record = records.get(process.pid)
         if record is None or record.started != process.started:
             continue
-        channels = find_channels(control, process, probe=probe)
+        channels = find_channels(host, control, process, probe=probe)
         earlier = {record.slice_before(one) for one in channels.compute}
         now = {one.slice_us for one in channels.compute}
         slices |= now
         if now != earlier:
             steps.append(_restore_step(host, control, channels, record, earlier))
         else:
-            steps.append(_forget_step(host, channels, record))
+            steps.append(_forget_step(host, control, channels, record))
     (only,) = slices if len(slices) == 1 else (None,)
     return Plan(
         title=f"the time-slice of {title} as it was",
@@ -446,12 +432,12 @@ def _restore_step(
     )
 
 
-def _forget_step(host: Host, channels: Channels, record: SliceRecord) -> Step:
-    """Its slices are the old ones already: only the record is there."""
+def _forget_step(host: Host, control: ChannelControl, channels: Channels, record: SliceRecord) -> Step:
+    """Its slices are the old ones already: only the record is there, unless another gpushare sets one meanwhile."""
     return Step(
         what=f"forget the record of process {channels.pid}, whose time-slice is the old one",
         command=f"rm {_path(host, channels.pid)}",
-        do=lambda: _forget(host, channels.pid),
+        do=lambda: restore_slice(host, control, channels),
         revert=lambda: _note(host, record),
     )
 

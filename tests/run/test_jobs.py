@@ -176,3 +176,26 @@ def test_copies_have_a_name_while_gpushare_runs_them(host: Host) -> None:
     assert find_record(host, "farm") is None
     with named_job(host, device, None):
         assert jobs.records(host) == []
+
+
+def test_root_is_asked_for_other_users_processes_of_a_service_of_its_own(host: Host) -> None:
+    service = find_job(host, str(admin.add_process(SPEC, user="0")))
+    others = [admin.add_process(SPEC, user="4242"), admin.add_process(SPEC, user="4242")]
+    last = admin.add_process(SPEC, user="4243")
+    root = replace(host, uid=0)
+    assert consent_to(root, service, "pauses", [service.pid]) == ()
+    asked = consent_to(root, service, "pauses", [service.pid, *others, last])
+    assert [str(one) for one in asked] == [f"2 processes such as {others[0]} (of 4242)", f"process {last} (of 4243)"]
+    # Its own processes are not named again.
+    theirs = find_job(host, str(others[0]))
+    assert [one.what for one in consent_to(root, theirs, "pauses", [*others, last])] == [
+        theirs.title,
+        f"process {last}",
+    ]
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "0" * 5000, "4294967297"])
+def test_a_number_that_is_no_pid_is_no_job(host: Host, text: str) -> None:
+    with pytest.raises(NotFound) as refused:
+        find_job(host, text)
+    assert refused.value.code == "no_job"

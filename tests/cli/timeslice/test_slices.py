@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from gpushare.host.channels import ChannelControl
 from gpushare.run.jobs import JobRecord, write_record
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
+from gpushare.timeslice import slices
 from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
 from tests.cli.drive import H200, Answer, World
 
@@ -346,3 +348,58 @@ def test_all_processes_of_a_job_get_the_slice_or_none(world: World, pid: int, mo
     assert (slice_of(world, pid), slice_of(world, other)) == (500, 500)
     world.run("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_of(world, other), slice_records(world.host)) == (2048, 2048, {})
+
+
+def test_root_is_asked_before_the_server_of_another_user_is_touched(world: World) -> None:
+    world.run("mps", "start").ok()
+    world.client()
+    with world.file.changed() as state:
+        state.daemons[0].servers[0].uid = 4242
+    (daemon,) = world.state.daemons
+    (server,) = daemon.servers
+    assert (daemon.uid, server.uid) == (0, 4242)
+    asked = world.asked("timeslice", "set", "500us", str(daemon.pid))
+    assert (asked.code, asked.error["code"]) == (19, "needs_consent")
+    assert f"changes the time-slice of process {server.pid} (of 4242)" in asked.error["message"]
+    assert not world.state.daemons[0].servers[0].slices
+
+
+def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
+    world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    with world.file.changed() as state:
+        next(one for one in state.processes if one.pid == pid).slices.clear()
+    real, again = slices.plan_restore, []
+
+    def planned(*words: Any, **more: Any) -> Any:
+        plan = real(*words, **more)
+        if not again:
+            # The slices are the old ones, so that the plan only forgets the record; then another gpushare sets one.
+            again.append(plan)
+            world.run("timeslice", "set", "700us", str(pid)).ok()
+        return plan
+
+    monkeypatch.setattr(slices, "plan_restore", planned)
+    world.run("timeslice", "reset", str(pid)).ok()
+    assert slice_of(world, pid) == 2048
+    assert shown(world, pid)["set_us"] is None
+
+
+def test_no_other_gpushare_sets_a_slice_during_a_probe(world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = world.host.run_directory / "slices" / "lock"
+    real, held = ChannelControl.find, []
+
+    def find(control: ChannelControl, *words: Any, probe: bool = True, **more: Any) -> Any:
+        if probe:
+            with lock.open() as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(pid)
+        return real(control, *words, probe=probe, **more)
+
+    monkeypatch.setattr(ChannelControl, "find", find)
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    world.run("timeslice", "reset", str(pid)).ok()
+    world.run("pause", str(pid)).ok()
+    world.run("resume", str(pid)).ok()
+    assert len(held) == 3

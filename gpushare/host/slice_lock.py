@@ -1,0 +1,49 @@
+"""The lock under which a user's gpushares set and probe time-slices, one at a time.
+
+A probe writes another value for a moment and puts the old one back: without the lock, a slice that is set meanwhile would
+be lost, and a probe would take it for a driver that does not keep what was set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from gpushare.host.host import make_private_directory
+from gpushare.host.records import open_lock, writing
+
+if TYPE_CHECKING:
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.host import Host
+
+# The directory of the records of slices.
+SLICES: Final = "slices"
+
+
+@contextlib.contextmanager
+def slices_locked(host: Host) -> Iterator[None]:
+    """Let one gpushare of this user at a time set slices: two would each take the other's value for the old one."""
+    directory = host.run_directory / SLICES
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    descriptor = open_lock(directory / "lock", "the lock of the time-slices")
+    try:
+        with writing(directory / "lock", "the lock of the time-slices"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def probed(
+    host: Host, control: ChannelControl, pid: int, started: int | None = None, *, seconds: float | None = None
+) -> Channels:
+    """Scan a process and probe it, while no other gpushare of this user sets a slice or probes.
+
+    Raises as `ChannelControl.find`. The caller does not hold the lock.
+    """
+    with slices_locked(host):
+        return control.find(pid, started) if seconds is None else control.find(pid, started, seconds=seconds)
