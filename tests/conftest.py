@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,10 @@ ROOM = short_directory()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the collection of tests a directory of simulated hosts of its own."""
+    """Give the collection of tests a directory of simulated hosts of its own, and Ctrl-C even in the background."""
+    # A shell lets what it starts in the background ignore SIGINT, and tests send it to what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
     os.environ["GPUSHARE_SIM_DIR"] = directory
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
@@ -53,6 +57,15 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put back the handlers of the signals that end a program: benchmarks and workloads set their own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 GOLDENS = Path(__file__).parent / "goldens"

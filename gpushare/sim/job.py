@@ -228,6 +228,11 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
     while time.monotonic() < deadline and not ended:
         state = current(file)
         found = next((one for one in state.processes if one.pid in family), None)
+        if found is not None and found.checkpoint and found.refused is None:
+            # A call of CUDA waits for as long as its process is locked or out of the GPU.
+            deadline = time.monotonic() + _FOUND_SECONDS
+            time.sleep(0.01)
+            continue
         if found is None or (found.refused is None and not on_gpu(found)):
             time.sleep(0.01)
             continue
@@ -236,7 +241,7 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
             return None
         with changing(file) as (state, _):
             process = next((one for one in state.processes if one.pid == found.pid), None)
-            if process is not None:
+            if process is not None and not process.checkpoint:
                 return found.pid if _settle_in(state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None

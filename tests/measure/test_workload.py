@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import signal
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +20,6 @@ from gpushare.measure.metric import Printed
 from gpushare.measure.workload import BACKENDS, Unusable, first_usable
 from gpushare.selection import Device
 from gpushare.sim.job import _parser as job_parser
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The program catches the signals that end it."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Counting:

@@ -83,8 +83,9 @@ def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> N
     )
     waiting = real("run", "--wait", "--job-memory", "60G", "--", *JOB)
     until(lambda: len(reservations(world.host) or []) == 2, "it waits")
-    waiting.process.send_signal(signal.SIGINT)
-    assert waiting.process.wait(20) == 130
+    waiting.signal(signal.SIGINT)
+    answer = waiting.result()
+    assert answer.code == 130, answer
     assert len(reservations(world.host) or []) == 1
 
 
