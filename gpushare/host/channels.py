@@ -1029,9 +1029,7 @@ class Caller:
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
         """Return the answer to a request. Raises TimedOut or OperationFailed, after ending the child."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._start()
+        self.start()
         try:
             return self._asked(request, time.monotonic() + seconds)
         except TimeoutError:
@@ -1048,6 +1046,12 @@ class Caller:
             # Ctrl-C: let it finish this request, so that nothing stays half done. Without its socket it ends by itself.
             self._forget()
             raise
+
+    def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
 
     def close(self) -> None:
         """End the process; the next request starts another one."""
@@ -1134,6 +1138,12 @@ class ChannelControl:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Start the child process now. It loads while the caller does something else; a failure shows with the first call."""
+        if self._caller is not None:
+            with contextlib.suppress(OSError):
+                self._caller.start()
 
     def close(self) -> None:
         """End the child process, if there is one."""

@@ -126,11 +126,12 @@ class JobPause:
         if before is not None:
             self.job = before
             return Plan(title=f"pause {self.job.title}", steps=())
+        if begin and self._guard is None:
+            # Both processes load while the rest is looked up. Without a pause, the guard ends with its input.
+            self._guard = Guard(self._host, self.job.path)
+        self.control.start()
         on_gpu = self._target.on_gpu()
         refuse_mps(self._host, on_gpu)
-        if begin and self._guard is None:
-            # It loads while the processes are scanned.
-            self._guard = Guard(self._host, self.job.path)
         self._find(on_gpu)
         steps = (self._record_step(), *(self._off_step(one) for one in self.job.channels), self._hold_step())
         return Plan(

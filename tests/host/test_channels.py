@@ -718,6 +718,26 @@ def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatc
     assert started[0].wait(60) == 0
 
 
+def test_a_child_that_was_started_before_gets_the_first_request() -> None:
+    caller = Caller()
+    caller.start()
+    started = caller._process
+    assert caller.ask({"do": "find", "pid": 0, "started": None}, 60)["refused"]
+    caller.start()
+    assert started is not None
+    assert caller._process is started
+    caller.close()
+    assert started.returncode is not None
+
+
+def test_a_child_that_cannot_be_started_shows_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with ChannelControl() as control:
+        control.start()
+        with pytest.raises(FileNotFoundError):
+            control.find(1)
+
+
 def test_an_error_inside_the_child_is_an_answer(state_file: StateFile) -> None:
     control = ChannelControl(lambda request, seconds: {"refused": "internal", "text": "KeyError: 'do'", "status": None})
     assert refusal(lambda: control.find(1)) == (OperationFailed, "helper_failed")

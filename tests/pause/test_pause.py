@@ -55,7 +55,7 @@ class Control:
                 raise self.fails[name, pid]
             return call(subject, *rest)
 
-        return call if name == "close" else called
+        return call if name in {"start", "close"} else called
 
     def __enter__(self) -> Control:
         return self
