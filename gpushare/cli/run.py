@@ -701,8 +701,6 @@ def _queued(
 
         return _carried_out(host, PlainShare(host, device), command, metered, mps=False)
 
-    if settings.dry_run:
-        return start(devices[0], options)
     queued = Queued(
         host=host,
         devices=devices,
@@ -716,6 +714,8 @@ def _queued(
         say=note,
         limits=kept_limits(host),
     )
+    if settings.dry_run:
+        return start(devices[0], queued.plan())
     return queued.run()
 
 

@@ -61,7 +61,7 @@ def out(job: JobArgument) -> Any:
     found = find_job(host, job)
     consent_to(host, found, "swaps out")
     _say_repaired(repair(host))
-    before = find_swap(host, found.pid)
+    before = find_swap(host, found.pid, found.name)
     if before is not None and before.state != BACK:
         raise _already(before)
     processes = _processes(host, found)
@@ -85,7 +85,7 @@ def out(job: JobArgument) -> Any:
 
     def act() -> None:
         with guarded(host), locked(host):
-            again = find_swap(host, found.pid)
+            again = find_swap(host, found.pid, found.name)
             if again is not None and again.state == OUT:
                 raise _already(again)
             done.append(go_out(host, swap, host.open_checkpoint()))
@@ -223,7 +223,7 @@ def _already(swap: Swap) -> InUse:
 def _out_now(host: Host, job: Job) -> Swap:
     from gpushare.memory.swap import BACK, find_swap
 
-    swap = find_swap(host, job.pid)
+    swap = find_swap(host, job.pid, job.name)
     if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
     return swap

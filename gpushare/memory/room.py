@@ -93,9 +93,8 @@ def wait_for_room(
             if place.try_to_take(now, clients, limits):
                 return next(one for one in now if one.uuid == place.key)
             lines = read_lines(host, now, limits) if clock() - said >= _SAY_SECONDS else []
-            if lines and never_fits(lines, place.request):
-                raise _never(lines, place.request)
             if lines:
+                check_ever(lines, place.request)
                 check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
                 raise _no_room(read_lines(host, now, limits), place.request, seconds)
@@ -129,6 +128,16 @@ def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
     room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)}" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
     return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest)"
+
+
+def check_ever(lines: Sequence[Line], request: Request) -> None:
+    """Raise if a job fits on none of its devices, even if they are empty.
+
+    Raises:
+        BadUsage: it does not (code ``never_fits``).
+    """
+    if lines and never_fits(lines, request):
+        raise _never(lines, request)
 
 
 def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> None:

@@ -116,9 +116,16 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     return [one for one in found if one is not None and one.living(host)]
 
 
-def find_swap(host: Host, pid: int) -> Swap | None:
-    """Return the record of a job by its first process; None: it was never swapped."""
-    return next((one for one in swaps(host) if one.pid == pid), None)
+def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
+    """Return the record of a job; None: it was never swapped.
+
+    A job that went out while it started has gpushare's PID in its record: then one of its processes, or its name, tells.
+    """
+    found = swaps(host)
+    by_pid = next((one for one in found if one.pid == pid), None)
+    inside = next((one for one in found if any(image == pid for image, _, _ in one.images)), None)
+    named = None if name is None else next((one for one in found if one.name == name), None)
+    return by_pid or inside or named
 
 
 def _read(path: Path) -> Swap | None:

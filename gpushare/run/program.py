@@ -248,6 +248,9 @@ class RunOptions:
     role: str = "plain"
     # The container engine that runs it.
     container: str | None = None
+    # For a dry run: what happens before the program starts, and while it runs.
+    before: tuple[Step, ...] = ()
+    meanwhile: tuple[Step, ...] = ()
 
     @property
     def log(self) -> Path | None:
@@ -339,7 +342,7 @@ class Run:
     def steps(self) -> tuple[Step, ...]:
         """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program."""
         self._check()
-        return (*self.share.steps(), self._step())
+        return (*self.options.before, *self.share.steps(), self._step(), *self.options.meanwhile)
 
     def _step(self) -> Step:
         log = self.options.log

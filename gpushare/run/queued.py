@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,8 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Peak, find_peak, keep_peak
-from gpushare.memory.room import best_first, check_limit, read_lines, size_text, wait_for_room
+from gpushare.memory.room import best_first, check_ever, check_limit, read_lines, size_text, wait_for_room
+from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.swapping import ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
@@ -51,6 +52,10 @@ class MemoryOptions:
     turns: bool = False
     turn_seconds: float | None = None
     for_production: bool = False
+
+
+def _step(what: str) -> Step:
+    return Step(what=what, command="# by gpushare run itself", do=lambda: None)
 
 
 class ErrorTail:
@@ -115,6 +120,51 @@ class Queued:
                 return code
             size = int(size * MORE) // MIB * MIB
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+
+    def plan(self) -> RunOptions:
+        """Return the options of a dry run, which show what this adds to the program; nothing is changed.
+
+        Raises:
+            BadUsage, NoPermission: as `run`.
+        """
+        size = self._size()
+        limit = self.limits.get(os.geteuid())
+        ordered = best_first(self.host, self.devices, self._productions, self.limits) if len(self.devices) > 1 else []
+        devices = [device for device, _ in ordered] or list(self.devices)
+        keys = tuple(device.uuid for device in devices)
+        request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name)
+        lines = read_lines(self.host, devices, self.limits)
+        check_ever(lines, request)
+        check_limit(lines, request, limit)
+        return replace(
+            self.options,
+            before=tuple(_step(one) for one in self._before(request, devices)),
+            meanwhile=tuple(_step(one) for one in self._meanwhile(size)),
+        )
+
+    def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
+        size = size_text(request)
+        if self.memory.wait:
+            where = devices[0].title if len(devices) == 1 else "one of " + ", ".join(one.title for one in devices)
+            most = "" if self.memory.wait_seconds is None else f", for {self.memory.wait_seconds:g} s at most"
+            yield f"wait until {where} has room for {size}, first come first served{most}; reserve it"
+        elif request.memory_bytes:
+            yield f"reserve {size} on {devices[0].title}"
+
+    def _meanwhile(self, size: int | None) -> Iterator[str]:
+        memory = self.memory
+        if memory.job_bytes is not None:
+            action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[memory.action]
+            yield f"{action} if its processes together hold more than {format_bytes(memory.job_bytes)}"
+        if memory.idle_seconds is not None:
+            yield f"swap it out after {memory.idle_seconds:g} s without work, and back in at its first work"
+        if memory.turns:
+            turn = "nine times the measured switch" if memory.turn_seconds is None else f"{memory.turn_seconds:g} s"
+            yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
+        if memory.for_production:
+            yield "swap it out when a production job needs room, and back in when there is room again"
+        if memory.requeue and size is not None:
+            yield f"if it runs out of memory, wait again for {format_bytes(int(size * MORE) // MIB * MIB)}"
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""

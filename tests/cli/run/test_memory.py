@@ -227,3 +227,43 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
     job.process.send_signal(signal.SIGINT)
     job.process.wait(30)
     assert reservations(world.host) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--wait", "--wait-timeout", "5m", "--job-memory", "10G"),
+            "room for 10.0 GiB, first come first served, for 300 s",
+        ),
+        (("--wait",), "room for a GPU without other jobs"),
+        (("--job-memory", "10G"), "reserve 10.0 GiB on GPU 0"),
+        (("--job-memory", "10G", "--memory-action", "pause"), "stop it (SIGSTOP) if its processes together hold more"),
+        (("--wait", "--requeue", "--job-memory", "10G"), "if it runs out of memory, wait again for 12.0 GiB"),
+        (("--idle", "10m"), "swap it out after 600 s without work"),
+        (("--turns", "auto", "--job-memory", "10G"), "nine times the measured switch"),
+        (("--opportunistic", "--swap", "--job-memory", "10G"), "swap it out when a production job needs room"),
+    ],
+)
+def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[str, ...], said: str) -> None:
+    text = cli("run", "-n", *words, "--", "true").ok().out
+    assert said in text
+    assert "run true" in text
+    assert reservations(world.host) == []
+
+
+def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
+    refused(
+        "run",
+        "-n",
+        "--wait",
+        "-g",
+        "any",
+        "--job-memory",
+        "300G",
+        "--",
+        "true",
+        code="never_fits",
+        exit_code=2,
+        host="sim:2xa30",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -252,3 +253,17 @@ def test_the_structure_has_the_size_of_the_drivers() -> None:
     import ctypes
 
     assert ctypes.sizeof(driver._RestoreArguments) == 64
+
+
+def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_processes(cli: Cli, world: World) -> None:
+    """Until its program runs, the record of a named job has gpushare's own PID."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    (swap,) = swaps(world.host)
+    swap.path.unlink()
+    module.write(replace(swap, pid=4242, name="train", path=module.path_of(world.host, 4242)))
+    assert find_swap(world.host, pid) is not None
+    assert find_swap(world.host, 77, "train") is not None
+    assert find_swap(world.host, 77, "other") is None
+    cli("swap", "in", str(pid)).ok()
+    assert process(world, pid).checkpoint == RUNNING
