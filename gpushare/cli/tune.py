@@ -290,7 +290,7 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
 
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
     data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
-    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
+    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result, options.search.goal.keep)]
     if result.others:
         notes.append(others_note(result.others))
     failed = None
@@ -322,15 +322,15 @@ def _apply(tuned: Tuned, where: str) -> list[str]:
     ]
 
 
-def _uncertain(result: TuneResult) -> list[str]:
+def _uncertain(result: TuneResult, keep: float) -> list[str]:
     """Return notes on figures that are not certain."""
     best, spread = result.outcome.best, result.production_spread
     more = f"more windows are more certain: --rounds {2 * max(one.rounds for one in result.trials)}"
     notes = []
     if best is not None and not best.safe:
-        notes.append(
-            f"the goal is met by less than the scatter of the figures ({best.kept:.3f} ±{best.error:.3f}); {more}"
-        )
+        by_p99 = best.p99 is not None and best.kept - best.error >= keep
+        which = f"p99 {best.p99:.2f}x" if by_p99 else f"{best.kept:.3f} ±{best.error:.3f}"
+        notes.append(f"the goal is met by less than the scatter of the figures ({which}); {more}")
     elif best is not None:
         lucky = [one for one in result.outcome.curve if one.meets and not one.safe]
         larger = [one.setting.title for one in lucky if (one.opportunistic or 0.0) > (best.opportunistic or 0.0)]

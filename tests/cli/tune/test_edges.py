@@ -161,9 +161,20 @@ def test_figures_that_scatter_are_said_to(kept: float, error: float, spread: flo
     search = Search(goal=Goal(keep=0.97))
     found = outcome(search, [Trial(setting=Setting(threads=60.0), kept=kept, error=error)])
     result: Any = SimpleNamespace(outcome=found, production_spread=spread, trials=[SimpleNamespace(rounds=24)])
-    notes = _uncertain(result)
+    notes = _uncertain(result, 0.97)
     assert len(notes) == (said is not None)
     assert all(said in note and "--rounds 48" in note for note in notes if said)
+
+
+def test_a_p99_that_is_not_certain_is_named() -> None:
+    """It was measured once, from too few requests to say how certain it is; the rate is certain."""
+    search = Search(goal=Goal(keep=0.97, p99_factor=1.2))
+    trial = Trial(setting=Setting(threads=60.0), kept=1.0, error=0.001, p99=1.06)
+    result: Any = SimpleNamespace(
+        outcome=outcome(search, [trial]), production_spread=0.01, trials=[SimpleNamespace(rounds=2)]
+    )
+    (note,) = _uncertain(result, 0.97)
+    assert "scatter of the figures (p99 1.06x); more windows" in note
 
 
 def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
@@ -176,5 +187,5 @@ def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
     result: Any = SimpleNamespace(
         outcome=outcome(search, trials), production_spread=0.2, trials=[SimpleNamespace(rounds=24)]
     )
-    (note,) = _uncertain(result)
+    (note,) = _uncertain(result, 0.97)
     assert note.startswith("cap 80 %, low priority met the goal too, but by less than the scatter of its figures")
