@@ -93,12 +93,13 @@ def test_a_job_that_costs_nothing_gets_the_longest_slice() -> None:
     assert outcome.worst == 1.0
 
 
+@pytest.mark.parametrize("seed", [1, 5])
 @pytest.mark.parametrize("noise", [0.002, 0.01])
 @pytest.mark.parametrize("every", [0.05, 0.5, 1.0])
 @pytest.mark.parametrize("harm", [0.05, 0.2, 0.6])
-def test_steady_production_keeps_its_part_in_every_minute(noise: float, every: float, harm: float) -> None:
-    outcome = simulate([Phase(1000, 100, harm)], noise=noise, every=every)
-    assert outcome.worst >= 0.965
+def test_steady_production_keeps_its_part_in_every_minute(noise: float, every: float, harm: float, seed: int) -> None:
+    outcome = simulate([Phase(1000, 100, harm)], noise=noise, every=every, seed=seed)
+    assert outcome.worst >= 0.97
     assert outcome.used > 0.3 * LEAST_US
 
 
@@ -117,13 +118,14 @@ def test_steady_production_keeps_its_part_in_every_minute(noise: float, every: f
 def test_production_that_changes_phase_keeps_its_part_in_every_minute(
     phases: list[Phase], every: float, seed: int
 ) -> None:
-    assert simulate(phases, every=every, seed=seed).worst >= 0.965
+    assert simulate(phases, every=every, seed=seed).worst >= 0.97
 
 
-def test_a_phase_without_harm_is_used() -> None:
+@pytest.mark.parametrize(("every", "seed"), [(0.05, 1), (0.5, 4)])
+def test_a_phase_without_harm_is_used(every: float, seed: int) -> None:
     light, heavy = Phase(60, 100, 0.01), Phase(60, 60, 0.6, 300)
-    outcome = simulate([light, heavy])
-    assert outcome.worst >= 0.965
+    outcome = simulate([light, heavy], every=every, seed=seed)
+    assert outcome.worst >= 0.97
     of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
     of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 70]
     assert max(of_light) > 10 * max(of_heavy)
@@ -131,7 +133,7 @@ def test_a_phase_without_harm_is_used() -> None:
 
 def test_what_even_the_least_slice_costs_too_much_stays_held_back() -> None:
     outcome = simulate([Phase(1000, 100, 0.9, 20)])
-    assert outcome.worst >= 0.965
+    assert outcome.worst >= 0.97
     assert sum(one.held for one in outcome.settings[60:]) > 0.8 * len(outcome.settings[60:])
     assert outcome.controller.out_of_reach
 
@@ -196,7 +198,7 @@ def test_whatever_production_does_the_slice_stays_within_its_bounds(
 @settings(max_examples=40, deadline=None)
 def test_any_steady_production_keeps_its_part(harm: float, half: float, noise: float, keep: float, seed: int) -> None:
     outcome = simulate([Phase(1000, 100, harm, half)], noise=noise, keep=keep, seed=seed)
-    assert outcome.worst >= keep - 0.01
+    assert outcome.worst >= keep
 
 
 @given(times=st.lists(st.floats(0, 100), max_size=30), values=st.lists(st.floats(0, 1e100), min_size=30, max_size=30))
