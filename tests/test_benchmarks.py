@@ -240,7 +240,9 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
 
 
 def test_the_document_has_the_figures_of_memory() -> None:
-    first, second, third = (json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory-h200-*.json")))
+    first, second, third, fourth = (
+        json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory-h200-*.json"))
+    )
     (line,) = document_lines("`--job-memory 8G`")
     assert f"at most {max(row['most_gib'] for row in third['limit']['rows']):.2f} GiB" in line
     mps, sliced = (row["seconds_over"] for row in third["limit"]["rows"])
@@ -257,3 +259,17 @@ def test_the_document_has_the_figures_of_memory() -> None:
     assert f"{swaps['seconds_each']:.2f} s each" in line
     assert (swaps["swaps"], swaps["failed"], swaps["identical"]) == (100, [], True)
     assert first["kill"]["identical"]
+    (line,) = document_lines("two jobs of 2 GiB")
+    turns = fourth["turns"]
+    assert f"{turns['reached']:.3f}; expected {turns['expected']:.2f}".replace("0.", ".") in line
+    assert f"{len(turns['back_seconds'])} switches" in line
+
+
+def test_the_document_has_what_tune_found_on_the_same_day() -> None:
+    found = json.loads(BENCHMARKS.joinpath("h200-tune.json").read_text())
+    for pair, one in ((key, value) for key, value in found.items() if isinstance(value, dict)):
+        (line,) = document_lines(f"`gpushare tune` itself, slices first, {pair} ")
+        best = one["best"]
+        setting = f"{best['production_slice_us']}:{best['other_slice_us']}"
+        figures = f"p99 {best['p99']:.2f}x, rate {best['kept']:.2f}, the other {best['opportunistic_share']:.2f}"
+        assert f"{setting}: {figures}, in {one['seconds']:.0f} s" in line
