@@ -94,7 +94,9 @@ def test_a_shortened_output_stays_short() -> None:
     assert refreshed(text) == text.replace("old", "done: 4 steps").replace("-g 0\n`", "-g 0\nsim:t4, GPU 0: lost\n`")
 
 
-@pytest.mark.parametrize("line", ["rm -r x", "gpushare-x", "export", "sudo gpushare status"])
+@pytest.mark.parametrize(
+    "line", ["rm -r x", "gpushare-x", "export", "sudo gpushare status", "gpushare status | head -1"]
+)
 def test_no_other_program_is_run_for_a_document(line: str) -> None:
     with pytest.raises(ValueError, match="gpushare, cat and export only"):
         refreshed(f"```console\n$ {line}\n```\n")

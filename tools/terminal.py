@@ -57,7 +57,7 @@ class Terminal:
             return ""
         if words[:1] == ["cat"] and len(words) == 2:
             return Path(words[1]).read_text(encoding="utf-8")
-        if words[:1] != ["gpushare"]:
+        if words[:1] != ["gpushare"] or {"|", "&&", ";", ">", "&"} & set(words):
             message = f"the documents run gpushare, cat and export only: {line}"
             raise ValueError(message)
         if "--host" in words:

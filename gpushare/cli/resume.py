@@ -37,14 +37,19 @@ def resume(
     if not everything and job is None:
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
     from gpushare.pause.change import changing, find_paused, resume_step
-    from gpushare.pause.record import paused_jobs
+    from gpushare.pause.record import by_root, paused_jobs
 
     host = settings.connect()
 
     def wanted() -> list[PausedJob]:
         if job is not None:
             return [find_paused(host, job)]
-        return [one for one in paused_jobs(host, shared=False) if not (one.pause.by_run and one.kept(host))]
+        held = by_root(host)
+        return [
+            one
+            for one in paused_jobs(host, shared=False)
+            if not (one.pause.by_run and one.kept(host)) and held.isdisjoint(one.identities)
+        ]
 
     if settings.dry_run:
         from gpushare.show.plan import plan_result

@@ -58,11 +58,19 @@ def load_own(path: str) -> HostFile:
         with directory_of(Path(path).parent, make=False) as directory:
             text = decoded(read_own(path, directory=directory), path, "gpushare.yaml")
     except FileNotFoundError:
-        raise NotFound(f"there is no file {path}", HINT, code="no_file") from None
+        raise NotFound(
+            f"there is no file {path}",
+            "give a file with rules: -f FILE; or apply one first: gpushare apply -f FILE; see examples/slices.yaml",
+            code="no_file",
+        ) from None
     except PermissionError:
         raise NoPermission(f"{path} cannot be read", "run as root: sudo gpushare ...", code="bad_file") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
+        above = getattr(error, "filename", None)
+        if isinstance(above, str) and Path(above).name != Path(path).name:
+            # It is about a directory.
+            why = why.replace("it is", f"{above} is", 1)
         named = shlex.quote(path)
         owner = "root" if os.geteuid() == 0 else "its owner"
         raise NoPermission(

@@ -29,6 +29,7 @@ from gpushare.pause.record import (
     RESUMING,
     Pause,
     PausedJob,
+    by_root,
     directory_of,
     forget,
     locked,
@@ -365,7 +366,9 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     # What dies from here on is completed by the guard. A full disk must not keep a job paused.
     with contextlib.suppress(GpushareError):
         write(replace(job, pause=replace(job.pause, state=RESUMING)))
-    seconds, failed = put_back(control, job.living(host))
+    held = by_root(host) if job.ours else set()
+    # What root has paused too stays off until root resumes it.
+    seconds, failed = put_back(control, (one for one in job.living(host) if (one.pid, one.started) not in held))
     if failed is not None:
         raise failed.restated(hint=f"try again: gpushare resume {job.pause.pid}; see: sudo dmesg | tail")
     forget(job)
@@ -440,8 +443,9 @@ def find_paused(host: Host, text: str) -> PausedJob:
     """
     named = [one for one in paused_jobs(host) if _is(one, text)]
     ours = [one for one in named if one.ours]
-    if named and not ours:
-        raise NoPermission(f"{named[0].title} was paused by root", "run as root", code="paused_by_root")
+    if len(ours) < len(named):
+        theirs = next(one for one in named if not one.ours)
+        raise NoPermission(f"{theirs.title} was paused by root", "run as root", code="paused_by_root")
     if not ours:
         raise _not_paused(host, text)
     refuse_run(host, ours[0])

@@ -183,6 +183,16 @@ def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     return found
 
 
+def by_root(host: Host) -> set[Identity]:
+    """Return the processes that root has paused, if this user is another."""
+    return {
+        identity
+        for job in paused_jobs(host)
+        if not job.ours and job.pause.state in {PAUSING, PAUSED}
+        for identity in job.identities
+    }
+
+
 def any_record(host: Host) -> bool:
     """Return whether there may be paused jobs; costs nothing where none was ever paused."""
     return any(_files(one) for one in (host.run_directory, *host.shared_run_directories))

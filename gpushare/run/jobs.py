@@ -36,7 +36,8 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 def check_job_name(name: str) -> str:
     """Return a valid name of a job."""
-    if not _NAME.fullmatch(name):
+    # `pause list` lists.
+    if not _NAME.fullmatch(name) or name == "list":
         raise BadUsage(
             f"{quoted(name)} cannot be the name of a job",
             "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",

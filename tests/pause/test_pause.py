@@ -240,6 +240,26 @@ def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
     assert job.path.exists()
 
 
+def test_what_root_has_paused_too_stays_off(job: Paused, tmp_path: Path) -> None:
+    job.pause()
+    user = replace(job.host, run_directory=tmp_path, shared_run_directories=(job.host.run_directory,))
+    own = tmp_path / "pause" / job.path.name
+    own.parent.mkdir(mode=0o700)
+    own.write_text(job.path.read_text())
+    # The user paused it first, and root afterwards.
+    for text in ("train", str(job.pids[1])):
+        with pytest.raises(NoPermission, match="paused by root"):
+            find_paused(user, text)
+    mine = read(own)
+    assert mine is not None
+    # The time of the user's pause is over.
+    free(user, job.control, mine)
+    assert job.off == [True, True]
+    assert not own.exists()
+    free(job.host, job.control, job.job())
+    assert job.off == [False, False]
+
+
 def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
     job.pause()
     old = job.job()

@@ -54,7 +54,7 @@ def test_a_directory_that_anyone_may_change(tmp_path: Path) -> None:
     path.write_text(RULES)
     assert load_own(str(path)).rules
     directory.chmod(0o777)
-    assert "anyone may change" in refused(path)
+    assert f"{directory} is a directory that anyone may change" in refused(path)
 
 
 def test_a_user_raises_nothing_by_its_command_line(mallory: Stranger) -> None:
