@@ -166,6 +166,8 @@ _NARROW: Final = 0.015
 FASTER: Final = 1.03
 # Slices whose p99 differs by less than this are equally good for production.
 _CALM: Final = 1.04
+# A sure setting that gives less than this part of what a likely one gives is not worth the certainty.
+_WORTH: Final = 0.2
 # From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
@@ -253,9 +255,15 @@ def best_of(judged: Sequence[Judged]) -> Judged | None:
     The job's rate decides if the difference is clear, else the cap; among equals the one with low priority, which spares
     production more. Time-slices are better than a cap with the same rate, because production keeps its own address space;
     among slices, those that production notices least. A setting with a known rate is better than one in which the job
-    printed nothing. A setting that meets the goal only by chance is returned only if there is no other.
+    printed nothing. A setting that may meet the goal only by chance is returned if there is no other, or if the sure ones give
+    the job next to nothing: on an H200 slices of 50 us surely kept a production job bound by the CPU, and starved the other,
+    which reached half of its rate with a cap that kept production as well, within the scatter.
     """
-    return _most_of([one for one in judged if one.safe] or [one for one in judged if one.meets])
+    sure, likely = _most_of([one for one in judged if one.safe]), _most_of([one for one in judged if one.meets])
+    if sure is None or likely is None:
+        return sure or likely
+    worth = (sure.opportunistic or 0.0) >= _WORTH * (likely.opportunistic or 0.0)
+    return sure if worth else likely
 
 
 def _most_of(meeting: Sequence[Judged]) -> Judged | None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import collections
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.measure.search import (
     FINE,
     GRID,
     MOST_TRIALS,
-    SPARED,
     START,
     Goal,
     Outcome,
@@ -180,20 +178,6 @@ def test_normal_priority_is_taken_where_it_meets_the_goal_and_the_other_gets_mor
     assert found.best.trials >= 2
 
 
-def test_caps_on_production_are_tried_where_asked_and_win_by_the_other_jobs_rate() -> None:
-    def pair(setting: Setting) -> Trial:
-        if setting.production_threads is not None:
-            return Trial(setting=setting, kept=0.95, opportunistic=45.0)
-        return Trial(setting=setting, kept=0.93 if setting.threads <= 60 else 0.7, opportunistic=20.0)
-
-    search = Search(goal=Goal(keep=0.9), production_caps=(50.0,))
-    found, _ = searched(search, pair)
-    assert found.best is not None
-    assert found.best.setting == Setting(threads=50.0, production_threads=50.0)
-    assert searched(Search(goal=Goal(keep=0.9)), pair)[0].best is not None
-    assert all(one.setting.production_threads is None for one in searched(Search(goal=Goal(keep=0.9)), pair)[0].curve)
-
-
 def test_lower_caps_with_normal_priority_are_tried_where_they_may_give_more() -> None:
     """Jobs that compete for the memory's bandwidth: low priority takes too little, and normal priority too much."""
 
@@ -264,16 +248,14 @@ def test_a_search_ends_whatever_is_measured(seed: int, noise: float) -> None:
         return Trial(setting=setting, kept=source.uniform(0.9 - noise, 1.05), opportunistic=source.uniform(1, 2))
 
     # Far more than it may take are never made, nor one of them again and again.
-    search = Search(goal=Goal(), production_caps=(60.0, 50.0), fine=FINE, most=500)
+    search = Search(goal=Goal(), fine=FINE, most=500)
     found, trials = searched(search, pair)
     assert len(trials) < 150
     assert max(collections.Counter(trial.setting for trial in trials).values()) <= MOST_TRIALS
     assert found.stable
     assert (found.best is None) == (found.nearest is not None)
-    assert [one.setting for one in found.curve if one.setting.production_threads is None] == sorted(
-        (one.setting for one in found.curve if one.setting.production_threads is None),
-        key=lambda setting: (-setting.threads, not setting.low),
-    )
+    settings = [one.setting for one in found.curve]
+    assert settings == sorted(settings, key=lambda setting: (-setting.threads, not setting.low))
 
 
 def test_a_memory_bound_job_is_warned_of() -> None:
@@ -288,7 +270,7 @@ def test_a_memory_bound_job_is_warned_of() -> None:
 
 def ran(threads: float, kept: float, **more: Any) -> Trial:
     """Return a run of a cap with low priority, unless said otherwise."""
-    setting = Setting(threads=threads, **{key: more.pop(key) for key in ("low", "production_threads") if key in more})
+    setting = Setting(threads=threads, **{key: more.pop(key) for key in ("low",) if key in more})
     return Trial(setting=setting, kept=kept, **more)
 
 
@@ -372,40 +354,6 @@ def test_an_answer_stands_only_when_there_is_nothing_left_to_run() -> None:
     assert outcome(SEARCH, []).nearest is None
 
 
-def beside(cap: float) -> Setting:
-    """Return the setting in which production is capped and the other has the rest."""
-    return Setting(threads=100.0 - cap, production_threads=cap)
-
-
-@pytest.mark.parametrize("need", CAPS_ON_PRODUCTION)
-def test_of_the_caps_on_production_the_smallest_that_it_can_bear_is_found(need: float) -> None:
-    """The other job gets most then; and no more runs are made than it takes, since production restarts for each."""
-
-    def pair(setting: Setting) -> Trial:
-        cap = setting.production_threads
-        kept = 0.6 if cap is None else 0.93 if cap >= need else 0.8
-        return Trial(setting=setting, kept=kept, opportunistic=setting.threads)
-
-    found, trials = searched(Search(goal=Goal(keep=0.9), production_caps=CAPS_ON_PRODUCTION), pair)
-    assert found.best is not None
-    assert (found.best.setting, found.best.trials, found.stable) == (beside(need), 2, True)
-    capped = [one.setting for one in trials if one.setting.production_threads is not None]
-    assert capped[0] == beside(70.0)
-    assert len(capped) <= 4
-
-
-def test_caps_on_production_are_searched_after_the_rest_and_each_only_where_it_tells_something() -> None:
-    search = Search(goal=Goal(keep=0.9), grid=(60.0,), confirmed=1, production_caps=CAPS_ON_PRODUCTION)
-    uncapped = [ran(60.0, 0.5)]
-    assert next_after(*uncapped, search=search) == beside(70.0)
-    meets = ran(30.0, 0.95, production_threads=70.0, opportunistic=30.0)
-    assert next_after(*uncapped, meets, search=search) == beside(60.0)
-    fails = ran(30.0, 0.5, production_threads=70.0)
-    assert next_after(*uncapped, fails, search=search) == beside(80.0)
-    assert next_after(*uncapped, fails, ran(20.0, 0.5, production_threads=80.0), search=search) is None
-    assert next_after(*uncapped, fails, ran(20.0, 0.95, production_threads=80.0), search=search) == beside(75.0)
-
-
 def test_a_cap_that_meets_the_goal_by_luck_only_gives_way_to_a_safe_one() -> None:
     """Windows of a noisy job: 0.98 that may as well be 0.96 is no promise of 0.97, where 0.99 is to be had."""
 
@@ -471,35 +419,29 @@ def test_what_meets_the_goal_only_by_luck_gets_a_third_run_before_it_is_the_answ
 def test_what_would_be_the_best_cap_gets_its_third_run_before_anything_is_tried_beside_the_best() -> None:
     """As on an H200, `membw` + `big`: six trials beside 80 were made again beside 81.25, which was safe after its third."""
     runs = {
-        (60.0, True, None): [(0.9132, 31.5)],
-        (80.0, True, None): [(0.918, 33.2)],
-        (90.0, True, None): [(0.8426, 40.0)],
-        (85.0, True, None): [(0.8757, 38.6)],
-        (82.5, True, None): [(0.8803, 42.4)],
-        (81.25, True, None): [(0.8985, 39.5), (0.9075, 35.0), (0.9095, 37.8)],
-        (80.0, False, None): [(0.8177, 53.2)],
-        (81.25, False, None): [(0.7905, 58.5)],
-        (70.0, False, None): [(0.8569, 43.7)],
-        (35.0, False, None): [(0.8464, 24.9)],
-        (80.0, True, 94.0): [(0.8871, 44.2)],
-        (80.0, True, 99.0): [(0.8841, 44.2)],
-        (81.25, True, 94.0): [(0.868, 48.3)],
-        (81.25, True, 99.0): [(0.867, 48.0)],
+        (60.0, True): [(0.9132, 31.5)],
+        (80.0, True): [(0.918, 33.2)],
+        (90.0, True): [(0.8426, 40.0)],
+        (85.0, True): [(0.8757, 38.6)],
+        (82.5, True): [(0.8803, 42.4)],
+        (81.25, True): [(0.8985, 39.5), (0.9075, 35.0), (0.9095, 37.8)],
+        (80.0, False): [(0.8177, 53.2)],
+        (81.25, False): [(0.7905, 58.5)],
+        (70.0, False): [(0.8569, 43.7)],
+        (35.0, False): [(0.8464, 24.9)],
     }
 
     def pair(setting: Setting) -> Trial:
-        left = runs[setting.threads, setting.low, setting.production_threads]
+        left = runs[setting.threads, setting.low]
         kept, rate = left.pop(0) if len(left) > 1 else left[0]
-        duty = (setting.duty_percent or 100.0) / 100
-        return Trial(setting=setting, kept=1 - (1 - kept) * duty, error=0.005, opportunistic=rate * duty)
+        return Trial(setting=setting, kept=kept, error=0.005, opportunistic=rate)
 
-    search = Search(goal=Goal(keep=0.9), fine=FINE, spared=SPARED, duty=True, most=32)
+    search = Search(goal=Goal(keep=0.9), fine=FINE, most=32)
     found, trials = searched(search, pair)
     assert found.best is not None
     assert (found.best.setting, found.best.trials, found.best.safe) == (Setting(threads=81.25), 3, True)
     assert found.stable
-    # Twenty, when the third run came last.
-    assert len(trials) == 14
+    assert len(trials) == 12
     beside_80 = [one for one in trials if one.setting.threads == 80.0 and one.setting != Setting(threads=80.0)]
     assert beside_80 == []
 
@@ -547,65 +489,8 @@ def test_a_p99_of_which_nobody_knows_how_exact_it_is_is_safe_once_several_runs_a
     assert (wide.meets, wide.safe) == (True, False)
 
 
-def test_caps_on_production_that_leave_nothing_are_not_tried() -> None:
-    search = Search(goal=Goal(keep=0.9), grid=(60.0,), confirmed=1, production_caps=(0.0, 100.0, 30.0, 120.0))
-    _, trials = searched(search, knee(60.0))
-    capped = [one.setting for one in trials if one.setting.production_threads is not None]
-    assert capped == [Setting(threads=70.0, production_threads=30.0)]
-
-
-@pytest.mark.parametrize("need", [*SPARED, 100.0])
-def test_beside_the_best_cap_the_smallest_cap_on_production_that_it_can_bear_is_found(need: float) -> None:
-    """As on an H200: jobs that compete for the memory; what production leaves of the SMs the other gets, and slows it."""
-
-    def pair(setting: Setting) -> Trial:
-        spared = 100.0 - (setting.production_threads or 100.0)
-        kept = 0.6 if setting.threads > 80 else 0.93 if 100.0 - spared >= need else 0.85
-        return Trial(
-            setting=setting, kept=kept, opportunistic=setting.threads / 4 + 2 * spared + 10 * (not setting.low)
-        )
-
-    search = Search(goal=Goal(keep=0.9), grid=(80.0, 90.0), confirmed=1, spared=SPARED)
-    found, trials = searched(search, lambda setting: pair(setting) if setting.low else replace(pair(setting), kept=0.5))
-    assert found.best is not None
-    expected = Setting(threads=80.0, production_threads=None if need == 100.0 else need)
-    assert (found.best.setting, found.stable) == (expected, True)
-    capped = [one.setting for one in trials if one.setting.production_threads is not None]
-    assert capped[0] == Setting(threads=80.0, production_threads=94.0)
-    assert len(capped) <= 5
-
-
-def test_caps_on_production_that_leave_the_other_no_more_are_given_up() -> None:
-    def pair(setting: Setting) -> Trial:
-        return Trial(setting=setting, kept=1.0 if setting.threads <= 60 else 0.5, opportunistic=setting.threads)
-
-    _, trials = searched(replace(SEARCH, spared=SPARED), pair)
-    assert [one.setting.production_threads for one in trials if one.setting.production_threads is not None] == [
-        94.0,
-        90.0,
-    ]
-
-
-def test_of_equal_caps_on_production_the_larger_one_is_better_and_the_curve_is_in_order() -> None:
-    caps = (94.0, 98.0, 90.0)
-    trials = [ran(80.0, 0.95, opportunistic=20.0)]
-    trials += [ran(80.0, 0.95, production_threads=cap, opportunistic=30.0) for cap in caps]
-    search = Search(goal=Goal(keep=0.9), spared=SPARED)
-    found = outcome(search, trials)
-    assert found.best is not None
-    assert found.best.setting.production_threads == 98.0
-    assert [one.setting.production_threads for one in found.curve] == [None, 98.0, 94.0, 90.0]
-
-
-def test_where_no_cap_meets_the_goal_none_is_tried_on_production() -> None:
-    search = Search(goal=Goal(keep=0.99), grid=(60.0, 40.0), spared=SPARED)
-    found, trials = searched(search, lambda setting: Trial(setting=setting, kept=0.5))
-    assert found.best is None
-    assert all(one.setting.production_threads is None for one in trials)
-
-
-def test_of_equals_the_one_without_a_cap_on_production_and_with_low_priority_is_better() -> None:
-    trials = [ran(60.0, 1.0, low=False), ran(60.0, 1.0), ran(90.0, 1.0, production_threads=10.0)]
+def test_of_equals_the_one_with_low_priority_is_better() -> None:
+    trials = [ran(60.0, 1.0, low=False), ran(60.0, 1.0)]
     best = best_of(judge(Goal(), trials))
     assert best is not None
     assert best.setting == Setting(threads=60.0)
@@ -628,6 +513,17 @@ def test_a_setting_in_which_the_other_job_gets_nothing_is_no_match_for_one_in_wh
     best = best_of(judge(Goal(), trials))
     assert best is not None
     assert best.setting == Setting(threads=60.0, low=False)
+
+
+@pytest.mark.parametrize(("rate", "wins"), [(0.4, True), (0.09, False), (None, False)])
+def test_a_sure_setting_that_starves_the_other_job_does_not_beat_a_likely_one(rate: float | None, wins: bool) -> None:
+    sure = ran(35.0, 1.1, opportunistic=rate, error=0.01)
+    likely = ran(65.0, 0.99, opportunistic=0.5, error=0.1)
+    judged = judge(Goal(keep=0.97), [sure, likely])
+    assert [one.safe for one in judged] == [True, False]
+    best = best_of(judged)
+    assert best is not None
+    assert best.setting.threads == (35.0 if wins else 65.0)
 
 
 @given(st.permutations([(100.0, 1.0), (60.0, 1.035), (80.0, 1.06)]))
@@ -681,145 +577,9 @@ def test_runs_of_one_setting_count_together_and_unknown_ones_do_not() -> None:
 def test_settings_are_named_for_people() -> None:
     assert Setting(threads=100.0, low=False).title == "no cap"
     assert Setting(threads=60.0).title == "cap 60 %, low priority"
-    assert Setting(threads=50.0, low=False, production_threads=50.0).title == "cap 50 %, production cap 50 %"
 
 
 @pytest.mark.parametrize(("percent", "warned"), [(84.9, False), (85.0, True)])
 def test_a_memory_that_is_nearly_full_is_warned_of(percent: float, warned: bool) -> None:
     assert (memory_warning(percent, None) is not None) is warned
     assert (memory_warning(None, percent) is not None) is warned
-
-
-def memory_bound(loss: float, *, noise: float = 0.0, seed: int = 0, shape: float = 1.0) -> Pair:
-    """Return a pair whose production job loses more the more the other gets, under any cap, and by its share of the time.
-
-    The noise of a run is always the same, whatever was run before.
-    """
-    runs: dict[Setting, int] = {}
-
-    def run(setting: Setting) -> Trial:
-        runs[setting] = runs.get(setting, 0) + 1
-        source = random.Random(f"{seed} {setting.title} {runs[setting]}")  # noqa: S311 - not a secret
-        duty = (setting.duty_percent or 100.0) / 100
-        costs = loss * (0.6 + 0.4 * setting.threads / 100) * duty**shape
-        return Trial(
-            setting=setting,
-            kept=1 - costs + source.uniform(-noise, noise),
-            error=noise,
-            opportunistic=setting.threads * duty,
-        )
-
-    return run
-
-
-@given(st.floats(0.05, 0.9), st.floats(0.5, 0.99), st.integers(0, 1000), st.floats(0.5, 2.5))
-def test_what_costs_too_much_is_taken_for_a_part_of_the_time(loss: float, keep: float, seed: int, shape: float) -> None:
-    search = Search(goal=Goal(keep=keep), duty=True)
-    found, trials = searched(search, memory_bound(loss, noise=0.001, seed=seed, shape=shape))
-    settings = {trial.setting for trial in trials if trial.setting.duty_percent is not None}
-    assert len(settings) <= 4
-    assert all(10 <= (one.duty_percent or 0) < 100 for one in settings)
-    # Something safe was seen: then the answer is.
-    judged = judge(search.goal, trials)
-    assert found.best is None or found.best.safe or not any(one.safe for one in judged)
-    without, _ = searched(replace(search, duty=False), memory_bound(loss, noise=0.001, seed=seed, shape=shape))
-    if without.best is not None:
-        assert found.best is not None
-        assert not without.best.safe or (found.best.opportunistic or 0) >= (without.best.opportunistic or 0) / 1.03
-
-
-@given(st.floats(0.1, 0.9), st.floats(0.5, 0.97), st.floats(0.3, 2.5))
-@example(0.65625, 0.5, 0.5)
-@example(0.1015625, 0.921875, 0.5)
-def test_a_part_of_the_time_is_nearly_the_largest_that_production_bears(loss: float, keep: float, shape: float) -> None:
-    """Of the settings that cost too much for all of the time, and of them alone."""
-    search = Search(goal=Goal(keep=keep), duty=True, grid=(60.0,))
-    pair = memory_bound(loss, shape=shape)
-    found, trials = searched(search, pair)
-    # Neither priority makes a difference here: the costs of all of the time.
-    costs = 1 - pair(START).kept
-    largest = math.floor(min(99.0, 100 * ((1 - keep) / costs) ** (1 / shape)))
-    if costs < 1 - keep:
-        assert found.best is not None
-        assert found.best.setting.duty_percent is None
-    elif 100 * (1 - keep) / costs < 10:
-        # The straight line promises too little to be tried.
-        assert all(trial.setting.duty_percent is None for trial in trials)
-    elif largest >= 12:
-        assert found.best is not None
-        assert (found.best.setting.duty_percent or 100) >= (0.9 if shape <= 1.2 else 0.6) * largest - 2
-
-
-@pytest.mark.parametrize(("error", "duty"), [(0.0, 50.0), (0.01, 44.0), (0.2, None)])
-def test_a_duty_cycle_leaves_room_for_the_errors(error: float, duty: float | None) -> None:
-    search = Search(goal=Goal(keep=0.9), grid=(60.0,), duty=True)
-    failed = [replace(ran(60, 0.8, error=error), opportunistic=60.0)] * 2
-    wanted = next_setting(search, failed)
-    assert (None if wanted is None else wanted.duty_percent) == duty
-
-
-def test_a_first_run_that_scattered_does_not_hold_the_duty_cycle_down() -> None:
-    """As on an H200: 39 percent was the answer, where production kept far more than was asked."""
-    search = Search(goal=Goal(keep=0.95), grid=(60.0,), duty=True)
-    part = Setting(threads=60.0, duty_percent=39.0)
-    runs = [
-        ran(60, 0.911, error=0.0108, opportunistic=30.28),
-        Trial(setting=part, kept=0.9656, error=0.0023, opportunistic=10.49),
-    ]
-    assert next_setting(search, runs[:1]) == part
-    wanted = next_setting(search, [*runs, runs[1]])
-    assert wanted is not None
-    assert 44 <= (wanted.duty_percent or 100) <= 55
-
-
-def test_a_setting_that_meets_the_goal_by_luck_is_taken_for_a_part_of_the_time() -> None:
-    search = Search(goal=Goal(keep=0.9), grid=(60.0,), duty=True, confirmed=1)
-    lucky = [ran(60, 0.902, error=0.004, opportunistic=60.0), ran(60, 0.7, low=False, error=0.004, opportunistic=60.0)]
-    wanted = Setting(threads=60.0, duty_percent=94.0)
-    assert next_setting(search, lucky) == wanted
-    # And one that meets it by luck for a part of the time is not the last word.
-    lucky.append(Trial(setting=wanted, kept=0.903, error=0.004, opportunistic=56.0))
-    assert next_setting(search, lucky) == Setting(threads=60.0, duty_percent=89.0)
-
-
-def test_where_a_cap_on_production_costs_something_itself_another_setting_is_tried() -> None:
-    """No part of the time gives that back."""
-    search = Search(goal=Goal(keep=0.95), grid=(60.0,), duty=True, production_caps=(80.0,))
-    capped = Setting(threads=20.0, production_threads=80.0)
-
-    def pair(setting: Setting) -> Trial:
-        duty = (setting.duty_percent or 100.0) / 100
-        under = setting.production_threads is not None
-        return Trial(
-            setting=setting,
-            kept=0.94 - 0.05 * duty if under else 1 - 0.1 * duty,
-            opportunistic=(80.0 if under else 60.0) * duty,
-        )
-
-    found, trials = searched(search, pair)
-    assert capped in [trial.setting for trial in trials]
-    assert found.best is not None
-    assert (found.best.setting.production_threads, found.best.setting.threads) == (None, 60.0)
-    assert found.best.setting.duty_percent in {49.0, 50.0}
-
-
-def test_of_equals_the_one_for_all_of_the_time_is_better() -> None:
-    goal = Goal(keep=0.9)
-    part = Setting(threads=80.0, duty_percent=90.0)
-    trials = [ran(60, 0.95, opportunistic=60.0), Trial(setting=part, kept=0.95, opportunistic=60.5)]
-    best = best_of(judge(goal, trials))
-    assert best is not None
-    assert best.setting == Setting(threads=60.0)
-    assert part.title == "cap 80 %, low priority, duty cycle 90 %"
-    assert [one.setting for one in outcome(Search(goal=goal), [*trials, ran(80, 0.8)]).curve] == [
-        Setting(threads=80.0),
-        part,
-        Setting(threads=60.0),
-    ]
-
-
-def test_the_warning_of_the_memory_says_what_a_duty_cycle_does() -> None:
-    for drawn, who in (((92.0, 20.0), "so it runs"), ((20.0, 90.0), "so the other runs")):
-        assert f"{who} for 40 % of the time" in (memory_warning(*drawn, 40.0) or "")
-        assert "% of the time" not in (memory_warning(*drawn) or "")
-    assert memory_warning(20.0, 20.0, 40.0) is None
