@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sharing
+from benchmarks import gpu_roles, sharing
 from benchmarks.pairs import FARMS, PAIRS
 from benchmarks.sharing import PARTS, add_to, figures, main
 from benchmarks.sharing_bench import Bench
@@ -273,3 +273,18 @@ def test_the_document_has_what_tune_found_on_the_same_day() -> None:
         setting = f"{best['production_slice_us']}:{best['other_slice_us']}"
         figures = f"p99 {best['p99']:.2f}x, rate {best['kept']:.2f}, the other {best['opportunistic_share']:.2f}"
         assert f"{setting}: {figures}, in {one['seconds']:.0f} s" in line
+
+
+@pytest.mark.parametrize("seconds", [0.0059, 0.02])
+def test_production_with_phases_rests_no_longer_after_work_without_gaps(seconds: float) -> None:
+    """A request that is due comes within one interval, in whichever phase it is, and however long a step takes."""
+    at = due = 0.0
+    waits = []
+    while at < 4 * gpu_roles.PHASE_SECONDS:
+        full = gpu_roles.phase_of(0.0, at) == 1
+        if not full:
+            waits.append(max(0.0, due - at))
+            at = max(at, due)
+        at += seconds
+        due = gpu_roles.next_due(due, at, full=full)
+    assert max(waits) <= 2 * gpu_roles.REQUEST_MS / 1000
