@@ -431,7 +431,7 @@ def run(
     )
     alone = mig is None and copies is None
     room = _swap_options(room, roles, options, swappable=swappable, idle=idle, turns=turns, swap=swap, alone=alone)
-    host = settings.connect()
+    host = _connected()
     if container is not None:
         swapped = room is not None and room.swappable
         options = replace(options, container=_engine(host, container, roles, copies=copies, swapped=swapped))
@@ -472,6 +472,16 @@ def _engine(host: Host, name: str, roles: Roles, *, copies: int | None, swapped:
     if is_foreign(engine, host.uid):
         note("without root, a container of docker is ended by its client's signal, not by stop, drain and kill")
     return engine
+
+
+def _connected() -> Host:
+    """Return the host, without what a gpushare that was killed while it wrote has left."""
+    from gpushare.host.records import sweep_leftovers
+
+    host = settings.connect()
+    if not settings.dry_run:
+        sweep_leftovers(host)
+    return host
 
 
 def _way(text: str | None) -> str | None:

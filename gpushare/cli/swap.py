@@ -51,7 +51,6 @@ def out(job: JobArgument) -> Any:
         guarded,
         locked,
         path_of,
-        repair,
     )
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job
@@ -60,7 +59,7 @@ def out(job: JobArgument) -> Any:
     host = settings.connect()
     found = find_job(host, job)
     consent_to(host, found, "swaps out")
-    _say_repaired(repair(host))
+    _repair(host)
     before = find_swap(host, found.pid, found.name)
     if before is not None and before.state != BACK:
         raise _already(before)
@@ -118,7 +117,7 @@ def back_in(
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Place, Request
     from gpushare.memory.room import wait_for_room
-    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, guarded, locked, repair
+    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, guarded, locked
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import find_job
     from gpushare.selection import select_for_change
@@ -129,7 +128,7 @@ def back_in(
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
     host = settings.connect()
     found = find_job(host, job)
-    _say_repaired(repair(host))
+    _repair(host)
     swap = _out_now(host, found)
     if swap.state == LOST:
         raise OperationFailed(
@@ -207,8 +206,15 @@ def _with_job(result: Any, swap: Swap) -> Any:
     return replace(result, data={**result.data, "job": _row(swap)})
 
 
-def _say_repaired(touched: list[Swap]) -> None:
-    for one in touched:
+def _repair(host: Host) -> None:
+    """Complete or take back what a gpushare that died has left, even if there is nothing else to do."""
+    from gpushare.host.records import sweep_leftovers
+    from gpushare.memory.swap import repair
+
+    if settings.dry_run:
+        return
+    sweep_leftovers(host)
+    for one in repair(host):
         note(f"{one.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
 
 

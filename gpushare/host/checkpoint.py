@@ -96,7 +96,8 @@ class Checkpoint:
         """Copy the memory of a process back to the GPU. The caller has made sure that there is room.
 
         Raises:
-            OperationFailed: it failed, and the process cannot be restored any more (code ``job_lost``).
+            OperationFailed: it failed, and the process cannot be restored any more (code ``job_lost``); or the driver
+                refused, and the process is as before (code ``restore_refused``).
             NotSupported, TimedOut: as `lock`.
         """
         # Without persistence mode the driver restores only for a caller that has initialized CUDA.
@@ -104,8 +105,15 @@ class Checkpoint:
         arguments = _RestoreArguments()
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
         code = self._call("cuCheckpointProcessRestore", pid, ctypes.byref(arguments), seconds=seconds)
-        if code in {SUCCESS, ILLEGAL_STATE} and self.state(pid) in {LOCKED, RUNNING}:
+        state = self.state(pid)
+        if code in {SUCCESS, ILLEGAL_STATE} and state in {LOCKED, RUNNING}:
             return
+        if code != _OUT_OF_MEMORY and state == CHECKPOINTED:
+            raise OperationFailed(
+                f"the driver did not put process {pid} back on the GPU (CUDA error {code}); it is still in host memory",
+                f"try again: gpushare swap in {pid}; if that always fails, it is lost: kill -9 {pid}",
+                code="restore_refused",
+            )
         reason = "the GPU has no room" if code == _OUT_OF_MEMORY else f"CUDA error {code}"
         raise OperationFailed(
             f"process {pid} could not be put back on the GPU ({reason}), and the driver does not try again: it is lost",

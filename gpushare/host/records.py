@@ -322,10 +322,12 @@ def sweep_leftovers(host: Host) -> None:
     if _is_private(host.state_directory):
         for stem in ("mig-names", "applied"):
             clear_leftovers(host.state_directory, stem)
+        if _is_private(host.state_directory / "peaks"):
+            clear_leftovers(host.state_directory / "peaks")
     homes = host.run_directory / "mps"
     if not _is_private(host.run_directory):
         return
-    rooms = (host.run_directory / name for name in ("mig", "timeslice", "jobs", "pause", "group", "slices"))
+    rooms = (host.run_directory / name for name in ("mig", "timeslice", "jobs", "pause", "group", "slices", "swap"))
     for directory in (*rooms, *_below(homes)):
         if _is_private(directory):
             clear_leftovers(directory)

@@ -272,7 +272,8 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     """Copy a job back and let it continue. The caller has reserved the room, holds the lock, and started the guard.
 
     Raises:
-        OperationFailed: a process is lost (code ``job_lost``); the message names it.
+        OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then the
+            guard takes back what was done.
         NotFound: the job has ended.
     """
     living = swap.living(host)
@@ -382,7 +383,11 @@ def _has_room(host: Host, swap: Swap, size: int) -> bool:
 
 
 def repair(host: Host) -> list[Swap]:
-    """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself."""
+    """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself.
+
+    Records of jobs that have ended are removed.
+    """
+    _sweep(host)
     begun = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING}]
     if not begun:
         return []
@@ -395,6 +400,17 @@ def repair(host: Host) -> list[Swap]:
                 take_back(host, now, checkpoint)
                 touched.append(now)
     return touched
+
+
+def _sweep(host: Host) -> None:
+    directory = host.run_directory / _DIRECTORY
+    if not is_trusted_directory(host.run_directory, _DIRECTORY):
+        return
+    with contextlib.suppress(OSError):
+        for path in directory.glob("*.json"):
+            found = _read(path)
+            if found is not None and found.path.parent == directory and not found.living(host):
+                forget(found)
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
 
     from gpushare.host.claims import HeldClaim
     from gpushare.mps.home import Lease
+    from gpushare.run.jobs import forget_ended
     from gpushare.run.share import after_death
 
     after_death(
@@ -68,6 +69,7 @@ def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
         mps=kind == "mps",
         lease=Lease(Path(lease), int(descriptor)) if lease else None,
         claims=[HeldClaim(Path(path)) for path in claims],
+        ended=forget_ended,
     )
 
 

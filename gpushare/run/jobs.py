@@ -92,6 +92,7 @@ def write_record(host: Host, record: JobRecord) -> None:
     # One by one: the mode applies to the last directory of a path only.
     make_private_directory(host.run_directory)
     make_private_directory(directory)
+    forget_ended(host)
     # Other users read it too, to spare a production job.
     path = directory / f"{record.name}.json"
     with writing(path, "the record of a job"):
@@ -102,6 +103,17 @@ def forget_record(host: Host, name: str) -> None:
     """Remove the record of a job, if there is one."""
     with contextlib.suppress(OSError):
         (host.run_directory / _DIRECTORY / f"{name}.json").unlink()
+
+
+def forget_ended(host: Host) -> None:
+    """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use."""
+    if not is_trusted_directory(host.run_directory, _DIRECTORY):
+        return
+    with contextlib.suppress(OSError):
+        for path in (host.run_directory / _DIRECTORY).glob("*.json"):
+            one = record_from(JobRecord, read_trusted(path))
+            if one is not None and one.role != PRODUCTION and not is_running(host, one):
+                path.unlink(missing_ok=True)
 
 
 def records(host: Host) -> list[JobRecord]:

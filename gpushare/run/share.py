@@ -219,11 +219,12 @@ def after_death(
     mps: bool,
     lease: Lease | None,
     claims: Sequence[HeldClaim] = (),
+    ended: Callable[[Host], None] = lambda _: None,
 ) -> None:
     """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
 
     ``programs`` are PIDs with their start times. The lease and the claims are those of the dead gpushare, which the
-    guard still holds. With ``mps`` the programs end the safe way.
+    guard still holds. With ``mps`` the programs end the safe way. ``ended`` is called when they have ended.
     """
     host = connect(spec)
     # A claim that was released before gpushare died may be held by another run.
@@ -241,6 +242,7 @@ def after_death(
             time.sleep(_POLL_SECONDS)
     for one in claims:
         one.release()
+    ended(host)
     while lingers:
         time.sleep(_POLL_SECONDS)
         lingers = _in_use(host, home)

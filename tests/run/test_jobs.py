@@ -199,3 +199,11 @@ def test_a_number_that_is_no_pid_is_no_job(host: Host, text: str) -> None:
     with pytest.raises(NotFound) as refused:
         find_job(host, text)
     assert refused.value.code == "no_job"
+
+
+def test_records_of_ended_jobs_go_but_those_of_production_stay(host: Host) -> None:
+    for name, role in (("web", jobs.PRODUCTION), ("train", jobs.PLAIN)):
+        write_record(host, record(host, os.getpid(), name, role=role, started_at=1.0))
+    assert {one.name for one in jobs.records(host)} == {"web", "train"}
+    jobs.forget_ended(host)
+    assert {one.name for one in jobs.records(host)} == {"web"}

@@ -16,7 +16,7 @@ from gpushare.sim import admin
 from gpushare.sim.state import SimulatedProcess
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import World, until
 
 SPEC = "sim:h200"
 
@@ -267,3 +267,30 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
     assert find_swap(world.host, 77, "other") is None
     cli("swap", "in", str(pid)).ok()
     assert process(world, pid).checkpoint == RUNNING
+
+
+def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    fault(world, checkpoint_faults={"restore": 800})
+    answer = cli("swap", "in", pid, output="json")
+    assert (answer.code, answer.error["code"]) == (1, "restore_refused")
+    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    fault(world, checkpoint_faults={})
+    # The guard may have brought it back meanwhile.
+    cli("swap", "in", pid)
+    until(lambda: process(world, int(pid)).checkpoint == RUNNING, "it is back")
+
+
+def test_records_of_jobs_that_have_ended_are_removed(cli: Cli, world: World) -> None:
+    pid, other = job(), str(job())
+    cli("swap", "out", str(pid)).ok()
+    path = module.path_of(world.host, pid)
+    leftover = path.parent / ".1-abcd_123"
+    leftover.write_text("half of")
+    admin.end_process(SPEC, pid)
+    cli("swap", "out", other, "--dry-run").ok()
+    assert path.exists()
+    cli("swap", "out", other).ok()
+    assert not path.exists()
+    assert not leftover.exists()
