@@ -36,9 +36,11 @@ def keep(file: RulesOption = None) -> Any:
     if settings.dry_run:
         return _planned(policy, path)
     from gpushare.errors import GpushareError
+    from gpushare.host.records import sweep_leftovers
     from gpushare.show.keep import Said
     from gpushare.timeslice.keep import keep as keep_slices
 
+    sweep_leftovers(host)
     said = Said(sys.stdout, settings.output, quiet=settings.quiet)
     said.follows(path, len(wanted.rules))
 

@@ -59,6 +59,7 @@ _READ_SECONDS: Final = 0.1
 # Of a driver that does not answer, and of one that fails; two members that set two slices at once fail, too.
 _MOST_TIMEOUTS: Final = 2
 _MOST_TRIES: Final = 10
+_RESTORE_TRIES: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,17 @@ def write_member(host: Host, member: Member) -> None:
     directory = host.run_directory / _DIRECTORY
     make_private_directory(host.run_directory)
     make_private_directory(directory)
+    _sweep(host, directory)
     replace_file(directory / f"{member.pid}.json", json.dumps(asdict(member)))
+
+
+def _sweep(host: Host, directory: Path) -> None:
+    """Remove the records of members that have ended."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob("*.json"):
+            one = record_from(Member, read_trusted(path))
+            if one is not None and not host.processes.alive(one.pid, one.started_at):
+                path.unlink(missing_ok=True)
 
 
 def forget_member(host: Host, pid: int) -> None:
@@ -270,9 +281,21 @@ class GroupWatch:
 
     def _restore(self) -> None:
         """Give a server that goes on without members the slice that it had before."""
-        if not self._others():
-            with contextlib.suppress(GpushareError):
+        if self._others():
+            return
+        for left in reversed(range(_RESTORE_TRIES)):
+            try:
                 self._slices.restore()
+            except GpushareError as error:
+                if left and error.code not in PASSING:
+                    time.sleep(_FIRST_SECONDS)
+                    continue
+                if error.code not in PASSING:
+                    servers = " ".join(sorted({str(pid) for pid in self.inner.attached.values() if pid is not None}))
+                    self.inner.troubles.append(
+                        f"the time-slice of the MPS server cannot be restored: {error.message}; gpushare timeslice reset {servers}"
+                    )
+            return
 
     def _give_up(self, error: GpushareError) -> None:
         then = "this job is not slowed"

@@ -11,7 +11,7 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSup
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.run.jobs import find_job, gpu_processes
-from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
+from gpushare.timeslice.slices import apply_slice, forget_ended, restore_slice, slice_records
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -198,8 +198,9 @@ class SlicedWatch:
             where.append(text)
 
     def settle(self) -> None:
-        """End the calls, and let the inner watch settle."""
+        """End the calls, forget the slices of what has ended, and let the inner watch settle."""
         self._slices.close()
+        forget_ended(self.inner.host)
         self.inner.settle()
 
 

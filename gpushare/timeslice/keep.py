@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import user_name
 from gpushare.host.channels import Channels, Group, from_record
 from gpushare.host.host import is_trusted_directory, make_private_directory
@@ -27,7 +27,7 @@ from gpushare.host.identity import identity_of
 from gpushare.host.records import open_lock, read_trusted, replace_file, writing
 from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
-from gpushare.timeslice.slices import note_restored, note_slice, read_slices, slice_record
+from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
 from gpushare.units import format_slice
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ class Keeper:
         self._forgotten_at = clock()
         # Looks in which no GPU answered, one after the other.
         self._silent = 0
+        # Processes whose slices `undo` could not put back.
+        self.left: list[int] = []
 
     def look(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
@@ -368,10 +370,19 @@ class Keeper:
             if set(self._control.read_slices(part)) != {group.slice_us}:
                 # Another gpushare has just set it: the next look finds that.
                 return
+            known = slice_record(self._host, one.pid, one.origin.started)
             if decision is not None:
                 # For `status`, and for `timeslice reset`.
                 note_slice(self._host, part, slices.now, tidy=False)
-            self._control.set_slice(part, slices.now)
+            try:
+                self._control.set_slice(part, slices.now)
+            except TimedOut:
+                # It may have been set.
+                raise
+            except GpushareError:
+                with contextlib.suppress(GpushareError):
+                    put_record_back(self._host, one.pid, known)
+                raise
             if decision is None:
                 note_restored(self._host, one.pid, one.origin.started, slices.now)
         for _, each, _ in batch:
@@ -395,20 +406,30 @@ class Keeper:
             one.left, one.due, one.tries, one.wait = one.changed, self._clock(), 0, _FIRST_CHECK_SECONDS
 
     def undo(self) -> list[Event]:
-        """Put back what was set and nobody else has changed since."""
-        events: list[Event] = []
+        """Put back what was set and nobody else has changed since. What fails is tried once more.
+
+        The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
+        """
         end = self._clock() + _UNDO_SECONDS
-        for one in [one for one in self._processes.values() if one.slices and one.channels is not None]:
-            if self._clock() >= end:
-                # The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
-                break
-            groups = {} if one.channels is None else {(each.client, each.handle): each for each in one.channels.compute}
-            events += _put_back(
-                self._host, self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one)
-            )
-            one.slices.clear()
+        failed: dict[int, list[Event]] = {}
+        events: list[Event] = []
+        for _ in range(2):
+            for one in [one for one in self._processes.values() if one.slices and one.channels is not None]:
+                if self._clock() >= end:
+                    break
+                groups = {(each.client, each.handle): each for each in (one.channels.compute if one.channels else ())}
+                found = _put_back(
+                    self._host, self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one)
+                )
+                if any(event.kind == "skipped" for event in found) and self._lives(one):
+                    failed[one.pid] = found
+                    continue
+                failed.pop(one.pid, None)
+                events += found
+                one.slices.clear()
+        self.left = [one.pid for one in self._processes.values() if one.slices]
         self._write(events)
-        return events
+        return events + [event for found in failed.values() for event in found]
 
     def _write(self, events: list[Event] | None) -> None:
         """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
@@ -498,6 +519,9 @@ def _restored(
         for (_, before), groups in together.items():
             control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
             note_restored(host, pid, started, before)
+        # Of an earlier try that failed after the call.
+        for before in {one.before for (_, one), now in zip(parts, values, strict=True) if now == one.before}:
+            note_restored(host, pid, started, before)
     return set(together)
 
 
@@ -575,6 +599,12 @@ def _write(host: Host, kept: Sequence[Mapping[str, Any]]) -> None:
         replace_file(path, text)
 
 
+def _forget(host: Host) -> None:
+    path = host.run_directory / _DIRECTORY / _RECORD
+    with writing(path, "the record of the time-slices that were set"):
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def only_one(host: Host) -> Iterator[None]:
     """Be the only keep of a host meanwhile.
@@ -600,8 +630,7 @@ def only_one(host: Host) -> Iterator[None]:
         yield
         left = _record_in(host.run_directory)
         if left is None or not left.processes:
-            with contextlib.suppress(OSError):
-                (directory / _RECORD).unlink()
+            _forget(host)
     finally:
         os.close(lock)
 
@@ -641,6 +670,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
 
     Raises:
         InUse: another keep runs.
+        OperationFailed: not everything could be put back (code ``slices_left``).
     """
     with only_one(host), _signals() as wait, host.open_channels() as control:
         say(recover(host, control))
@@ -658,6 +688,15 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         finally:
             events = keeper.undo()
         say(events)
+        if keeper.left:
+            pids = " ".join(map(str, keeper.left[:5]))
+            raise OperationFailed(
+                f"the time-slices of {len(keeper.left)} processes could not be put back: {pids}{' ...' if len(keeper.left) > 5 else ''}",
+                f"the next timeslice keep does it; or: gpushare timeslice reset {keeper.left[0]}",
+                code="slices_left",
+            )
+        # Even where the disk is full, and the record could not be written again.
+        _forget(host)
 
 
 @contextlib.contextmanager

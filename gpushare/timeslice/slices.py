@@ -134,12 +134,21 @@ def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
     """Write a record. Those of processes that have ended are removed, if ``tidy``."""
     path = _path(host, record.pid)
     make_private_directory(path.parent)
-    with contextlib.suppress(OSError):
-        for other in path.parent.glob("*.json") if tidy else ():
-            if other.stem.isdecimal() and host.processes.identity(int(other.stem)) is None:
-                other.unlink(missing_ok=True)
+    if tidy:
+        forget_ended(host)
     with writing(path, "the record of a time-slice"):
         replace_file(path, json.dumps(asdict(record)))
+
+
+def forget_ended(host: Host) -> None:
+    """Remove this user's records of processes that have ended; a failure does not matter."""
+    directory = host.run_directory / SLICES
+    if not is_trusted_directory(host.run_directory, SLICES):
+        return
+    with contextlib.suppress(OSError):
+        for path in directory.glob("*.json"):
+            if path.stem.isdecimal() and host.processes.identity(int(path.stem)) is None:
+                path.unlink(missing_ok=True)
 
 
 def _forget(host: Host, pid: int) -> None:
@@ -148,7 +157,8 @@ def _forget(host: Host, pid: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _put_back(host: Host, pid: int, known: SliceRecord | None) -> None:
+def put_record_back(host: Host, pid: int, known: SliceRecord | None) -> None:
+    """Make the record of a process what it was; None: there was none. Raises as `note_slice`."""
     if known is None:
         _forget(host, pid)
     else:
@@ -241,7 +251,7 @@ def apply_slice(
             raise
         except GpushareError:
             with contextlib.suppress(GpushareError):
-                _put_back(host, found.pid, known)
+                put_record_back(host, found.pid, known)
             raise
         return found
 
@@ -359,7 +369,7 @@ def _set_step(host: Host, control: ChannelControl, channels: Channels, microseco
             # If it has ended, its slice has ended with it.
             with contextlib.suppress(NotFound):
                 control.restore_slices(found)
-            _put_back(host, found.pid, known)
+            put_record_back(host, found.pid, known)
 
     now = _listed({one.slice_us for one in channels.compute})
     return Step(

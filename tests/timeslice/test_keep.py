@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, InUse, TimedOut
+from gpushare.errors import GpushareError, InUse, OperationFailed, TimedOut
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse
@@ -18,6 +18,7 @@ from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
 from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, only_one, recover, verdicts
 from gpushare.timeslice.rules import Names
+from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
 
 DEFAULT = 2048
@@ -450,3 +451,46 @@ def test_what_would_be_done_asks_no_driver(desk: Callable[..., Desk], monkeypatc
     monkeypatch.setattr(ChannelControl, "find", never)
     found = {one.pid: (one.rule, one.slice_us, one.why) for one in verdicts(one.host, policy())}
     assert found == {train: ("4:3", 500, None), serve: ("3:3", 16_000, None), other: (None, None, None)}
+
+
+@pytest.mark.parametrize(("failures", "left"), [(1, False), (9, True)])
+def test_what_cannot_be_put_back_is_tried_again_and_stays_written_down(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, failures: int, left: bool
+) -> None:
+    one = desk()
+    pid = one.add()
+    one.look()
+    real, count = ChannelControl.set_slice, [0]
+
+    def failing(self: ChannelControl, channels: Channels, microseconds: int) -> Any:
+        count[0] += 1
+        if count[0] <= failures:
+            raise OperationFailed("no", "none")
+        return real(self, channels, microseconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", failing)
+        events = one.keeper.undo()
+    assert [event.kind for event in events] == ["skipped" if left else "restored"]
+    assert one.keeper.left == ([pid] if left else [])
+    record = keep_record(one.host)
+    assert record is not None
+    assert [kept.pid for kept in record.processes] == ([pid] if left else [])
+    # The next one does it.
+    recover(one.host, one.control)
+    assert one.slice(pid) == DEFAULT
+
+
+def test_a_slice_that_was_refused_is_not_written_down(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = desk()
+    pid = one.add()
+
+    def refused(*_: Any) -> None:
+        raise OperationFailed("no", "none")
+
+    monkeypatch.setattr(ChannelControl, "set_slice", refused)
+    assert [line for line in one.look() if "skipped" in line]
+    assert slice_records(one.host) == {}
+    assert one.slice(pid) == DEFAULT
