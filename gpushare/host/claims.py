@@ -174,6 +174,20 @@ def all_claims(host: Host, prefix: str = EXCLUSIVE) -> list[Claim] | None:
         return None
 
 
+def why_unreadable(host: Host, prefix: str = EXCLUSIVE) -> str | None:
+    """Return why `all_claims` is None, and what to do; None: it is not."""
+    try:
+        for _ in _claims(claim_directory(host), prefix=prefix):
+            pass
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{claim_directory(host)} cannot be read: {error.strerror or error}"
+    except OperationFailed as error:
+        return f"{error.message}; {error.hint}"
+    return None
+
+
 def live_claims(host: Host) -> dict[str, Claim] | None:
     """Return the claims in force by key; None: unknown."""
     found: dict[str, Claim] = {}
@@ -265,7 +279,8 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
         processes=alive,
         ticket=ticket,
         facts=facts,
-        touched_at=seen.st_mtime,
+        # Its owner can set mtime to any time, but not ctime.
+        touched_at=min(seen.st_mtime, seen.st_ctime),
     )
 
 

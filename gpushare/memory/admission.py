@@ -1,7 +1,8 @@
 """Who may start next: jobs that wait for memory on a GPU, in the order in which they came. Pure.
 
 First come, first served. A job may pass an earlier one only if it cannot delay it: whatever the jobs that run now leave
-behind when they end, in any order, the earlier job must fit at least as soon as without the one that passes.
+behind when they end, in any order, the earlier job must fit at least as soon as without the one that passes. A job that
+jobs of its own user keep out holds up that user's jobs only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Running:
 
     memory_bytes: int
     client: bool = False
+    # Whose it is, as far as it is known.
+    uid: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class Waiting:
     memory_bytes: int | None
     keys: tuple[str, ...]
     client: bool = False
+    uid: int | None = None
 
 
 class UserLimits(Mapping[int, int]):
@@ -79,7 +83,7 @@ def admitted(
                 continue
             if all(not _delays(rooms[key], now[key], job, one) for one in passed if key in one.keys):
                 found[job.name] = key
-                now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client))
+                now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client, uid=job.uid))
                 break
         else:
             passed.append(job)
@@ -108,6 +112,11 @@ def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiti
     if need > room.memory_bytes:
         # It never starts here.
         return False
+    if earlier.uid is not None and earlier.uid != job.uid:
+        own = sum(one.memory_bytes for one in running if one.uid == earlier.uid)
+        if own + need > room.memory_bytes:
+            # Jobs of its own user are in its way: that one cannot make others wait by a small job and a large one.
+            return False
     # The most that may still be there when it starts, if the job does not.
     most = _largest_sum([one.memory_bytes for one in running], room.memory_bytes - need)
     if most + need + _size(room, job) > room.memory_bytes:

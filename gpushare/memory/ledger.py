@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
 LAPSE_SECONDS: Final = 60.0
+# One that could take a place for this long, and does not, is passed: it may be stopped, or only look like a job.
+PATIENCE_SECONDS: Final = 10.0
+# As long as jobs that are entering the ledger are waited for.
+_CHOOSING_SECONDS: Final = 0.5
 # Further waiting jobs of one user are not in the line yet.
 MOST_WAITING_OF_ONE_USER: Final = 64
 _MOST_BYTES: Final = 1 << 50
@@ -78,9 +82,12 @@ class Line:
         return max(0, self.room.memory_bytes - sum(one.memory_bytes for one in self.running))
 
 
-def reservations(host: Host) -> list[Reservation] | None:
-    """Return the living jobs in the ledger, in order of arrival; None: the ledger cannot be read."""
-    claims = all_claims(host, PREFIX)
+def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
+    """Return the living jobs in the ledger, in order of arrival; None: the ledger cannot be read.
+
+    ``claims`` are those that were read just now.
+    """
+    claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
     found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
@@ -140,11 +147,13 @@ def line_of(
     clients: int | None = None,
     limits: Mapping[int, int] | None = None,
     now: float | None = None,
+    lapsed: Collection[str] = (),
 ) -> Line | None:
     """Return the ledger of one device as of now; None: its memory is unknown.
 
     ``device`` has been read a moment ago, with its processes. ``clients`` is how many clients its MPS server takes.
     ``limits`` are the bytes that users may reserve there together, by uid: what they reserve beyond counts for nothing.
+    ``lapsed`` are reservations that do not count while they have nothing on the device, whatever their files say.
     """
     total = device.memory_total_bytes
     if total is None:
@@ -163,7 +172,7 @@ def line_of(
         held = sum(process.memory_used_bytes or 0 for process in processes if owners.get(process.pid) == one.id)
         there = one.id in owners.values()
         counted += held
-        if not there and at - one.claim.touched_at > LAPSE_SECONDS:
+        if not there and (one.id in lapsed or at - one.claim.touched_at > LAPSE_SECONDS):
             continue
         size = room.memory_bytes if one.memory_bytes is None else one.memory_bytes
         limit = (limits or {}).get(one.claim.uid)
@@ -172,10 +181,13 @@ def line_of(
             beyond.add(one.id)
         granted[one.claim.uid] += size
         holders.append(one)
-        running.append(Running(memory_bytes=max(size, held), client=one.client))
+        # Without a reservation counts what it holds.
+        running.append(Running(memory_bytes=max(size, held), client=one.client, uid=one.claim.uid))
     strangers = [process for process in processes if process.pid not in owners]
     for process in strangers:
-        running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps))
+        info = host.processes.describe(process.pid)
+        uid = None if info is None else info.uid
+        running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
         counted += process.memory_used_bytes or 0
     # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
     rest = max(0, (used or 0) - counted)
@@ -240,7 +252,11 @@ class Request:
 
 
 class Place:
-    """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes."""
+    """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
+
+    What others say of themselves in their claims is compared with what this job has seen of them since it came: they could
+    otherwise say that they came first, are about to come, or use their reservation, for as long as they like.
+    """
 
     def __init__(self, host: Host, request: Request) -> None:
         """Enter the ledger.
@@ -262,6 +278,13 @@ class Place:
             self._claim.release()
             raise
         self.key: str | None = None
+        self._entered = time.monotonic()
+        # Those that came before this job, once that is sure.
+        self._before: frozenset[str] | None = None
+        # Since when jobs could take a place and have not, and since when reservations have nothing on their device.
+        self._could: dict[str, float] = {}
+        self._unused: dict[str, float] = {}
+        self._passed: set[str] = set()
 
     @property
     def claim(self) -> HeldClaim:
@@ -290,9 +313,18 @@ class Place:
     def _turn(
         self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
     ) -> str | None:
-        found = reservations(self._host)
-        if found is None or _somebody_chooses(self._host, self._claim):
+        claims = all_claims(self._host, PREFIX)
+        # Choosing takes microseconds. Whoever shows an earlier ticket later than this did not draw it then.
+        while self._before is None and any(one.ticket is None for one in claims or ()) and self._has_just_come():
+            time.sleep(0.002)
+            claims = all_claims(self._host, PREFIX)
+        found = reservations(self._host, claims)
+        own = self._claim.path.name
+        mine = next((one for one in claims or () if one.path.name == own), None)
+        if claims is None or found is None or mine is None:
             return None
+        if self._before is None:
+            self._before = frozenset(one.path.name for one in claims if one.ticket is not None and one.rank < mine.rank)
         lines = self._lines(found, devices, clients, limits)
         waiting = [
             Waiting(
@@ -301,13 +333,40 @@ class Place:
                 # A job that its user's limit holds back delays nobody.
                 keys=tuple(key for key in one.keys if key not in lines or within_limit(lines[key], one, limits)),
                 client=one.client,
+                uid=one.claim.uid,
             )
             for one in found
-            if one.key is None
+            if one.id == own or (one.key is None and one.id in self._before and one.id not in self._passed)
         ]
         rooms = {key: line.room for key, line in lines.items()}
         running = {key: line.running for key, line in lines.items()}
-        return admitted(rooms, running, waiting).get(self._claim.path.name)
+        taken = admitted(rooms, running, waiting)
+        self._watch({name for name in taken if name != own})
+        return taken.get(own)
+
+    def _has_just_come(self) -> bool:
+        return time.monotonic() - self._entered < _CHOOSING_SECONDS
+
+    def _watch(self, could: Collection[str]) -> None:
+        """Note who can take a place now; one that did not for long is passed from now on."""
+        now = time.monotonic()
+        self._could = {name: self._could.get(name, now) for name in could}
+        self._passed |= {name for name, since in self._could.items() if now - since >= PATIENCE_SECONDS}
+
+    def _lapsed(self, found: Sequence[Reservation], devices: Sequence[Device]) -> set[str]:
+        """Return the reservations of others that have had nothing on their device since this job looks at them."""
+        now = time.monotonic()
+        used: set[str] = set()
+        for device in devices:
+            here = [one for one in found if one.key == device.uuid]
+            processes = [one for one in device.gpu.processes or () if _is_on(one, device)]
+            used |= set(_owners(self._host, here, processes).values())
+        self._unused = {
+            one.id: self._unused.get(one.id, now)
+            for one in found
+            if one.key is not None and one.id not in used and one.id != self._claim.path.name
+        }
+        return {name for name, since in self._unused.items() if now - since > LAPSE_SECONDS}
 
     def _still_fits(
         self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
@@ -332,8 +391,10 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> dict[str, Line]:
+        lapsed = self._lapsed(found, devices)
         lines = {
-            one.uuid: line_of(self._host, one, found, clients=clients.get(one.uuid), limits=limits) for one in devices
+            one.uuid: line_of(self._host, one, found, clients=clients.get(one.uuid), limits=limits, lapsed=lapsed)
+            for one in devices
         }
         return {key: line for key, line in lines.items() if line is not None}
 
@@ -348,13 +409,6 @@ class Place:
     def leave(self) -> None:
         """Leave the ledger."""
         self._claim.release()
-
-
-def _somebody_chooses(host: Host, own: HeldClaim) -> bool:
-    """Return whether a job is just entering the ledger, and may turn out to be before us."""
-    now = time.time()
-    claims = all_claims(host, PREFIX) or []
-    return any(one.ticket is None and one.path != own.path and now - one.touched_at < 0.5 for one in claims)
 
 
 def position(found: Sequence[Reservation], place: Place) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
-from gpushare.memory.ledger import Line, Place, Request, line_of, never_fits, position, reservations
+from gpushare.host.claims import why_unreadable
+from gpushare.memory.ledger import PREFIX, Line, Place, Request, line_of, never_fits, position, reservations
 from gpushare.selection import Device, select
 from gpushare.units import format_bytes
 
@@ -101,7 +102,9 @@ def wait_for_room(
             if lines:
                 said = clock()
                 before = position(reservations(host) or [], place)
-                say(_waiting(lines, place, before) + _held_back(lines, place.request, limits.get(os.geteuid())))
+                why = why_unreadable(host, PREFIX)
+                held_back = _held_back(lines, place.request, limits.get(os.geteuid()))
+                say(_waiting(lines, place, before) + held_back if why is None else why)
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()

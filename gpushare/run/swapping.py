@@ -258,7 +258,13 @@ class Swapping:
         mine = [one for one in gpu.processes or () if one.pid in family]
         busy: Sequence[int | None] = [one.sm_percent for one in mine]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
-        waiting = [one for one in reservations(self._host) or [] if one.key is None and self._device.uuid in one.keys]
+        total = gpu.memory_total_bytes or 0
+        waiting = [
+            one
+            for one in reservations(self._host) or []
+            # What can never come is nothing to make room for.
+            if one.key is None and self._device.uuid in one.keys and (one.memory_bytes or 0) <= total
+        ]
         own = None if self._place is None else self._place.claim.path.name
         others = [one for one in waiting if one.id != own]
         times = [one.seconds for pid in family if (one := cpu_time(pid)) is not None]
@@ -267,9 +273,10 @@ class Swapping:
             since=self._since,
             busy_percent=None if None in busy else sum(one or 0 for one in busy),
             cpu_seconds=sum(times),
-            free_bytes=max(0, (gpu.memory_total_bytes or 0) - used),
+            free_bytes=max(0, total - used),
             others_wait=bool(others),
-            production_waits=any(one.production for one in others),
+            # What others call production is not ours.
+            production_waits=any(one.production and one.claim.uid in {0, self._host.uid} for one in others),
         )
 
     def _leave(self) -> None:

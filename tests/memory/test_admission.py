@@ -82,3 +82,17 @@ def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list
                 for earlier in {0, before}:
                     if sum(left) + earlier + size <= 20:
                         assert sum(left) + earlier + later + size <= 20
+
+
+def test_a_job_that_its_own_users_jobs_keep_out_holds_up_nobody_else() -> None:
+    """By a small job that never ends and a large one that waits, one user could keep a GPU empty."""
+    running = {"a": [Running(memory_bytes=1, uid=7)]}
+
+    def waiting(size: int, uid: int) -> Waiting:
+        return Waiting(name=f"{uid}:{size}", memory_bytes=size, keys=("a",), uid=uid)
+
+    assert admitted(GPU, running, [waiting(80, 7), waiting(40, 8)]) == {"8:40": "a"}
+    # Their own later jobs wait, so that the large one comes to its turn.
+    assert admitted(GPU, running, [waiting(80, 7), waiting(40, 7)]) == {}
+    # Without jobs of its own in the way it is first, as all are.
+    assert admitted(GPU, {"a": [Running(memory_bytes=1, uid=9)]}, [waiting(80, 7), waiting(40, 8)]) == {}

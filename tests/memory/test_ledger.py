@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -236,3 +238,112 @@ def test_the_limit_for_all_is_not_for_root() -> None:
     limits = UserLimits({1000: GIB}, 2 * GIB)
     assert [limits.get(uid) for uid in (0, 1000, 1001)] == [None, GIB, 2 * GIB]
     assert UserLimits({0: GIB}, None).get(0) == GIB
+
+
+@contextlib.contextmanager
+def planted(host: Host, *lines: str) -> Iterator[Path]:
+    """Plant the claim of a process that lives, as its user may write it."""
+    first = enter(host, GIB)
+    head = files(host)[0].read_text().split("fact ")[0]
+    first.leave()
+    path = claim_directory(host) / f"gpushare-memory-{'f' * 16}"
+    path.write_text(head + "".join(f"{line}\n" for line in lines))
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what lets the ledger's clock go on."""
+    now = [1000.0]
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", forward)
+    return forward
+
+
+def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch)
+    keys = ",".join(one.uuid for one in devices(host))
+    with planted(host, f"fact want 0 0 {keys}") as path:
+        # Its owner may set this to any time, or touch it in a loop.
+        os.utime(path, (2**33, 2**33))
+        assert take(host, enter(host, 10 * GIB))
+
+
+def test_nobody_comes_first_by_an_earlier_ticket(host: Host) -> None:
+    keys = ",".join(one.uuid for one in devices(host))
+    blocker = [enter(host, 24 * GIB), enter(host, 23 * GIB)]
+    for place, device in zip(blocker, devices(host), strict=True):
+        place.take(device.uuid)
+    honest = enter(host, 20 * GIB)
+    assert not take(host, honest)
+    with planted(host, f"fact want {24 * GIB} 0 {keys}", "ticket 1"):
+        blocker[0].leave()
+        assert take(host, honest)
+
+
+def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim can choose for days, and then say that it was there before all others."""
+    clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    blocker = enter(host, 20 * GIB)
+    blocker.take(key)
+    with planted(host, f"fact want {20 * GIB} 0 {key}") as path:
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        assert not take(host, honest)
+        with path.open("a") as file:
+            file.write("ticket 1\n")
+        blocker.leave()
+        assert take(host, honest)
+
+
+def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting gpushare that was stopped (Ctrl-Z), or a file that only looks like one."""
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1"):
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        assert not take(host, honest)
+        forward(ledger.PATIENCE_SECONDS / 2)
+        assert not take(host, honest)
+        forward(ledger.PATIENCE_SECONDS / 2)
+        assert not take(host, honest)
+        assert take(host, honest)
+
+
+def test_a_reservation_that_is_only_touched_lapses(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1", f"fact sure {key}") as path:
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        for _ in range(4):
+            os.utime(path)
+            assert not take(host, honest)
+            forward(ledger.LAPSE_SECONDS / 3)
+        assert take(host, honest)
+
+
+def test_the_time_of_a_claim_cannot_be_in_the_future(host: Host) -> None:
+    key = devices(host)[0].uuid
+    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1", f"fact sure {key}") as path:
+        os.utime(path, (2**33, 2**33))
+        (one,) = reservations(host) or []
+        assert one.claim.touched_at <= time.time()
+
+
+def test_a_job_counts_with_what_it_holds_if_that_is_more_than_it_said(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = add_process(SPEC, memory_bytes=22 * GIB)
+    monkeypatch.setattr(type(host.processes), "parent", lambda _, one: os.getpid() if one == pid else None)
+    place = enter(host, 0)
+    place.take(devices(host)[0].uuid)
+    line = line_of(host, devices(host)[0], reservations(host) or [])
+    assert line is not None
+    assert line.room.memory_bytes - line.free_bytes >= 22 * GIB
+    place.leave()
