@@ -27,6 +27,7 @@ from typing import Any, Final
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import capabilities
 from gpushare.sim import channels
+from gpushare.sim.checkpoint import NOT_PERMITTED, OPERATING_SYSTEM, SimulatedCheckpoint
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.machine import SimulatedCapabilities
 from gpushare.sim.nvml_abi import Code
@@ -59,6 +60,7 @@ FAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "program": ("EACCES", "EIO"),
     "access": ("EACCES", "EIO"),
     "channels": ("EACCES", "EIO"),
+    "checkpoint": ("EACCES", "EIO"),
 }
 # What the rows run: a shell, which knows whether its gpushare lives.
 PROGRAM: Final = "start sh"
@@ -104,7 +106,7 @@ class Injector:
             hit = self.count == self.at
             if self.kill_after_program and self.program_at and self.count - self.program_at >= self.kill_after_program:
                 _kill(self._pid, signal.SIGKILL)
-            full = self.fault == FULL and 0 < self.at <= self.count and kind in _NEEDS_ROOM
+            full = self.fault == FULL and 0 < self.at <= self.count and _needs_room(kind, what)
             _write(self.log, f"{self.count}\t{kind}\t{self._short(what)}\t{'hit' if hit else ''}\n".encode())
         if hit and self.fault == KILL:
             # In a program that is not executed yet, it is gpushare that dies, and the program that goes on.
@@ -138,6 +140,13 @@ class Injector:
 
     def _short(self, what: str) -> str:
         return what.replace(self.root + os.sep, "").replace("\n", "; ").replace("\t", " ")[:200]
+
+
+def _needs_room(kind: str, what: str) -> bool:
+    """Return whether an effect fails on a full disk: what is there already can be opened, or not be made again."""
+    if kind == "mkdir" and os.path.isdir(what.partition(" ")[2]):
+        return False
+    return kind in _NEEDS_ROOM and not (kind == "open" and what.startswith("open "))
 
 
 _write = os.write
@@ -283,7 +292,7 @@ def _install_open(injector: Injector) -> None:
         def act() -> _CountedFile:
             return _CountedFile(file, plain, closefd, opener)
 
-        raw = act() if isinstance(file, int) else injector.perform("open", f"open {found}", act)
+        raw = act() if isinstance(file, int) else injector.perform("open", f"create {found}", act)
         raw.injector, raw.path = injector, found
         if buffering == 0:
             return raw
@@ -384,6 +393,8 @@ def _install_hardware(injector: Injector) -> None:
     for name in ("set_access", "set_modify"):
         _count_access(injector, name)
     _count_channels(injector)
+    for name in ("Lock", "Unlock", "Checkpoint", "Restore"):
+        _count_checkpoint(injector, f"cuCheckpointProcess{name}")
     programs: Any = SimulatedPrograms
     starting = programs.start
 
@@ -442,6 +453,19 @@ def _count_channels(injector: Injector) -> None:
         )
 
     channels.answer = stood_in  # type: ignore[attr-defined]
+
+
+def _count_checkpoint(injector: Injector, name: str) -> None:
+    owner: Any = SimulatedCheckpoint
+    real = getattr(owner, name)
+
+    def stood_in(self: Any, pid: int, arguments: Any) -> Any:
+        codes = {errno.EACCES: NOT_PERMITTED}
+        return injector.perform(
+            "checkpoint", name, lambda: real(self, pid, arguments), lambda code: codes.get(code, OPERATING_SYSTEM)
+        )
+
+    setattr(owner, name, stood_in)
 
 
 def _count_access(injector: Injector, name: str) -> None:

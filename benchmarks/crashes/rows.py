@@ -6,9 +6,11 @@ A new verb is one more row.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.crashes.inject import PROGRAM as PROGRAM_STARTS
@@ -18,7 +20,10 @@ from gpushare.sim import admin
 
 Words = Sequence[str]
 # It ends by itself only while its gpushare lives; one that was left alone goes on until somebody ends it.
-PROGRAM: Final = ("sh", "-c", 'sleep 0.2; kill -0 "$PPID" 2>/dev/null || exec sleep 300')
+ENDS_WITH_ITS_GPUSHARE: Final = 'kill -0 "$PPID" 2>/dev/null || exec sleep 300'
+PROGRAM: Final = ("sh", "-c", f"sleep 0.2; {ENDS_WITH_ITS_GPUSHARE}")
+# Long enough for one turn, and the way out and back.
+LONG_PROGRAM: Final = ("sh", "-c", f"sleep 1.4; {ENDS_WITH_ITS_GPUSHARE}")
 MPS_HOST: Final = "sim:2xh200"
 MIG_HOST: Final = "sim:2xa100-80gb"
 ALL_HOST: Final = "sim:4xa100-80gb"
@@ -171,8 +176,8 @@ def _files(world: World) -> None:
         world.facts[name.partition(".")[0]] = str(world.scratch / name)
 
 
-def _run(*options: str) -> Words:
-    return ("run", *options, "--", *PROGRAM)
+def _run(*options: str, program: Words = PROGRAM) -> Words:
+    return ("run", *options, "--", *program)
 
 
 def _mps_rows() -> list[Row]:
@@ -327,6 +332,12 @@ def _job(world: World) -> None:
     world.facts["job"] = world.call(lambda: admin.add_process(world.spec, "0"))
 
 
+def _resting_job(world: World) -> None:
+    """Give GPU 0 a job outside MPS that computes nothing: nobody is paused for it."""
+    _foreign_mps(world)
+    world.facts["job"] = world.call(lambda: admin.add_process(world.spec, "0", sm_percent=0))
+
+
 def _pause_rows() -> list[Row]:
     pause, resume = ("pause", "{job}"), ("resume", "{job}")
     row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
@@ -338,14 +349,85 @@ def _pause_rows() -> list[Row]:
     ]
 
 
+def _swap_rows() -> list[Row]:
+    out, back = ("swap", "out", "{job}"), ("swap", "in", "{job}")
+    row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
+    gone = _after(out, first=_job)
+    guard = partial(row, program="start guard.py")
+    return [
+        row(name="swap out", command=out, then=[back, out]),
+        guard(name="swap out, its guard too", command=out, then=[back, out], guard_after=18),
+        row(name="swap in", prepare=gone, command=back, then=[back, out]),
+        guard(name="swap in, its guard too", prepare=gone, command=back, then=[back, out], guard_after=15),
+    ]
+
+
+def _somebody_waits(world: World) -> None:
+    """Let this process, which lives as long as the tries do, wait for memory on GPU 0; it never takes a place."""
+    _foreign_mps(world)
+    pid, directory = os.getpid(), world.directory / "run" / "claims"
+    directory.mkdir(parents=True, mode=0o700)
+    directory.parent.chmod(0o700)
+    started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    (directory / f"gpushare-memory-{0:016x}").write_text(
+        f"gpushare claim 1\nboot {boot}\nspace {os.stat('/proc/self/ns/pid').st_ino}\nkey memory\n"
+        f"process {pid} {started}\nfact want {1 << 30} 0 {world.state.gpus[0].uuid}\nticket 1\n",
+        encoding="ascii",
+    )
+
+
+def _ledger_rows() -> list[Row]:
+    row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True)
+    wait = _run("--wait", "--job-memory", "4G", "-g", "0")
+    held = _run("--job-memory", "4G", "-g", "0")
+    turns = _run("--turns", "0.1s", "--job-memory", "4G", "-g", "0", program=LONG_PROGRAM)
+    stop = ("mps", "stop", "-g", "0")
+    return [
+        row(name="run --wait", command=wait, then=[wait, stop]),
+        row(name="run --wait, its guard too", command=wait, then=[wait, stop], guard_after=3),
+        row(name="run --job-memory", command=held, then=[held, stop]),
+        row(name="run --turns", prepare=_somebody_waits, command=turns, then=[turns]),
+    ]
+
+
+def _slice_rows() -> list[Row]:
+    row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
+    production = _run("--production", "web", "--slice", "16ms", "-g", "0", program=_FOR_A_WHILE)
+    group = _run("--opportunistic", "--for", "{job}", "--way", "slices", "-g", "0", program=_FOR_A_WHILE)
+    named = _run("-g", "0", "--name", "train")
+    keep = ("timeslice", "keep", "-f", "{rules}")
+    running = _after(("mps", "start", "-g", "0"), first=_resting_job)
+    return [
+        row(name="run --production --slice", command=production, then=[production]),
+        row(name="run --opportunistic --way slices", prepare=running, command=group, then=[group]),
+        row(name="run --name", prepare=_foreign_mps, command=named, then=[named, ("mps", "stop", "-g", "0")]),
+        row(name="timeslice keep", prepare=_rules, command=keep, then=[keep]),
+    ]
+
+
+# Until its slice is set.
+_FOR_A_WHILE: Final = ("sh", "-c", f"sleep 0.5; {ENDS_WITH_ITS_GPUSHARE}")
+
+
+def _rules(world: World) -> None:
+    _job(world)
+    path = world.scratch / "rules.yaml"
+    path.write_text("version: 1\nslices:\n- {match: all, slice: 500us}\n", encoding="utf-8")
+    world.facts["rules"] = str(path)
+
+
 def rows() -> list[Row]:
     """Return all rows."""
     return [
         *_mps_rows(),
         *_timeslice_rows(),
         *_pause_rows(),
+        *_swap_rows(),
         *_mig_rows(),
         *_apply_rows(),
         *_advise_rows(),
         *_run_rows(),
+        *_ledger_rows(),
+        *_slice_rows(),
     ]

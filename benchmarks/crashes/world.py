@@ -25,15 +25,23 @@ from typing import Any, Final
 from benchmarks.crashes.inject import PROGRAM, Injector, install
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import MPS_CONTROL
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile, parse_spec
+from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedGpu, SimulatedHostState, StateFile, parse_spec
 
 # Nothing that is tried here takes so long; what does, hangs.
 PATIENCE_SECONDS: Final = 60.0
+# It runs until it is ended: after this time, or so much later than it has set a slice.
+KEEP: Final = ("timeslice", "keep")
+_KEEP_SECONDS: Final = 1.6
+_KEEP_MORE_SECONDS: Final = 0.15
 REAL_PROGRAM: Final = "GPUSHARE_MPS_CONTROL"
 GUARD: Final = "GPUSHARE_CRASH_GUARD"
 _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
-# Times, and the most memory that was seen of a job.
+_CLAIM: Final = re.compile(r"/gpushare-(claim|memory)-[0-9a-f]{16}$")
+_PEAKS: Final = re.compile(r"^var/peaks/[0-9a-f]+\.json$")
+# Records by PID: that of a real process differs from run to run.
+_BY_PID: Final = re.compile(r"(/(?:slices|swap|group|pause)/)(\d{1,7})\.json$")
 _PAUSE_GUARD: Final = "the guard of a pause"
+# Times, and the most memory that was seen of a job.
 _VARIES: Final = frozenset(
     {
         "started_at",
@@ -47,6 +55,7 @@ _VARIES: Final = frozenset(
         "memory_peak_bytes",
         "keeper_pid",
         "keeper_started",
+        "out_seconds",
     }
 )
 _ELSEWHERE: Final = (
@@ -184,6 +193,8 @@ class World:
         child = os.fork()
         if not child:
             _become(self, words, at, fault, (log, out, err), environment, kill_after_program, program)
+        if tuple(words[:2]) == KEEP:
+            _end_later(child, log)
         code = _wait(child)
         return Done(code, _text(out), _text(err))
 
@@ -239,7 +250,8 @@ class World:
             where = daemon.pipe_directory.replace(str(self.root), "")
             found[f"daemon at {where}"] = (
                 f"GPUs {daemon.visible} threads {daemon.threads} memory {dict(sorted(daemon.memory.items()))} priority "
-                f"{daemon.priority} user {daemon.uid} servers {len(daemon.servers)} stopped {daemon.stopped}"
+                f"{daemon.priority} user {daemon.uid} servers {len(daemon.servers)} stopped {daemon.stopped} "
+                f"slices {sorted(str(one.slices.get('compute', 'default')) for one in daemon.servers)}"
             )
         for process in state.processes:
             if not process.real:
@@ -247,7 +259,8 @@ class World:
                     f"{process.name} on {process.gpu_uuid} instance {process.gpu_instance_id} daemon "
                     f"{process.mps_daemon} broken {process.broken} stopped {process.stopped_at is not None} "
                     f"terminated {process.terminated_at is not None} channels off {len(process.channels_off)} "
-                    f"slice {process.slices.get('compute', 'default')}"
+                    f"slice {process.slices.get('compute', 'default')} checkpoint {process.checkpoint} "
+                    f"memory {process.memory_bytes} image {process.image_bytes}"
                 )
         for pid, what in self.living().items():
             if what == _PAUSE_GUARD:
@@ -262,23 +275,31 @@ class World:
         directory = self.directory
         # A real program that has ended stays in the simulated state until something looks at the host again: whether it
         # lives is asked of the kernel (`_lives`), not of that list.
-        alive = {*(one.pid for one in state.daemons), *(one.pid for one in state.processes if not one.real)}
+        servers = (server.pid for daemon in state.daemons for server in daemon.servers)
+        alive = {*(one.pid for one in state.daemons), *servers, *(one.pid for one in state.processes if not one.real)}
         for room in ("run", "var"):
             for path in sorted((directory / room).rglob("*")):
                 name = path.relative_to(directory).as_posix()
                 status = path.lstat()
                 if stat.S_ISDIR(status.st_mode) or re.search(r"/(pipe|log)/", name):
                     continue
-                if "/gpushare-claim-" in name:
+                if claim := _CLAIM.search(name):
                     # One of a process that is gone counts for nobody, and is removed as it is met.
-                    if any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", _text(path), re.MULTILINE)):
-                        found[f"file {name.partition('-')[0]}"] = "a claim is held"
+                    text = _text(path)
+                    if any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", text, re.MULTILINE)):
+                        facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
+                        found[f"{claim[1]} held: {facts}"] = "in force"
+                    continue
+                if _PEAKS.search(name) and "memory_bytes" in _text(path):
+                    # What a command was seen to use: whether a look was in time is chance.
                     continue
                 if _LOCKS.fullmatch(name):
                     if _is_locked(path):
                         found[f"lock {name}"] = "held"
                     continue
                 key = re.sub(r"/(\.[\w.-]+-)[a-z0-9_]{8}$", r"/\g<1>XXXXXXXX", name)
+                if (record := _BY_PID.search(key)) and int(record[2]) < FIRST_SIMULATED_PID:
+                    key = f"{key[: record.end(1)]}PID of the {_steady(int(record[2]), alive, 'pid')}.json"
                 found[f"file {key}"] = f"{stat.S_IMODE(status.st_mode):o} {_content(path, alive)}"
         return found
 
@@ -391,6 +412,21 @@ def _become(
         os._exit(code)
 
 
+def _end_later(child: int, log: Path) -> None:
+    """Send SIGTERM to what runs until then, once it has set a slice or has had the time to."""
+    descriptor = os.pidfd_open(child)
+    try:
+        deadline = time.monotonic() + _KEEP_SECONDS
+        ended: list[int] = []
+        while not ended and time.monotonic() < deadline and "\tchannels set\t" not in _text(log):
+            ended, _, _ = select.select([descriptor], [], [], 0.05)
+        # What follows the first one belongs to the same look.
+        if not ended and not select.select([descriptor], [], [], _KEEP_MORE_SECONDS)[0]:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    finally:
+        os.close(descriptor)
+
+
 def _wait(child: int) -> int | None:
     """Return how a child ended, as subprocess does; None: it had to be killed."""
     descriptor = os.pidfd_open(child)
@@ -493,6 +529,12 @@ def _steady(value: Any, alive: set[int], key: str = "") -> Any:
     """Return JSON without what differs from run to run: times, and PIDs but for whether they live."""
     if isinstance(value, dict):
         return {one: _steady(inner, alive, one) for one, inner in value.items() if one not in _VARIES}
+    if key == "images" and isinstance(value, list):
+        # Start times of real processes.
+        return [[_steady(pid, alive, "pid"), size] for pid, _, size in value]
+    if key == "before" and isinstance(value, list):
+        # The handle of a client goes with its PID.
+        return [str(one).partition("=")[2] for one in value]
     if isinstance(value, list):
         return [_steady(one, alive, key) for one in value]
     if key.endswith("pid") and isinstance(value, int):

@@ -20,10 +20,16 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "mps": (["mps*"], 8),
     "pause and resume": (["pause", "pause, its guard too", "resume"], 6),
-    "timeslice, apply and advise": (["timeslice*", "apply*", "advise*"], 6),
+    "swap": (["swap*"], 4),
+    "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 6),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
     "run": (["run", "run, its guard too", "run --mig"], 4),
+    "the ledger of memory": (["run --wait", "run --wait, its guard too", "run --job-memory", "run --turns"], 2),
+    "slices of programs": (
+        ["run --production --slice", "run --opportunistic --way slices", "run --name", "timeslice keep"],
+        2,
+    ),
 }
 
 
@@ -48,7 +54,7 @@ def crashes(directory: Path, *words: str, before: Path | None = None) -> tuple[i
 def test_one_more_command_brings_back_the_old_or_the_new_state(part: str, tmp_path: Path) -> None:
     names, points = PARTS[part]
     words = [word for name in names for word in ("--verb", name)]
-    jobs = "4" if part == "run" else "1"
+    jobs = "4" if part in {"run", "the ledger of memory", "slices of programs"} else "1"
     code, said, found = crashes(tmp_path, *words, "--sample", str(points), "--brief", "--jobs", jobs)
     assert code == 0, said
     assert all(0 < row["kills"] + row["errors"] <= points for row in found["rows"])
@@ -74,7 +80,8 @@ def test_every_changing_verb_has_a_row() -> None:
     changing = {
         *(("mig", verb) for verb in ("create", "destroy", "apply", "enable", "disable", "name", "grant", "revoke", "recover")),
         *(("mps", verb) for verb in ("start", "stop", "set", "kill")),
-        *(("timeslice", verb) for verb in ("set", "reset")),
+        *(("timeslice", verb) for verb in ("set", "reset", "keep")),
+        *(("swap", verb) for verb in ("out", "in")),
         ("apply",),
         ("run",),
     }  # fmt: skip
