@@ -21,10 +21,11 @@ from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing
+from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
+from gpushare.timeslice.policy import left_level
 from gpushare.timeslice.rules import KEEP_UNIT
 from gpushare.units import counted, format_bytes
 
@@ -695,6 +696,23 @@ def _rules(seen: Examination) -> Iterator[Check]:
         yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {record.pid}), for {number}")
 
 
+def _levels(seen: Examination) -> Iterator[Check]:
+    """Check that no bench was killed while it had set a time-slice level."""
+    for gpu in seen.answering:
+        level = seen.levels.get(gpu.index)
+        before = left_level(seen.host, gpu, level)
+        if before is None or level is None:
+            continue
+        verb = "reset" if before is TimeSlice.DEFAULT else f"set {before.title}"
+        yield Check.warning(
+            "timeslice.level",
+            gpu=gpu.index,
+            seen=f"GPU {gpu.index} still has the time-slice level {level.title} of a bench that was killed; before it was {before.title}",
+            why="nothing sets it back before a reboot",
+            remedy=f"sudo gpushare timeslice {verb} -g {gpu.index}",
+        )
+
+
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
@@ -714,6 +732,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _pauses,
     _swaps,
     _unlisted,
+    _levels,
     _rules,
 )
 

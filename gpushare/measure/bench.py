@@ -168,7 +168,12 @@ class Bench:
         levels = {cell[0].level: cell[0] for cell in cells if cell[0].level is not None}
         # Set for each run, and set back after it.
         changes = [step for way in levels.values() for step in self._grounds.level_steps(way)]
-        return (*(MpsShare(self._host, self._device, Limits()).steps() if mps else ()), *changes, *runs)
+        return (
+            *self._grounds.left_steps(),
+            *(MpsShare(self._host, self._device, Limits()).steps() if mps else ()),
+            *changes,
+            *runs,
+        )
 
     def _keep(self, number: int, cell: Cell) -> None:
         """Run a cell in a round, and keep the result unless the user has interrupted it."""

@@ -19,13 +19,13 @@ from gpushare.mps.control import MpsControl, max_clients
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import client_environment
 from gpushare.mps.limits import Limits
-from gpushare.plan import Plan, Step, carry_out, roll_back
+from gpushare.plan import Plan, Step, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
 from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.program import Guard
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
-from gpushare.timeslice.policy import plan_level
+from gpushare.timeslice.policy import left_level, lent_level, plan_level
 from gpushare.timeslice.rules import LEAST_US, MOST_US
 from gpushare.units import format_slice, parse_slice, quoted
 
@@ -365,6 +365,7 @@ class Grounds:
             GpushareError: the daemon could not be started.
         """
         make_private_directory(pipe_directory(self._host, self._device))
+        carry_out(Plan(title=f"the time-slice level of {self._device.title} as it was", steps=self.left_steps()))
         if mps:
             self._share = open_mps_share(self._host, self._device, self._program, Limits())
             self._stack.callback(self._share.close)
@@ -431,6 +432,15 @@ class Grounds:
             return set()
         return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
 
+    def left_steps(self) -> tuple[Step, ...]:
+        """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
+        if self._device.mig is not None or self._host.uid != 0:
+            return ()
+        with contextlib.suppress(GpushareError):
+            level = left_level(self._host, self._device.gpu)
+            return () if level is None else plan_level(self._host, [self._device], level, beside_mps=True).steps
+        return ()
+
     def level_steps(self, way: BenchWay) -> tuple[Step, ...]:
         """Return the change of the device's time-slice level that a way needs; none where it has it."""
         return () if way.level is None else plan_level(self._host, [self._device], way.level, beside_mps=True).steps
@@ -442,13 +452,8 @@ class Grounds:
         Raises:
             GpushareError: it cannot be set, or not be set back.
         """
-        steps = self.level_steps(way)
-        carry_out(Plan(title=f"time-slice level of {way.name}", steps=steps))
-        try:
+        with contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level):
             yield
-        finally:
-            for step, error in roll_back(steps):
-                raise error.restated(hint=f"set it back: sudo {step.undo}")
 
     def meter(self, way: BenchWay) -> Meter | None:
         """Return what measures a drained queue under a way; None where a sudden end breaks no others."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, InUse, NotSupported
 from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, replace_file, writing
+from gpushare.host.identity import Identity
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.host.smi import parse_level, set_argv
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
-from gpushare.plan import Plan, Step, setting_step
+from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.model import Gpu
     from gpushare.selection import Device
 
+_DIRECTORY: Final = "timeslice"
 NO_MILLISECONDS: Final = (
     "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "
     "running programs may keep the old level: measure your own program before and after"
@@ -81,6 +85,63 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
     return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LentLevel:
+    """A level that a process has set for a while: its PID and start in clock ticks since boot, and the names of levels."""
+
+    pid: int
+    started: int
+    level: str
+    before: str
+    schema: int = 1
+
+
+@contextlib.contextmanager
+def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
+    """Set a level, and set it back at the end. A record says so meanwhile, for `left_level`.
+
+    Raises:
+        GpushareError: it cannot be set, or not be set back; or the record cannot be written.
+    """
+    steps = plan_level(host, [device], level, beside_mps=True).steps
+    before, me = host.policy.read().get(device.gpu.index), host.processes.identity(os.getpid())
+    if steps and before is not None and me is not None:
+        record = LentLevel(pid=me.pid, started=me.started, level=level.name, before=before.name)
+        path = _lent(host.run_directory, device.gpu)
+        make_private_directory(path.parent)
+        with writing(path, "the note of the time-slice that was there"):
+            replace_file(path, json.dumps(asdict(record)))
+    carry_out(Plan(title=f"time-slice {level.title} for a while", steps=steps))
+    try:
+        yield
+    finally:
+        for step, error in roll_back(steps):
+            raise error.restated(hint=f"set it back: sudo {step.undo}")
+        with contextlib.suppress(OSError):
+            _lent(host.run_directory, device.gpu).unlink(missing_ok=True)
+
+
+def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice | None:
+    """Return the level that a GPU had before a process that was killed set the one that it has ``now``; None: none did.
+
+    ``now`` is read, only where there is a record, if it is not given.
+    """
+    for directory in (host.run_directory, *host.shared_run_directories):
+        if not is_trusted_directory(directory, _DIRECTORY):
+            continue
+        one = record_from(LentLevel, read_trusted(_lent(directory, gpu)))
+        if one is None or host.processes.identity(one.pid) == Identity(one.pid, one.started):
+            continue
+        with contextlib.suppress(KeyError):
+            if TimeSlice[one.level] is (host.policy.read().get(gpu.index) if now is None else now):
+                return TimeSlice[one.before]
+    return None
+
+
+def _lent(run_directory: Path, gpu: Gpu) -> Path:
+    return run_directory / _DIRECTORY / f"{gpu.uuid}.lent.json"
+
+
 def _steps(
     host: Host, device: Device, level: TimeSlice, levels: dict[int, TimeSlice | None], notes: list[str]
 ) -> list[Step]:
@@ -101,13 +162,21 @@ def _steps(
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
     setting = f"the time-slice of {device.title}"
+
+    def write(value: TimeSlice) -> None:
+        host.policy.set(device.uuid, value)
+        # What a killed one had set is over.
+        if left_level(host, device.gpu, before) is not None:
+            with contextlib.suppress(OSError):
+                _lent(host.run_directory, device.gpu).unlink(missing_ok=True)
+
     return setting_step(
         what=f"set {setting} to {level.title}",
         command=" ".join(set_argv(device.uuid, level)),
         undo=None if before is None else " ".join(set_argv(device.uuid, before)),
         setting=setting,
         read=lambda: host.policy.read().get(device.gpu.index),
-        write=lambda value: host.policy.set(device.uuid, value),
+        write=write,
         wanted=level,
         in_words=lambda value: value.title,
         see="nvidia-smi compute-policy -l",
@@ -191,7 +260,7 @@ def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> Tim
 
 
 def _record(host: Host, device: Device) -> Path:
-    return host.run_directory / "timeslice" / f"{device.uuid}.json"
+    return host.run_directory / _DIRECTORY / f"{device.uuid}.json"
 
 
 def _recorded_mode(record: Path) -> ComputeMode | None:

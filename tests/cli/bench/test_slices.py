@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from gpushare.measure.bench import Bench
 from gpushare.model import TimeSlice
+from gpushare.selection import Device
 from gpushare.sim.current import changing
 from gpushare.sim.state import StateFile
+from gpushare.timeslice.policy import left_level, lent_level
 from gpushare.timeslice.slices import slice_records
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -105,6 +108,79 @@ def test_a_level_is_set_back_whatever_ends_the_run(
     monkeypatch.setattr(Copies, "together", ended)
     assert cli("bench", "--ways", "timeslice:short", *WINDOW, *JOB).code == exit_code
     assert level(world) == TimeSlice.DEFAULT
+
+
+@pytest.fixture
+def killed(world: World) -> Iterator[None]:
+    """Leave a GPU as a bench leaves it that was killed in a run with another level."""
+    (gpu,) = world.host.nvml.sweep()
+    # Its end is not reached before that of the test.
+    lent = lent_level(world.host, Device(gpu=gpu), TimeSlice.SHORT)
+    lent.__enter__()
+    (path,) = (world.host.run_directory / "timeslice").glob("*.lent.json")
+    record = json.loads(path.read_text())
+    assert (record["level"], record["before"]) == ("SHORT", "DEFAULT")
+    path.write_text(json.dumps({**record, "started": record["started"] - 1}))
+    assert level(world) == TimeSlice.SHORT
+    yield
+    lent.__exit__(None, None, None)
+
+
+def left(world: World) -> list[Any]:
+    return list((world.host.run_directory / "timeslice").glob("*.lent.json"))
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_level_that_a_killed_one_left_is_found_and_reset(cli: Cli, world: World) -> None:
+    (check,) = (one for one in cli("-o", "json", "doctor").data["checks"] if one["id"] == "timeslice.level")
+    assert "GPU 0 still has the time-slice level short of a bench that was killed" in check["seen"]
+    assert check["remedy"] == "sudo gpushare timeslice reset -g 0"
+    cli("timeslice", "reset", "-g", "0").ok()
+    assert (level(world), left(world)) == (TimeSlice.DEFAULT, [])
+    assert "timeslice.level" not in cli("-o", "json", "doctor").out
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_level_that_was_set_by_hand_since_then_is_nobodys(cli: Cli, world: World) -> None:
+    cli("timeslice", "set", "long", "-g", "0").ok()
+    assert left(world) == []
+    cli("timeslice", "set", "short", "-g", "0").ok()
+    assert "timeslice.level" not in cli("-o", "json", "doctor").out
+
+
+@pytest.mark.usefixtures("killed")
+def test_the_next_bench_sets_a_level_back_first(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = cli("-o", "json", "bench", "-n", "--ways", "timeslice", *WINDOW, *JOB).ok().data["steps"]
+    assert steps[0]["what"] == "set the time-slice of GPU 0 to default"
+    assert level(world) == TimeSlice.SHORT
+    levels = []
+    launches = Bench._launches
+
+    def seen(self: Bench, way: Any, copies: int) -> Any:
+        levels.append(level(world))
+        return launches(self, way, copies)
+
+    monkeypatch.setattr(Bench, "_launches", seen)
+    bench(cli, "--ways", "timeslice")
+    assert set(levels) == {TimeSlice.DEFAULT}
+    assert (level(world), left(world)) == (TimeSlice.DEFAULT, [])
+
+
+def test_what_a_living_one_has_set_is_left(world: World) -> None:
+    (gpu,) = world.host.nvml.sweep()
+    with lent_level(world.host, Device(gpu=gpu), TimeSlice.SHORT):
+        assert left_level(world.host, gpu) is None
+        assert len(left(world)) == 1
+    assert (level(world), left(world)) == (TimeSlice.DEFAULT, [])
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"pid": 1, "started": 1, "level": "QUICK", "before": "DEFAULT"}', "[1]"])
+def test_a_broken_note_of_a_level_is_no_note(world: World, text: str) -> None:
+    (gpu,) = world.host.nvml.sweep()
+    directory = world.host.run_directory / "timeslice"
+    directory.mkdir(parents=True, mode=0o700)
+    (directory / f"{gpu.uuid}.lent.json").write_text(text)
+    assert left_level(world.host, gpu) is None
 
 
 def test_a_level_needs_root(cli: Cli, world: World, refused: Callable[..., str]) -> None:
