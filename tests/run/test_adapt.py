@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.run.adapt import LEAST_US, MOST_US, SILENT_SECONDS, WINDOW_SECONDS, Controller, Setting
+from gpushare.sim.job import _in_turn
+from tests.measure.told_jobs import ToldJob, _process
 
 TICK = 0.05
 
@@ -26,6 +30,23 @@ class Phase:
     def kept(self, setting: Setting) -> float:
         slice_us = 0 if setting.held else setting.slice_us
         return 1 - self.harm * slice_us / (slice_us + self.half)
+
+
+@dataclass(frozen=True)
+class OnGpu(Phase):
+    """A job of a simulated GPU with a slice of 8 ms: requests of 1 ms, which take ``busy`` percent of the time."""
+
+    harm: float = 0.0
+    busy: float = 100.0
+
+    def kept(self, setting: Setting) -> float:
+        if setting.held:
+            return 1.0
+        request = None if self.busy >= 100 else 1.0
+        web = ToldJob("web", 90, 100, 0, print, busy=self.busy, latency=request, slice_us=8000)
+        other = ToldJob("other", 90, 100, 0, print, slice_us=setting.slice_us)
+        state: Any = SimpleNamespace(daemons=[])
+        return _in_turn(state, _process(1, web), 1.0, [[_process(2, other)]]).rate
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,17 @@ def test_a_phase_without_harm_is_used(every: float, seed: int) -> None:
     of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
     of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 70]
     assert max(of_light) > 10 * max(of_heavy)
+
+
+def test_requests_with_gaps_and_then_work_without_them() -> None:
+    """Next to requests with gaps the longest slice costs nothing; the work without gaps has another speed."""
+    outcome = simulate([OnGpu(60, 40, busy=4), OnGpu(60, 500)], keep=0.9)
+    assert outcome.worst >= 0.9
+    of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
+    of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 60]
+    assert max(of_light) >= 1500
+    # 8000 / (8000 + slice + 2 switches of 250) is .9 with 389.
+    assert sorted(of_heavy)[len(of_heavy) // 2] <= 400
 
 
 def test_what_even_the_least_slice_costs_too_much_stays_held_back() -> None:

@@ -243,39 +243,6 @@ def test_the_slice_follows_production_by_its_log(real: Callable[..., Started], w
     assert "'web' keeps 90 % of its speed" in answer.err
 
 
-@pytest.mark.slow
-def test_production_that_changes_phase_keeps_its_part(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
-    """Requests with gaps, next to which the longest slice costs nothing; then work without gaps, of another speed."""
-    assert world.host.nvml.count() == 1
-    log = tmp_path / "web.log"
-    light = [*JOB, "90", "--busy", "4", "--latency", "1", "--rate", "40", "--seconds", "20"]
-    heavy = [*JOB, "90", "--rate", "500", "--seconds", "25"]
-    program = f"import subprocess\nfor one in {light!r}, {heavy!r}: subprocess.run(one)"
-    words = ("--slice", "8ms", "--metric", "rate=([0-9.]+)", "--log", str(log), "--", sys.executable, "-c", program)
-    web = real("run", "--production", "web", *words)
-    until(lambda: slices(world) == [8000], "production has its slice")
-    other = real("run", "--opportunistic", "--for", "web", "--adapt", "--keep", "90%", "--", *JOB, "90")
-    chosen: dict[str, list[int]] = {"light": [], "heavy": []}
-    while web.process.poll() is None:
-        last = re.findall(r"rate=([0-9.]+)\n", log.read_text()[-200:])
-        found = [s.slices.get("compute", 2048) for d in world.state.daemons for s in d.servers]
-        if last and found:
-            chosen["light" if float(last[-1]) < 100 else "heavy"].append(found[0])
-        time.sleep(0.2)
-    web.result()
-    other.signal(signal.SIGTERM)
-    other.result()
-    rates = [float(one) for one in re.findall(r"rate=([0-9.]+)\n", log.read_text())]
-    heavy_rates = [one for one in rates if one > 100]
-    assert max(chosen["light"]) >= 1500
-    # 8000 / (8000 + slice + 2 switches of 250) is .9 with 389.
-    assert sorted(chosen["heavy"])[len(chosen["heavy"]) // 2] <= 400
-    assert sum(heavy_rates) / len(heavy_rates) >= 0.9 * 500
-    assert sum(one for one in rates if one < 100) / len([one for one in rates if one < 100]) >= 0.9 * 40
-
-
 def test_with_quiet_only_what_is_wrong_is_told(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
     words = ("-q", "run", *OUTSIDE, "--", *JOB, "50", "--seconds", "1")
