@@ -440,8 +440,8 @@ def _intro(rows: Rows) -> list[str]:
         (
             "- Tune's choice: the search of `gpushare tune` (`gpushare/measure`) decided which slices and caps were measured, with"
             " fewer repetitions than the verb makes and no cap on production, and its rule chose among them. The choice was then"
-            " measured again; its figures are of those later measurements. In bold it keeps what production is to keep. Further"
-            " settings that the search did not ask for were measured to see whether it missed a better one."
+            " measured again; its figures are of those later measurements, or those of the search where the rule has changed"
+            " since. In bold it keeps what production is to keep. Further settings that the search did not ask for were measured to see whether it missed a better one."
         ),
     )
     return [line for part in text for line in (_wrapped([part]) or [""])]
