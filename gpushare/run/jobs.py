@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
 from gpushare.units import counted, pid_of, quoted
 
@@ -182,10 +183,10 @@ def record_of(
     )
 
 
-def check_name_free(host: Host, name: str) -> None:
-    """Raise InUse if a job of this name runs."""
+def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
+    """Raise InUse if a job of this name runs, other than process ``but``."""
     before = find_record(host, name)
-    if before is not None and is_running(host, before):
+    if before is not None and before.pid != but and is_running(host, before):
         option = "--production OTHER" if before.role == PRODUCTION else "--name OTHER"
         raise InUse(
             f"a job '{name}' is already running (process {before.pid})",
@@ -195,13 +196,28 @@ def check_name_free(host: Host, name: str) -> None:
 
 
 @contextlib.contextmanager
+def _name_taken(host: Host, name: str, *, but: int | None = None) -> Iterator[None]:
+    """Let one gpushare of this user at a time give a job a name, which is free; raises InUse if it is not."""
+    directory = host.run_directory / _DIRECTORY
+    make_private_directory(host.run_directory)
+    make_private_directory(directory)
+    lock = open_lock(directory / "lock", "the lock of the names of jobs")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        check_name_free(host, name, but=but)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
 def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
     """Give a name to all programs that this gpushare runs meanwhile; None: no name."""
     if name is None:
         yield
         return
-    check_name_free(host, name)
-    write_record(host, record_of(host, device, name, os.getpid(), PLAIN))
+    with _name_taken(host, name):
+        write_record(host, record_of(host, device, name, os.getpid(), PLAIN))
     try:
         yield
     finally:
@@ -237,7 +253,9 @@ class NamedShare:
         A production job without a record would not be spared.
         """
         self.inner.open()
-        self._write(os.getpid())
+        # Its own record is that of an earlier try.
+        with _name_taken(self.host, self.name, but=os.getpid()):
+            self._write(os.getpid())
         self._written = True
 
     def _write(self, pid: int) -> int | None:
