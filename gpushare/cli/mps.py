@@ -323,6 +323,7 @@ def stop(
     from gpushare.host.records import sweep_leftovers
     from gpushare.mps.stop import Stop, daemons_to_stop
     from gpushare.plan import Plan
+    from gpushare.run.jobs import forget_ended
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
@@ -332,6 +333,7 @@ def stop(
     if not settings.dry_run:
         # First: a stop that finds nothing to do clears leftovers too.
         sweep_leftovers(host)
+        forget_ended(host)
     gpus = gpus_of(host)
     chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)
     forces = force or drain is not None

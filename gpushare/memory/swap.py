@@ -251,6 +251,7 @@ def go_out(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     back as they were, unless the message says otherwise.
     """
     began = time.monotonic()
+    forget_ended(host)
     write(swap)
     try:
         for pid, _ in swap.living(host):
@@ -387,7 +388,7 @@ def repair(host: Host) -> list[Swap]:
 
     Records of jobs that have ended are removed.
     """
-    _sweep(host)
+    forget_ended(host)
     begun = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING}]
     if not begun:
         return []
@@ -402,7 +403,8 @@ def repair(host: Host) -> list[Swap]:
     return touched
 
 
-def _sweep(host: Host) -> None:
+def forget_ended(host: Host) -> None:
+    """Remove this user's records of jobs that have ended."""
     directory = host.run_directory / _DIRECTORY
     if not is_trusted_directory(host.run_directory, _DIRECTORY):
         return

@@ -243,6 +243,10 @@ def after_death(
     for one in claims:
         one.release()
     ended(host)
+    if (host.run_directory / "swap").is_dir():
+        from gpushare.memory.swap import forget_ended
+
+        forget_ended(host)
     while lingers:
         time.sleep(_POLL_SECONDS)
         lingers = _in_use(host, home)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "mps": (["mps*"], 8),
     "pause and resume": (["pause", "pause, its guard too", "resume"], 6),
-    "swap": (["swap*"], 4),
+    "swap": (["swap out", "swap out, its guard too", "swap in"], 3),
     "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 6),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
@@ -54,7 +54,7 @@ def crashes(directory: Path, *words: str, before: Path | None = None) -> tuple[i
 def test_one_more_command_brings_back_the_old_or_the_new_state(part: str, tmp_path: Path) -> None:
     names, points = PARTS[part]
     words = [word for name in names for word in ("--verb", name)]
-    jobs = "4" if part in {"run", "the ledger of memory", "slices of programs"} else "1"
+    jobs = "4" if part in {"run", "swap", "the ledger of memory", "slices of programs"} else "1"
     code, said, found = crashes(tmp_path, *words, "--sample", str(points), "--brief", "--jobs", jobs)
     assert code == 0, said
     assert all(0 < row["kills"] + row["errors"] <= points for row in found["rows"])
