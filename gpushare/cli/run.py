@@ -23,7 +23,15 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, OperationFailed
+from gpushare.errors import (
+    BadCombination,
+    BadUsage,
+    GpushareError,
+    InUse,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+)
 from gpushare.selection import select_one
 from gpushare.units import format_slice, quoted
 
@@ -424,7 +432,8 @@ def run(
         job_memory,
         memory_action,
         wait_timeout,
-        wait=wait,
+        # Taking turns, and leaving for production, are ways of waiting.
+        wait=wait or turns is not None or swap,
         requeue=requeue and not roles.requeue,
         gpu=gpu,
         alone=mig is None and copies is None,
@@ -680,6 +689,38 @@ def _swap_options(
     )
 
 
+def _usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
+    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others."""
+    from gpushare.selection import Device
+
+    found: list[Device] = []
+    for device in devices:
+        if not device.gpu.mig_enabled:
+            found.append(device)
+        elif instances:
+            found += [Device(gpu=device.gpu, mig=one) for one in device.gpu.mig_instances]
+    if not found:
+        raise NotSupported(
+            "all GPUs are in MIG mode" + (" without an instance" if instances else ", where jobs cannot be swapped"),
+            "see: gpushare mig status; to run in an instance: gpushare run --mig PROFILE -- CMD",
+            code="mig_enabled",
+        )
+    return tuple(found)
+
+
+def _check_not_mig(devices: Sequence[Device], memory: MemoryOptions) -> None:
+    """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole, or a swap on an instance."""
+    for device in devices:
+        if device.gpu.mig_enabled and (device.mig is None or memory.swappable):
+            raise NotSupported(
+                f"{device.title} is in MIG mode: "
+                + ("jobs on it cannot be swapped" if memory.swappable else "programs run in its instances"),
+                "name another GPU: -g GPU; or run in an instance: gpushare run --mig PROFILE -- CMD",
+                gpu=str(device.gpu.index),
+                code="mig_enabled",
+            )
+
+
 def _queued(
     host: Host,
     gpus: Sequence[Gpu],
@@ -698,6 +739,9 @@ def _queued(
 
     anywhere = gpu is not None and gpu.strip().lower() == "any"
     devices = select_for_change("all" if anywhere else gpu, gpus)
+    if anywhere:
+        devices = _usable(devices, instances=not memory.swappable)
+    _check_not_mig(devices, memory)
     if not memory.wait and len(devices) > 1:
         devices = (select_one(gpu, gpus),)
     check_program(options.container or command[0])
@@ -717,7 +761,7 @@ def _queued(
         command=command,
         options=options,
         memory=memory,
-        client=not memory.swappable,
+        client=not memory.swappable and roles.slice_us is None and roles.way != "slices",
         name=roles.production or options.name,
         production=roles.production is not None,
         start=start,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import AskingCommand, ChangingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, InUse, NotFound, OperationFailed
+from gpushare.errors import BadCombination, InUse, NotFound, NotSupported, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -69,6 +69,13 @@ def out(job: JobArgument) -> Any:
     gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
     if gpu is None or gpu.uuid is None:
         raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"{found.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
+            "pause it instead: gpushare pause JOB",
+            gpu=str(gpu.index),
+            code="mig_enabled",
+        )
     swap = Swap(
         pid=found.pid,
         started=found.started,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.host.claims import why_unreadable
 from gpushare.memory.ledger import PREFIX, Line, Place, Request, line_of, never_fits, position, reservations
+from gpushare.model import ComputeMode
 from gpushare.selection import Device, select
 from gpushare.units import format_bytes
 
@@ -90,10 +91,11 @@ def wait_for_room(
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
     try:
         while True:
-            now = _again(host, uuids)
+            now = _again(host, uuids, client=place.request.client)
             if place.try_to_take(now, clients, limits):
                 return next(one for one in now if one.uuid == place.key)
-            lines = read_lines(host, now, limits) if clock() - said >= _SAY_SECONDS else []
+            due = clock() - said >= _SAY_SECONDS
+            lines = read_lines(host, now, limits) if due else []
             if lines:
                 check_ever(lines, place.request)
                 check_limit(lines, place.request, limits.get(os.geteuid()))
@@ -105,14 +107,18 @@ def wait_for_room(
                 why = why_unreadable(host, PREFIX)
                 held_back = _held_back(lines, place.request, limits.get(os.geteuid()))
                 say(_waiting(lines, place, before) + held_back if why is None else why)
+            elif due:
+                said = clock()
+                names = ", ".join(device.title for device in devices)
+                say(f"waiting: {names} cannot be used now (no answer, or another program has it alone)")
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()
         raise
 
 
-def _again(host: Host, uuids: Sequence[str]) -> list[Device]:
-    """Return the devices as they are now; those that are lost are left out until they answer again."""
+def _again(host: Host, uuids: Sequence[str], *, client: bool) -> list[Device]:
+    """Return the devices as they are now, without those that cannot be used: lost, or one program has it alone."""
     gpus: Sequence[Gpu] = [gpu for gpu in host.nvml.sweep() if gpu.error is None]
     found: list[Device] = []
     for uuid in uuids:
@@ -120,7 +126,20 @@ def _again(host: Host, uuids: Sequence[str]) -> list[Device]:
             found += select(uuid, gpus)
         except GpushareError:
             continue
-    return found
+    return [one for one in found if not _is_taken(host, one.gpu, client=client)]
+
+
+def _is_taken(host: Host, gpu: Gpu, *, client: bool) -> bool:
+    """Return whether the compute mode keeps another program out now: a further client only if the GPU is not under MPS."""
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        return True
+    if gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
+        return False
+    from gpushare.mps.control import SERVER_PROGRAM
+
+    alone = [one.pid for one in gpu.processes or () if one.compute and not (client and one.mps)]
+    names = [info.name if (info := host.processes.describe(pid)) is not None else None for pid in alone]
+    return any(not client or name != SERVER_PROGRAM for name in names)
 
 
 def size_text(request: Request) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,8 +55,22 @@ class MemoryOptions:
     for_production: bool = False
 
 
+def _more(size: int) -> int:
+    """Return what a program asks for that ran out of memory with this; always more."""
+    return max(size + MIB, int(size * MORE) // MIB * MIB)
+
+
 def _step(what: str) -> Step:
     return Step(what=what, command="# by gpushare run itself", do=lambda: None)
+
+
+def _write_all(descriptor: int, text: bytes) -> None:
+    """Write all of a text, also to a pipe or terminal that somebody has made non-blocking."""
+    while text:
+        try:
+            text = text[os.write(descriptor, text) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [], 1.0)
 
 
 class ErrorTail:
@@ -74,7 +89,8 @@ class ErrorTail:
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
-                    os.write(2, text)
+                    _write_all(2, text)
+        os.close(self._read)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -118,7 +134,7 @@ class Queued:
                 if isinstance(code, OperationFailed):
                     raise code
                 return code
-            size = int(size * MORE) // MIB * MIB
+            size = _more(size)
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
 
     def plan(self) -> RunOptions:
@@ -164,7 +180,7 @@ class Queued:
         if memory.for_production:
             yield "swap it out when a production job needs room, and back in when there is room again"
         if memory.requeue and size is not None:
-            yield f"if it runs out of memory, wait again for {format_bytes(int(size * MORE) // MIB * MIB)}"
+            yield f"if it runs out of memory, wait again for {format_bytes(_more(size))}"
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.errors import InUse
 from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.room import wait_for_room
+from gpushare.model import ComputeMode
+from gpushare.run.queued import ErrorTail, _more
+from gpushare.selection import select
+from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -173,7 +180,7 @@ def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started]) -> None
     script = (
         "import subprocess, sys, time\n"
         "time.sleep(3)\n"
-        "until = time.monotonic() + 2\n"
+        "until = time.monotonic() + 6\n"
         "while time.monotonic() < until: pass\n"
     )
     job = real("run", "--idle", "1s", "--", sys.executable, "-c", script, host=world.spec)
@@ -267,3 +274,77 @@ def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
         exit_code=2,
         host="sim:2xa30",
     )
+
+
+# -- GPUs that cannot be used --------------------------------------------------------------------------
+
+
+def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Callable[..., str]) -> None:
+    world = World("sim:2xa30")
+    world.mig("2g.12gb")
+    words = ("run", "-g", "any", "--wait", "--wait-timeout", "5", "--job-memory", "4G", "--", "true")
+    said = cli(*words, host=world.spec).ok().err
+    assert "note: GPU 1: no production job" in said or "note: MIG 2g.12gb of GPU 0" in said
+    assert "MIG mode" not in said
+    # Swapping needs a GPU without MIG.
+    text = (
+        cli("run", "-n", "-g", "any", "--turns", "auto", "--job-memory", "4G", "--", "true", host=world.spec).ok().out
+    )
+    assert "until GPU 1 has room" in text
+    for more in (("--wait",), ("--turns", "auto")):
+        refused(
+            "run",
+            "-g",
+            "0",
+            *more,
+            "--job-memory",
+            "4G",
+            "--",
+            "true",
+            code="mig_enabled",
+            exit_code=3,
+            host=world.spec,
+        )
+    one = World("sim:a30")
+    one.mig("2g.12gb")
+    refused("run", "-g", "any", "--turns", "auto", "--", "true", code="mig_enabled", exit_code=3, host=one.spec)
+
+
+def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
+    world = World("sim:a30")
+    pid = admin.add_process(world.spec, memory_bytes=GIB, name="alone")
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    words = ("run", "--turns", "auto", "--wait-timeout", "1", "--job-memory", "4G", "--", "true")
+    answer = cli(*words, host=world.spec)
+    assert answer.code == 19
+    assert any("another program has it alone" in line for line in answer.lines("note"))
+    admin.end_process(world.spec, pid)
+    cli(*words, host=world.spec).ok()
+
+
+def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
+    world = World("sim:2xa30")
+    place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(0),), client=False))
+    place.take(world.uuid(0))
+    said: list[str] = []
+    first = select("0", world.host.nvml.sweep())
+    world.fault("lost", gpu="0")
+    request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=False)
+    with pytest.raises(InUse):
+        wait_for_room(world.host, Place(world.host, request), first, 0.2, {}, said.append)
+    assert said == ["waiting: GPU 0 cannot be used now (no answer, or another program has it alone)"]
+    place.leave()
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 1024])
+def test_what_runs_out_of_memory_asks_for_more_each_time(size: int) -> None:
+    assert _more(size << 20) > size << 20
+
+
+def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    tail = ErrorTail()
+    text = b"x" * 200_000 + b"\nCUDA out of memory\n"
+    while text:
+        text = text[os.write(tail.descriptor, text) :]
+    assert tail.ran_out_of_memory()
+    assert len(capfd.readouterr().err) == 200_020
