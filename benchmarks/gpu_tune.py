@@ -3,7 +3,8 @@
 Run it on a machine with PyTorch and one NVIDIA GPU that nobody else uses. It tunes two pairs: ``infer`` next to ``big``
 (`benchmarks.jobs`), and a request of 1 ms every 25 ms next to a training (`benchmarks.colocation_programs`). It changes no
 setting of the GPU: only the time-slices of its own programs. ``--ways slices,caps`` searches caps too, and takes several
-minutes. It prints JSON and exits with 1 if a search failed. ``--rehearse`` tries it on a simulated host.
+minutes; ``--copies 2`` runs two of the other job. It prints JSON and exits with 1 if a search failed. ``--rehearse`` tries
+it on a simulated host.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--job", choices=("enc1", "resnet-train"))
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--ways", default="slices")
+    parser.add_argument("--copies", default="1")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     if options.job:
@@ -78,7 +80,7 @@ def searched(
         "90%",
     ]
     argv += ["--ways", options.ways, "--window", "0.7s", "--rounds", "3", "--name", production]
-    argv += ["--opportunistic-metric", RATE]
+    argv += ["--opportunistic-metric", RATE, "--copies", options.copies]
     kept = {"GPUSHARE_STATE_DIR": directory, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(argv, stdout=subprocess.PIPE, env={**os.environ, **kept}, check=False)
     document = json.loads(done.stdout or "{}")
