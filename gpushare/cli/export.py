@@ -82,10 +82,12 @@ def karpenter(
     replicas: Replicas = None,
     mig_replicas: MigReplicas = None,
     mig_strategy: MigStrategy = "mixed",
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The name of the NodePool.")] = "gpu-shared",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="The name of the NodePool and of the EC2NodeClass.")
+    ] = "gpu-shared",
     node_class: Annotated[
         str | None,
-        typer.Option("--node-class", metavar="NAME", help="An EC2NodeClass that exists. [default: write gpu-shared]"),
+        typer.Option("--node-class", metavar="NAME", help="An EC2NodeClass that exists. [default: write one]"),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -94,8 +96,13 @@ def karpenter(
         ),
     ] = None,
     ami: Annotated[
-        str, typer.Option("--ami", metavar="ALIAS", help="Its AMI: al2023@VERSION or bottlerocket@VERSION.")
-    ] = "al2023@latest",
+        str | None,
+        typer.Option(
+            "--ami",
+            metavar="ALIAS",
+            help="Its AMI: al2023@VERSION or bottlerocket@VERSION. [default: al2023@latest]",
+        ),
+    ] = None,
     role: Annotated[
         str | None, typer.Option("--role", metavar="NAME", help="Its role. [default: KarpenterNodeRole-CLUSTER]")
     ] = None,

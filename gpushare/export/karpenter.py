@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
@@ -22,6 +22,9 @@ from gpushare.export.k8s import NodeSharing, of_node
 _ONE_SHARE: Final = "requests for more than one GPU: a share is not a whole GPU, and a request for two is refused"
 _NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _AMI: Final = re.compile(r"(?:al2|al2023|bottlerocket)@[A-Za-z0-9.-]{1,20}", re.ASCII)
+_DEFAULT_AMI: Final = "al2023@latest"
+# Without its path, as Karpenter takes it (IAM API, RoleName).
+_ROLE: Final = re.compile(r"[\w+=,.@-]{1,64}", re.ASCII)
 _TAG: Final = re.compile(r"[^=\s]{1,128}=[^\s]{1,256}")
 # What stands where the name of the cluster is not known.
 _CLUSTER: Final = "CLUSTER"
@@ -33,7 +36,7 @@ def node_pool_export(
     *,
     name: str = "gpu-shared",
     node_class: str | None = None,
-    ami: str = "al2023@latest",
+    ami: str | None = None,
     cluster: str | None = None,
     role: str | None = None,
     tags: Sequence[str] = (),
@@ -43,11 +46,17 @@ def node_pool_export(
 ) -> Export:
     """Return the objects for nodes like this one; the sharing itself is the device plugin's, or Bottlerocket's.
 
-    ``node_class`` names an EC2NodeClass that exists; without it one is written. ``tags`` (KEY=VALUE) find its subnets
-    and security groups.
+    ``node_class`` names an EC2NodeClass that exists; without it one is written, with the name of the pool, so that pools
+    of one cluster do not replace each other's. ``tags`` (KEY=VALUE) find its subnets and security groups.
     """
-    _check_node_class(ami, tags, cluster)
-    for word in (name, node_class or "gpu-shared"):
+    if node_class is not None and (ami or cluster or role or tags):
+        raise BadCombination(
+            "--node-class names an EC2NodeClass that exists: --ami, --cluster, --role and --tag are for one that is written",
+            "drop --node-class, or the others",
+        )
+    ami = ami or _DEFAULT_AMI
+    _check_node_class(ami, tags, cluster, role)
+    for word in (name, node_class or name):
         if _NAME.fullmatch(word) is None:
             raise BadUsage(f"'{word[:70]}' is not a valid object name", "for example: gpu-shared", code="bad_name")
     if instance_type is not None and _TYPE.fullmatch(instance_type) is None:
@@ -65,11 +74,11 @@ def node_pool_export(
     labels = {k8s.CONFIG_LABEL: sharing.key}
     if sharing.plugin.mig_strategy is not None:
         labels["nvidia.com/mig.config"] = layout_name(host)
-    pool = _pool(name, node_class or "gpu-shared", labels, requirements)
+    pool = _pool(name, node_class or name, labels, requirements)
     if max_nodes is not None:
         pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
     verify = _verification(name, capacity, max_nodes)
-    written = [] if node_class else [_node_class(sharing, ami, cluster, role, tags)]
+    written = [] if node_class else [_node_class(name, sharing, ami, cluster, role, tags)]
     documents = (
         *written,
         yaml_document("node-pool.yaml", pool),
@@ -86,7 +95,7 @@ def node_pool_export(
     )
 
 
-def _check_node_class(ami: str, tags: Sequence[str], cluster: str | None) -> None:
+def _check_node_class(ami: str, tags: Sequence[str], cluster: str | None, role: str | None) -> None:
     if _AMI.fullmatch(ami) is None:
         raise BadUsage(
             f"'{ami[:40]}' is not the alias of an AMI for GPUs",
@@ -100,9 +109,17 @@ def _check_node_class(ami: str, tags: Sequence[str], cluster: str | None) -> Non
         )
     if cluster is not None and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", cluster, re.ASCII) is None:
         raise BadUsage(f"'{cluster[:60]}' is not the name of a cluster", "for example: --cluster prod", code="bad_name")
+    if role is not None and _ROLE.fullmatch(role) is None:
+        raise BadUsage(
+            f"'{role[:60]}' is not the name of an IAM role",
+            "for example: --role KarpenterNodeRole-prod",
+            code="bad_name",
+        )
 
 
-def _node_class(sharing: NodeSharing, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]) -> Document:
+def _node_class(
+    name: str, sharing: NodeSharing, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]
+) -> Document:
     where = dict(tag.split("=", 1) for tag in tags) or {"karpenter.sh/discovery": cluster or _CLUSTER}
     spec: dict[str, Any] = {
         "role": role or f"KarpenterNodeRole-{cluster or _CLUSTER}",
@@ -112,7 +129,7 @@ def _node_class(sharing: NodeSharing, ami: str, cluster: str | None, role: str |
     }
     if ami.startswith("bottlerocket@"):
         spec["userData"] = _bottlerocket(sharing)
-    head = {"apiVersion": "karpenter.k8s.aws/v1", "kind": "EC2NodeClass", "metadata": {"name": "gpu-shared"}}
+    head = {"apiVersion": "karpenter.k8s.aws/v1", "kind": "EC2NodeClass", "metadata": {"name": name}}
     return yaml_document("node-class.yaml", {**head, "spec": spec})
 
 

@@ -87,11 +87,6 @@ class ContainerShare:
         return getattr(self.inner, name)
 
     @property
-    def where(self) -> str:
-        """Return where a program runs in it."""
-        return f"in a container of {self.engine}, {self.inner.where}"
-
-    @property
     def _file(self) -> Path:
         return self.host.run_directory / "containers" / f"{os.getpid()}.cid"
 

@@ -346,7 +346,8 @@ class Run:
 
     def _step(self) -> Step:
         log = self.options.log
-        what = f"run {self.command[0]} {self.share.where}"
+        engine = self.options.container
+        what = f"run {self.command[0] if engine is None else f'a container of {engine}'} {self.share.where}"
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"

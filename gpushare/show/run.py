@@ -145,7 +145,7 @@ class InstanceReport(RunReport):
         ids = (
             "" if mig is None else f" (GPU instance {mig.gpu_instance_id}, compute instance {mig.compute_instance_id})"
         )
-        self._say(f"process {pid} runs in {self._device.title}{ids}")
+        self._say(f"process {pid} runs {self._place}{ids}")
 
     def outside(self, pid: int) -> None:
         """Say that a process runs elsewhere, even with --quiet."""
@@ -157,8 +157,12 @@ class InstanceReport(RunReport):
     def unproved(self) -> None:
         """Say that nothing was proved."""
         self._say(
-            f"the program ended and no CUDA context of it was seen, so it is not proved that it ran in {self._device.title}"
+            f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"
         )
+
+    @property
+    def _place(self) -> str:
+        return f"{'on' if self._device.mig is None else 'in'} {self._device.title}"
 
 
 class CopyLines:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.errors import BadCombination, BadUsage, GpushareError, NotSupported
 from gpushare.export import k8s
 from gpushare.export.description import HostDescription
 from gpushare.export.karpenter import node_pool_export
@@ -160,6 +160,9 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(), {"ami": "windows2022@latest"}, BadUsage, "bad_ami"),
         (t4s(), {"tags": ("discovery",)}, BadUsage, "bad_tag"),
         (t4s(), {"cluster": "a b"}, BadUsage, "bad_name"),
+        (t4s(), {"role": "x y"}, BadUsage, "bad_name"),
+        (t4s(), {"node_class": "ours", "role": "nodes"}, BadCombination, "bad_combination"),
+        (t4s(), {"node_class": "ours", "ami": "al2023@latest"}, BadCombination, "bad_combination"),
         (host(gpu(0, Sharing.MIG, mig=(mig(0),))), {"ami": "bottlerocket@latest"}, NotSupported, "no_mig_there"),
         (t4s(), {"instance_type": "big"}, BadUsage, "bad_instance_type"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
@@ -177,6 +180,10 @@ def test_the_node_class() -> None:
     assert spec["role"] == "KarpenterNodeRole-prod"
     assert spec["subnetSelectorTerms"] == [{"tags": {"karpenter.sh/discovery": "prod"}}]
     assert loaded(found, "node-class.yaml")["metadata"]["name"] == "gpu-shared"
+    # Two pools of a cluster have a node class each.
+    other = node_pool_export(t4s(4, replicas=4), name="gpu-8")
+    assert loaded(other, "node-class.yaml")["metadata"]["name"] == "gpu-8"
+    assert loaded(other, "node-pool.yaml")["spec"]["template"]["spec"]["nodeClassRef"]["name"] == "gpu-8"
     own = node_pool_export(t4s(4, replicas=4), role="nodes", tags=("team=ml", "env=a=b"), ami="al2023@v20260801")
     check_crds(own)
     spec = loaded(own, "node-class.yaml")["spec"]

@@ -307,6 +307,13 @@ def test_every_error_code_of_gpushare_is_explained() -> None:
     assert codes_in_use() == set(own_codes())
 
 
+def test_every_error_code_has_one_meaning() -> None:
+    """YAML takes the last of two keys, without a word."""
+    lines = (ROOT / "gpushare" / "data" / "error-codes.yaml").read_text(encoding="utf-8").splitlines()
+    codes = [line.split(":")[0].strip() for line in lines if line.startswith("    ")]
+    assert sorted(codes) == sorted(set(codes))
+
+
 @pytest.mark.parametrize("text", ["in_use", "code in_use", '"code": "in_use",', "gpushare error in_use"])
 def test_a_code_of_gpushare_as_it_is_printed(cli: Cli, text: str) -> None:
     (one,) = cli("explain", text, output="json").ok().data["explanations"]

@@ -216,6 +216,7 @@ def test_the_plan_of_docker_as_a_user(cli: Cli, engine: Path) -> None:
     cli("sim", "fault", "user", "1000").ok()
     answer = cli("run", "--container", "docker", "-n", "--", "-v", "/data:/data", "image", "job").ok()
     assert "docker run --rm" in answer.out
+    assert "run a container of docker as a client of the MPS daemon of GPU 0" in answer.out
     assert f"--user {os.getuid()}:{os.getgid()}" in answer.out
     assert "-v /data:/data image job" in answer.out
     assert "without root, a container of docker is ended by its client's signal" in answer.err

@@ -39,7 +39,7 @@ def test_production_runs_outside_mps_with_its_slice(real: Callable[..., Started]
     job.signal(signal.SIGTERM)
     answer = job.result()
     assert re.search(r"process \d+ has a time-slice of 16ms \(read back\)", answer.err)
-    assert re.search(r"process \d+ runs in GPU 0", answer.err)
+    assert re.search(r"process \d+ runs on GPU 0", answer.err)
 
 
 def test_any_program_may_have_one(real: Callable[..., Started], world: World) -> None:
