@@ -344,7 +344,7 @@ def _pause_rows() -> list[Row]:
     paused = _after(pause, first=_job)
     return [
         row(name="pause", command=pause, then=[resume, pause]),
-        row(name="pause, its guard too", command=pause, then=[resume, pause], guard_after=18, program="start guard.py"),
+        row(name="pause, its guard too", command=pause, then=[resume, pause], guard_after=20, program="start guard.py"),
         row(name="resume", prepare=paused, command=resume, then=[resume, pause]),
     ]
 
