@@ -18,10 +18,10 @@ from benchmarks.crashes.rows import rows
 ROOT = Path(__file__).parents[2]
 # Rows by the beginning of their name, and how many points of each.
 PARTS = {
-    "mps": (["mps*"], 8),
-    "pause and resume": (["pause", "pause, its guard too", "resume"], 6),
+    "mps": (["mps*"], 5),
+    "pause and resume": (["pause", "pause, its guard too", "resume"], 4),
     "swap": (["swap out", "swap out, its guard too", "swap in"], 3),
-    "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 6),
+    "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 4),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
     "run": (["run", "run, its guard too", "run --mig"], 4),

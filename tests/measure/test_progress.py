@@ -178,49 +178,6 @@ def test_the_interval_needs_so_many_that_its_upper_rank_exists(count: int, known
     assert (p99_interval([window]) is not None) is known
 
 
-def part(counts_the_stops: bool, gap: float, *, full: float | None = None) -> float | None:
-    """Return what is made of a program that does 100 a second, and runs for 0.6 of each half second, from 0.2 s on."""
-    seen = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
-    cycles = range(8)
-    phases = [(0.5 * one + 0.2, 0.5 * one + 0.5) for one in cycles]
-    # Milliseconds of its own time, and where each of them is in the time of all.
-    own = [0.5 * one + 0.2 + number / 1000 for one in cycles for number in range(1, 301)]
-    every = round(gap * 1000)
-    last = 0.0
-    for place in range(every - 1, len(own), every):
-        seen.listen(f"rate={100 * gap / (own[place] - last) if counts_the_stops else 100}", own[place])
-        last = own[place]
-    return seen.part_time(phases, 0.0, 4.0, full)
-
-
-@pytest.mark.parametrize("counts_the_stops", [True, False])
-@pytest.mark.parametrize("gap", [0.05, 0.1, 0.5, 0.9])
-def test_a_rate_of_a_part_of_the_time_does_not_depend_on_whether_it_counts_the_stops(
-    counts_the_stops: bool, gap: float
-) -> None:
-    assert part(counts_the_stops, gap, full=100.0) == pytest.approx(60, rel=0.08)
-
-
-def test_a_rate_that_is_seldom_printed_and_that_nobody_knows_otherwise_is_taken_to_count_the_stops() -> None:
-    assert part(True, 0.9) == pytest.approx(60, rel=0.08)
-    assert part(False, 0.9) == pytest.approx(100)
-
-
-def test_a_part_of_the_time_in_which_nothing_is_done_is_none_of_the_work() -> None:
-    seen = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
-    for number in range(5):
-        seen.listen(f"rate={100 if number == 4 else 0}", 0.3 + 0.04 * number)
-    assert seen.part_time([(0.2, 0.5)], 0.0, 0.5, 100.0) == pytest.approx(0.6 * 25)
-
-
-def test_lines_of_a_part_of_the_time_are_counted_over_all_of_it() -> None:
-    lines = Timeline(Metric())
-    for at in (0.25, 0.45, 0.75, 0.95):
-        lines.listen("step", at)
-    assert lines.part_time([(0.2, 0.5), (0.7, 1.0)], 0.0, 1.0, 100.0) == lines.window(0.0, 1.0).rate
-    assert Timeline(Metric()).part_time([(0.2, 0.5)], 0.0, 0.5, None) is None
-
-
 def told_p99(*values: float | None) -> list[Window]:
     return [Window(rate=1.0, printed_p99=value) for value in values]
 
