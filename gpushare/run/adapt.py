@@ -32,6 +32,11 @@ _REFRESH_SECONDS: Final = 30.0
 _REFRESH_PART: Final = 0.05
 # Without a number for this long, the slice is the least.
 SILENT_SECONDS: Final = 10.0
+# A silence this long, or of four numbers, may be harm: the other is held back for a moment, to see whether a number comes.
+_DOUBT_SECONDS: Final = 2.0
+# A speed alone of less than this part of the one before is believed only after the other was held back for longer.
+_DOUBTFUL_PART: Final = 0.5
+_DOUBTFUL_SECONDS: Final = 3.0
 # This part of what production may lose in a window is kept back: what was lost is seen late, and scatters. In a model of
 # both, 420 runs with scatter up to 1 % kept the promise in each minute with it; without it 5 of 140 lost up to .008 too much.
 _RESERVE: Final = 0.25
@@ -71,6 +76,11 @@ class _Spoken:
         """Return time and value of those that are about the time after ``start`` only."""
         return [(at, value) for before, at, value in self.values if before >= start]
 
+    def seconds_since(self, start: float) -> float:
+        """Return how much time these cover."""
+        times = [(before, at) for before, at, _ in self.values if before >= start]
+        return times[-1][1] - times[0][0] if times else 0.0
+
 
 class Controller:
     """Chooses the slice. ``step`` is called about once a second with the numbers that production printed since.
@@ -106,6 +116,16 @@ class Controller:
         self._moved, self._jumped_at = False, math.inf
         self._last_step: float | None = None
         self._heard_at: float | None = None
+        # Seconds between two numbers; when a silence is looked into; since when it lasts while it is.
+        self._interval = 0.0
+        self._doubt_at: float | None = None
+        self._silent_since: float | None = None
+        self._rested = False
+        # Until when the ledger is kept.
+        self._noted_at = -math.inf
+        # The last speed next to the other, and the best one without it.
+        self.latest: float | None = None
+        self.best: float | None = None
 
     @property
     def out_of_reach(self) -> bool:
@@ -122,14 +142,15 @@ class Controller:
         """Take in the numbers since the last step, and return what the other job gets from now on."""
         self._spoken.take(seen)
         if self._heard_at is None or seen:
-            self._heard_at = at
+            self._heard_at, self._doubt_at = at, None
         seconds = 0.0 if self._last_step is None else at - self._last_step
         self._last_step = at
         if self._held_at is None and self._held:
             self._held_at = self._changed_at = at
         if self._held:
             self._note(at, seconds, 0.0)
-            self._measure(at)
+            if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
+                self._measure(at)
         else:
             self._judge(at, seconds)
         while self._ledger and self._ledger[0][0] <= at - WINDOW_SECONDS:
@@ -158,6 +179,10 @@ class Controller:
             if long:
                 self._go(at, self._least)
             return
+        doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
+        if doubtful and spread < _DOUBTFUL_SECONDS and not long:
+            # What the other had submitted may still be running.
+            return
         half = len(values) // 2
         if half >= 2 and not long:
             first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
@@ -179,6 +204,8 @@ class Controller:
         if self._moved and before is not None and not same:
             self._rescale(before / mean)
         self.baseline, self._baseline_at = mean, at
+        self.best = max(mean, self.best or 0.0)
+        self._interval = spread / max(1, len(values) - 1)
         self._refresh = max(_REFRESH_SECONDS, held / _REFRESH_PART)
         self._moved = False
         if not same:
@@ -200,7 +227,8 @@ class Controller:
 
     def _judge(self, at: float, seconds: float) -> None:
         """Compare production's speed with the baseline, and move the slice."""
-        clean = [value for _, value in self._spoken.since(self._changed_at + _SETTLE_SECONDS)]
+        start = self._changed_at + _SETTLE_SECONDS
+        clean, covered = [value for _, value in self._spoken.since(start)], self._spoken.seconds_since(start)
         if not clean:
             self._silence(at)
             return
@@ -209,20 +237,24 @@ class Controller:
             self._hold(at, self._least)
             return
         self._spoken.values.clear()
-        kept = math.fsum(clean) / len(clean) / self.baseline
-        self._note(at, max(seconds, 0.0), 1 - kept)
+        self.latest = math.fsum(clean) / len(clean)
+        kept = self.latest / self.baseline
+        # What no number is about since the change was as the time after it, unless production rested.
+        self._note(at, max(seconds, covered) if self._rested else at - self._noted_at, 1 - kept)
+        self._noted_at, self._rested = at, False
         before = _mean(self._kept)
         if self._has_moved(kept, before):
             # Production, or the other, does something else now.
             fall = kept < (1.0 if before is None else before)
-            self._moved, self._jumped_at = True, at - seconds
+            self._moved, self._jumped_at = True, at
             self._hold(at, self._slice / 2 if fall else self._slice)
             return
         if before is not None:
             self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - before)))
         self._kept.append(kept)
         if self._lost() > 0.7 * self._allowed():
-            self._hold(at, self._slice / 2)
+            # The slice that meets the goal if its cost is in proportion to it.
+            self._hold(at, self._slice * min(0.5, (1 - self._goal) / max(1 - kept, 1e-9)))
         elif at - self._baseline_at >= self._refresh:
             self._hold(at, self._slice)
         else:
@@ -230,7 +262,7 @@ class Controller:
 
     def _has_moved(self, kept: float, before: float | None) -> bool:
         limit = max(_JUMP, 4 * self._noise)
-        if kept > 1 + max(2 * _JUMP, 3 * self._noise):
+        if kept > 1 + self._most_gain():
             return True
         if before is not None:
             return abs(kept - before) > limit
@@ -270,20 +302,44 @@ class Controller:
             self._go(at, wanted)
 
     def _silence(self, at: float) -> None:
-        if self._heard_at is not None and at - self._heard_at >= SILENT_SECONDS and self._slice > self._least:
+        if self._heard_at is None:
+            return
+        silent = at - self._heard_at
+        if self._doubt_at is None:
+            self._doubt_at = self._heard_at + max(_DOUBT_SECONDS, 4 * self._interval)
+        if self.baseline is not None and at >= self._doubt_at:
+            self._doubt_at, self._silent_since = at + max(silent, SILENT_SECONDS), max(self._heard_at, self._changed_at)
+            self._hold(at, self._slice if silent < SILENT_SECONDS else self._least)
+        elif silent >= SILENT_SECONDS and self._slice > self._least:
             self._go(at, self._least)
+
+    def _is_harm(self, at: float, since: float, seen: Sequence[tuple[float, float]]) -> bool:
+        """Production has been silent ``since`` then, and the other is held back: does it print now?"""
+        held_at = self._changed_at
+        if seen:
+            self._silent_since = None
+            self._note(at, held_at - since, 1.0)
+            return True
+        if at - held_at >= _SETTLE_SECONDS + max(_HOLD_SECONDS, 4 * self._interval):
+            # It rests. The next number is about the rest, too.
+            self._silent_since, self._spoken.last = None, None
+            self._go(at, self._slice)
+            self._rested = True
+        return False
 
     def _go(self, at: float, wanted: float) -> None:
         self._kept_before, self._raised = (None if self._held else _mean(self._kept)), wanted > self._slice
         self._slice = min(max(wanted, self._least), self._most)
         self._held, self._held_at, self._hold_until = False, None, -math.inf
-        self._changed_at, self._kept = at, []
+        self._changed_at = self._noted_at = at
+        self._kept = []
         self._spoken.values.clear()
 
     def _hold(self, at: float, then: float) -> None:
         self._slice = min(max(then, self._least), self._most)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
-        self._changed_at, self._kept = at, []
+        self._changed_at = self._noted_at = at
+        self._kept = []
         self._spoken.values.clear()
 
     # -- what was lost within the window -----------------------------------------------------------------------
@@ -292,7 +348,11 @@ class Controller:
         self._ledger.append((at, seconds, lost))
 
     def _lost(self) -> float:
-        return math.fsum(seconds * lost for _, seconds, lost in self._ledger)
+        # Faster than alone is another phase, not something in hand.
+        return math.fsum(seconds * max(lost, -self._most_gain()) for _, seconds, lost in self._ledger)
+
+    def _most_gain(self) -> float:
+        return max(2 * _JUMP, 3 * self._noise)
 
     def _allowed(self) -> float:
         return (1 - _RESERVE) * (1 - self._keep) * WINDOW_SECONDS

@@ -426,6 +426,16 @@ class AdaptingWatch:
         owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
         self._progress = Progress(Path(found.log), found.metric, owners, found.higher_is_better)
 
+    def _printed(self, controller: Controller) -> str:
+        """Return the numbers behind a claim, as production prints them."""
+        speeds = [
+            ("next to this job", controller.latest),
+            ("while this job was stopped", controller.baseline),
+            ("at best", controller.best),
+        ]
+        higher = self._progress is None or self._progress.higher_is_better
+        return ", ".join(f"{(speed if higher else 1 / speed):.4g} {when}" for when, speed in speeds if speed)
+
     def _forget(self) -> None:
         if self._progress is not None:
             self._progress.close()
@@ -457,10 +467,10 @@ class AdaptingWatch:
     def settle(self) -> None:
         """Continue what the program left behind, and let the inner watch settle."""
         self.release()
-        kept = None if self._controller is None else self._controller.kept
-        if kept is not None:
+        if self._controller is not None and (kept := self._controller.kept) is not None:
             self.inner.news.append(
                 f"{self.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
+                f" ({self._printed(self._controller)})"
             )
         self._forget()
         self.inner.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,10 @@ class Outcome:
     """The least part that production kept within any minute, and the settings of each second."""
 
     worst: float
+    # By how much the controller's own figure for the last minute was ever too high.
+    boast: float
+    # The least that it ever claimed.
+    least: float
     settings: list[Setting]
     controller: Controller
 
@@ -76,6 +81,8 @@ def simulate(
     scatter, controller = random.Random(seed), Controller(keep)  # noqa: S311
     setting = Setting(slice_us=LEAST_US, held=True)
     alone, real, since, seen, chosen = [], [], [], [], []
+    boast, least = 0.0, 1.0
+    minute = round(min(WINDOW_SECONDS, seconds) / TICK)
     prints = every
     whole = sum(one.seconds for one in phases)
     for tick in range(round(seconds / TICK)):
@@ -93,10 +100,12 @@ def simulate(
         if (tick + 1) % round(1 / TICK) == 0:
             setting, seen = controller.step(at + TICK, seen), []
             chosen.append(setting)
-    minute = round(min(WINDOW_SECONDS, seconds) / TICK)
+            if tick >= minute and controller.kept is not None:
+                least = min(least, controller.kept)
+                boast = max(boast, controller.kept - sum(real[-minute:]) / sum(alone[-minute:]))
     starts = range(0, len(real) - minute + 1, round(1 / TICK))
     worst = min(sum(real[at : at + minute]) / sum(alone[at : at + minute]) for at in starts)
-    return Outcome(worst, chosen, controller)
+    return Outcome(worst, boast, least, chosen, controller)
 
 
 def test_it_holds_the_other_back_until_the_baseline_is_known() -> None:
@@ -168,6 +177,94 @@ def test_what_even_the_least_slice_costs_too_much_stays_held_back() -> None:
     assert outcome.worst >= 0.97
     assert sum(one.held for one in outcome.settings[60:]) > 0.8 * len(outcome.settings[60:])
     assert outcome.controller.out_of_reach
+
+
+@pytest.mark.parametrize("every", [0.25, 1.0])
+@pytest.mark.parametrize("seconds", [7, 12, 30])
+@pytest.mark.parametrize("harm", [(0.0, 0.15), (0.15, 0.02), (0.3, 0.6)])
+def test_it_claims_no_more_than_production_keeps_where_phases_change(
+    harm: tuple[float, float], seconds: float, every: float
+) -> None:
+    outcome = simulate([Phase(seconds, 89, harm[0]), Phase(seconds, 169, harm[1])], every=every)
+    assert outcome.worst >= 0.97
+    assert outcome.boast <= 0.015
+
+
+@pytest.mark.parametrize("every", [3.0, 12.0])
+def test_a_number_that_comes_seldom_counts_for_all_of_its_time(every: float) -> None:
+    outcome = simulate([Phase(1000, 100, 0.6, 20)], every=every)
+    # The time until the first number next to the other is seen with that number only.
+    assert outcome.least <= outcome.worst + 0.02
+
+
+class Printing:
+    """A controller in virtual time, and what production prints four times a second."""
+
+    def __init__(self) -> None:
+        self.controller, self.at, self.seen = Controller(0.97), 0.0, list[tuple[float, float]]()
+        self.setting = Setting(slice_us=LEAST_US, held=True)
+        self.settings: list[Setting] = []
+
+    def run(self, seconds: float, speed: Callable[[Setting], float | None]) -> None:
+        for _ in range(round(seconds * 4)):
+            self.at += 0.25
+            now = speed(self.setting)
+            if now is not None:
+                self.seen.append((self.at, now))
+            if self.at.is_integer():
+                self.setting, self.seen = self.controller.step(self.at, self.seen), []
+                self.settings.append(self.setting)
+
+
+def test_production_that_prints_only_while_the_other_is_stopped_is_starved() -> None:
+    one = Printing()
+    one.run(10, lambda _: 90.0)
+    one.run(4, lambda setting: 90.0 if setting.held else None)
+    assert one.setting.held
+    one.run(26, lambda setting: 90.0 if setting.held else None)
+    kept = one.controller.kept
+    assert kept is not None
+    assert kept < 0.97
+    # Not more than two silences in a minute.
+    assert sum(not setting.held for setting in one.settings[11:]) <= 6
+
+
+def test_production_that_prints_a_ninth_next_to_the_other_is_not_said_to_keep_its_speed() -> None:
+    one = Printing()
+    one.run(10, lambda _: 90.0)
+    one.run(20, lambda setting: 90.0 if setting.held else 10.0)
+    kept = one.controller.kept
+    assert one.controller.baseline == pytest.approx(90)
+    assert kept is not None
+    assert kept < 0.975
+    assert sum(not setting.held for setting in one.settings[10:]) <= 3
+
+
+def test_production_that_rests_has_lost_nothing() -> None:
+    one = Printing()
+    one.run(20, lambda _: 90.0)
+    before = one.setting
+    one.run(9, lambda _: None)
+    assert one.setting == before
+    # The first number is about the rest, too.
+    one.seen.append((one.at + 0.1, 0.1))
+    one.run(3, lambda _: 90.0)
+    assert one.controller.kept == pytest.approx(1.0)
+    assert not one.setting.held
+    assert one.setting.slice_us == MOST_US
+
+
+def test_a_far_lower_speed_alone_is_believed_later() -> None:
+    one = Printing()
+    one.run(10, lambda _: 90.0)
+    start = one.at
+    # What was submitted before still runs for two seconds.
+    one.run(4, lambda setting: 90.0 if setting.held and one.at > start + 3 else 10.0)
+    one.run(4, lambda _: 90.0)
+    assert one.controller.baseline == pytest.approx(90)
+    one.run(12, lambda _: 10.0)
+    assert one.controller.baseline == pytest.approx(10)
+    assert one.controller.best == pytest.approx(90)
 
 
 def test_a_lower_part_gives_more() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,20 @@ def test_an_end_lets_it_continue(watched: Watched) -> None:
 def test_what_production_kept_is_told_at_the_end(watched: Watched) -> None:
     watched.run(20, 50)
     watched.watch.settle()
-    assert watched.group.news == ["'web' kept 100 % of its speed in the last minute"]
+    (told,) = watched.group.news
+    assert told == (
+        "'web' kept 100 % of its speed in the last minute (50 next to this job, 50 while this job was stopped, 50 at best)"
+    )
+
+
+def test_a_speed_far_below_the_best_one_is_told_with_it(watched: Watched) -> None:
+    assert watched.rate is not None
+    watched.rate = replace(watched.rate, higher_is_better=False)
+    watched.run(20, 5)
+    watched.run(30, 50)
+    watched.watch.settle()
+    (told,) = watched.group.news
+    assert told.endswith("(50 next to this job, 50 while this job was stopped, 5 at best)")
 
 
 def test_where_the_slice_cannot_be_set_the_pause_does_it(watched: Watched) -> None:
