@@ -591,6 +591,8 @@ def _queue(situation: Situation) -> Recipe:
     case, lines = situation.case, _off_first(situation)
     if _may_pause(situation):
         return _paused(situation)
+    if _lacks_only_memory(situation):
+        return _by_room(situation)
     first, lock = _lock(situation)
     lines += [
         *first,
@@ -600,6 +602,28 @@ def _queue(situation: Situation) -> Recipe:
         ),
     ]
     return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
+
+
+def _lacks_only_memory(situation: Situation) -> bool:
+    """Return whether each program fits, all together do not, and nothing else is known to keep them apart."""
+    plain = situation.plain
+    known = all(one.memory is not None for one in situation.case.workloads)
+    alone = plain.largest_bytes is not None and plain.usable_bytes is not None
+    alone = alone and (plain.largest_bytes or 0) <= (plain.usable_bytes or 0)
+    return known and alone and plain.may_fit is False and situation.trusted and situation.gpu.mig_enabled is not True
+
+
+def _by_room(situation: Situation) -> Recipe:
+    """Return the lines that start each program when the GPU has room for it."""
+    case, gpu = situation.case, situation.gpu.selector
+    lines = _off_first(situation)
+    for one, count in zip(case.workloads, case.counts, strict=True):
+        # The limit counts the CUDA context, too.
+        size = -(-((one.memory or 0) + situation.plain.context_bytes) // MIB)
+        run = f"gpushare run -g {gpu} --wait --swappable --job-memory {size}M -- {_program(one)}"
+        lines.append(Line(_which(count, _label(one), "as many at a time as fit"), run))
+    longest = "all of them in turn, each with all of its memory, if none may wait for another's end: --turns auto instead of --wait"
+    return Recipe(lines=tuple(lines), measure=("the total time of all", longest))
 
 
 def _paused(situation: Situation) -> Recipe:
