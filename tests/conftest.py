@@ -30,9 +30,10 @@ ROOM = short_directory()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the collection of tests a directory of simulated hosts of its own, and Ctrl-C even in the background."""
-    # A shell lets what it starts in the background ignore SIGINT, and tests send it to what they start.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell lets what it starts in the background ignore these signals, and tests send them to what they start.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
     os.environ["GPUSHARE_SIM_DIR"] = directory
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
