@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
@@ -21,7 +22,7 @@ from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice
+from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice, device_key
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
@@ -256,7 +257,7 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
         pipe = environment.get(_PIPE)
         # Only root sees values of others, also in programs that became root with a variable of theirs.
         ours = seen.host.uid != 0 or pid == os.getpid()
-        if pipe and there.isdisjoint(_places(pipe, ours=ours)):
+        if pipe and not _means_none(seen, pipe) and there.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
     why = "CUDA silently runs without MPS: on the whole GPU, without limits"
     shown = _shown(seen, by_value)
@@ -274,6 +275,13 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
             why=why,
             remedy="see where the daemons listen: gpushare mps status",
         )
+
+
+def _means_none(seen: Examination, pipe: str) -> bool:
+    """Return whether `gpushare run` of any user set a pipe directory to keep a program outside MPS: .../mig/KEY."""
+    uuids = [uuid for gpu in seen.gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))]
+    path = PurePath(pipe)
+    return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids}
 
 
 def _places(path: str, *, ours: bool) -> set[str]:

@@ -21,6 +21,8 @@ from gpushare.memory.swap import swaps, write
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.home import DaemonHome
+from gpushare.run.plain import plain_environment
+from gpushare.selection import Device
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -534,6 +536,15 @@ def test_the_value_of_others_is_no_path_to_look_at(world: World, monkeypatch: py
     (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/home/bob/fuse/pipe"}})
     assert check.id == "mps.environment"
     assert "/home/bob/fuse/pipe" not in looked
+
+
+def test_a_program_that_run_keeps_outside_mps_is_no_finding(world: World) -> None:
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    environment = plain_environment({}, world.host, device)
+    assert environment["CUDA_MPS_PIPE_DIRECTORY"]
+    assert told(world, {7: environment}) == []
+    other = environment["CUDA_MPS_PIPE_DIRECTORY"][:-1] + "x"
+    assert [one.id for one in told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": other}})] == ["mps.environment"]
 
 
 def test_a_long_value_is_no_path_and_no_list(world: World) -> None:
