@@ -281,7 +281,7 @@ def _means_none(seen: Examination, pipe: str) -> bool:
     """Return whether `gpushare run` of any user set a pipe directory to keep a program outside MPS: .../mig/KEY."""
     uuids = [uuid for gpu in seen.gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))]
     path = PurePath(pipe)
-    return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids}
+    return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids if uuid is not None}
 
 
 def _places(path: str, *, ours: bool) -> set[str]:
