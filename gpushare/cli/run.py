@@ -21,6 +21,7 @@ from gpushare.cli.options import (
     PriorityOption,
     gpus_of,
     note,
+    positive,
     settings,
 )
 from gpushare.errors import (
@@ -611,7 +612,10 @@ def _memory_options(
 
     anywhere = gpu is not None and gpu.strip().lower() == "any"
     if not wait and (timeout is not None or requeue or anywhere):
-        raise _wrong("--wait-timeout, --requeue and -g any belong to --wait", "gpushare run --wait -g any -- CMD")
+        raise _wrong(
+            "--wait-timeout and -g any belong to --wait, and --requeue to --wait or --opportunistic",
+            "gpushare run --wait -g any -- CMD",
+        )
     if action is not None and size is None:
         raise _wrong(
             "--memory-action belongs to --job-memory", "gpushare run --job-memory 20G --memory-action warn -- CMD"
@@ -651,7 +655,6 @@ def _swap_options(
 ) -> MemoryOptions | None:
     """Return the options of the ledger with those of swapping."""
     from gpushare.mps.limits import Limits
-    from gpushare.units import parse_seconds
 
     if not (swappable or idle is not None or turns is not None or swap):
         return room
@@ -682,9 +685,9 @@ def _swap_options(
     return replace(
         found,
         swappable=True,
-        idle_seconds=None if idle is None else parse_seconds(idle),
+        idle_seconds=None if idle is None else positive("--idle", idle, "10m"),
         turns=turns is not None,
-        turn_seconds=parse_seconds(turns) if turns is not None and fixed else None,
+        turn_seconds=positive("--turns", turns, "auto, or a time such as 60s") if turns is not None and fixed else None,
         for_production=swap,
     )
 

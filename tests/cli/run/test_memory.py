@@ -38,6 +38,8 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
         (("--job-memory", "4G", "--copies", "2", "--", "true"), "bad_combination", 2),
         (("--wait", "--mig", "1g", "--", "true"), "bad_combination", 2),
         (("--wait", "--wait-timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--idle", "0", "--", "true"), "bad_duration", 2),
+        (("--turns", "0", "--", "true"), "bad_duration", 2),
         (("--wait", "-g", "9", "--", "true"), "unknown_gpu", 6),
         (("--wait", "--job-memory", "4G", "--", "no-such-program"), "command_not_found", 6),
     ],
