@@ -28,6 +28,10 @@ _LONGEST_HOLD_SECONDS: Final = 30.0
 # What was submitted before a change still runs, and a number printed right after it is about the time before.
 _SETTLE_SECONDS: Final = 0.3
 _REFRESH_SECONDS: Final = 30.0
+# With a speed alone below this part of the best one, it is measured again sooner.
+_CERTAIN_PART: Final = 0.9
+_DOUBT_REFRESH_SECONDS: Final = 15.0
+_DOUBT_REFRESH_PART: Final = 0.2
 # Holding the other back for baselines may cost this part of its time.
 _REFRESH_PART: Final = 0.05
 # Without a number for this long, the slice is the least.
@@ -107,13 +111,15 @@ class Controller:
         self._kept: list[float] = []
         self._kept_before: float | None = None
         self._raised = False
-        self._ledger: deque[tuple[float, float, float]] = deque()
+        self._ledger: deque[tuple[float, float, float | None]] = deque()
         self._ceiling: tuple[float, float] | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
         # The baseline before, where even the least slice cost too much; None: it did not.
         self._too_much: float | None = None
         # It was measured again because the speed moved, at this time.
         self._moved, self._jumped_at = False, math.inf
+        # It changed while the other was held back.
+        self._moved_while_held = False
         self._last_step: float | None = None
         self._heard_at: float | None = None
         # Seconds between two numbers; when a silence is looked into; since when it lasts while it is.
@@ -148,7 +154,7 @@ class Controller:
         if self._held_at is None and self._held:
             self._held_at = self._changed_at = at
         if self._held:
-            self._note(at, seconds, 0.0)
+            self._note(at, seconds, None)
             if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
                 self._measure(at)
         else:
@@ -188,7 +194,7 @@ class Controller:
             first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
             if abs(second - first) > max(_JUMP, 4 * self._noise) * mean:
                 # It has just entered another phase: only what comes from here on tells.
-                self._held_at = clean[half][0] - _SETTLE_SECONDS
+                self._held_at, self._moved_while_held = clean[half][0] - _SETTLE_SECONDS, True
                 return
         self._found(at, mean, values, spread, at - held_at)
 
@@ -201,12 +207,18 @@ class Controller:
         if before is None and spread / max(1, len(values) - 1) > _SELDOM_SECONDS:
             self._slice = self._least
         same = before is not None and abs(mean / before - 1) <= max(0.03, 3 * self._noise)
-        if self._moved and before is not None and not same:
+        if before is not None and not same:
+            if not self._moved:
+                # Since when is not known. Where it is faster alone, the other may have hidden that since the baseline before.
+                self._jumped_at = self._baseline_at if mean > before and not self._moved_while_held else math.inf
             self._rescale(before / mean)
         self.baseline, self._baseline_at = mean, at
         self.best = max(mean, self.best or 0.0)
         self._interval = spread / max(1, len(values) - 1)
-        self._refresh = max(_REFRESH_SECONDS, held / _REFRESH_PART)
+        # A speed that was seen faster may be a faster phase that the other slows.
+        doubt = mean < _CERTAIN_PART * self.best
+        least, part = (_DOUBT_REFRESH_SECONDS, _DOUBT_REFRESH_PART) if doubt else (_REFRESH_SECONDS, _REFRESH_PART)
+        self._refresh = max(least, held / part)
         self._moved = False
         if not same:
             self._ceiling, self._backoff, self._too_much = None, _FIRST_BACKOFF_SECONDS, None
@@ -220,7 +232,7 @@ class Controller:
         """The last entries were compared with the baseline of an earlier phase."""
         for index in range(len(self._ledger)):
             when, seconds, lost = self._ledger[index]
-            if when >= self._jumped_at and lost != 0.0:
+            if when >= self._jumped_at and lost is not None:
                 self._ledger[index] = when, seconds, 1 - (1 - lost) * factor
 
     # -- the slice ---------------------------------------------------------------------------------------------
@@ -339,17 +351,20 @@ class Controller:
         self._slice = min(max(then, self._least), self._most)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
-        self._kept = []
+        self._kept, self._moved_while_held = [], False
         self._spoken.values.clear()
 
     # -- what was lost within the window -----------------------------------------------------------------------
 
-    def _note(self, at: float, seconds: float, lost: float) -> None:
+    def _note(self, at: float, seconds: float, lost: float | None) -> None:
+        """Write down which part was lost; None: the other was held back."""
         self._ledger.append((at, seconds, lost))
 
     def _lost(self) -> float:
         # Faster than alone is another phase, not something in hand.
-        return math.fsum(seconds * max(lost, -self._most_gain()) for _, seconds, lost in self._ledger)
+        return math.fsum(
+            seconds * max(lost, -self._most_gain()) for _, seconds, lost in self._ledger if lost is not None
+        )
 
     def _most_gain(self) -> float:
         return max(2 * _JUMP, 3 * self._noise)

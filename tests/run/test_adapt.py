@@ -240,6 +240,20 @@ def test_production_that_prints_a_ninth_next_to_the_other_is_not_said_to_keep_it
     assert sum(not setting.held for setting in one.settings[10:]) <= 3
 
 
+def test_a_faster_phase_that_the_other_slows_to_the_speed_before_is_charged_when_it_is_found() -> None:
+    one = Printing()
+    one.run(20, lambda _: 170.0)
+    # A slower phase is measured again sooner than after 30 s.
+    one.run(8, lambda _: 90.0)
+    assert not one.setting.held
+    one.run(16, lambda setting: 170.0 if setting.held else 90.0)
+    kept = one.controller.kept
+    assert one.controller.baseline == pytest.approx(170)
+    assert one.setting.held
+    assert kept is not None
+    assert kept < 0.9
+
+
 def test_production_that_rests_has_lost_nothing() -> None:
     one = Printing()
     one.run(20, lambda _: 90.0)
