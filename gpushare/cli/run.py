@@ -581,10 +581,14 @@ def _started(host: Host, device: Device, command: Sequence[str], options: RunOpt
         return role_result(host, device, command, options, roles)
     if roles.slice_us is not None:
         return _sliced(host, device, command, options, roles.slice_us)
-    from gpushare.run.group import members
     from gpushare.run.share import MpsShare
 
-    group = members(host, device)
+    group: Sequence[Any] = ()
+    # A dozen files are read only where such a job has run.
+    if (host.run_directory / "group").is_dir():
+        from gpushare.run.group import members
+
+        group = members(host, device)
     if group:
         note(
             f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
