@@ -333,6 +333,14 @@ class Commands(dict[str, Any]):
 class Helped:
     """A command whose help has its options in groups, and examples."""
 
+    def get_help_option_names(self, _ctx: Any) -> list[str]:
+        """Return ``-h`` and ``--help``.
+
+        Typer keeps the option that it makes first, and the context of a completion or of a walk over all commands has no
+        parent with our names.
+        """
+        return ["-h", "--help"]
+
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         """Write the options, and the commands of a group."""
         from gpushare.cli.help import write_examples, write_options

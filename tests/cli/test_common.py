@@ -375,3 +375,14 @@ def test_help_loads_no_verb() -> None:
     code = "import sys; from gpushare.cli import main; main(['--help']); print([m for m in sys.modules if m.startswith('gpushare.cli.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("['gpushare.cli.options', 'gpushare.cli.help']")
+
+
+def test_the_short_option_for_help_survives_a_look_at_the_options_from_elsewhere(cli: Cli) -> None:
+    """A completion looks at a command's options in a context of its own, and Typer keeps the first help option."""
+    import typer
+
+    from gpushare.cli import _verb
+
+    command = _verb("doctor")
+    names = [name for one in command.get_params(typer.Context(command)) for name in one.opts]
+    assert {"-h", "--help"} <= set(names)
