@@ -17,8 +17,8 @@ class Pair:
     goal_rate: float
     goal_share: float
     compared: bool = False
-    # In so many windows together, and so many starts of the other job, is measured what was found.
-    anew: int = 24
+    # What was found is measured again: in this many windows with both jobs, with this many starts of the other.
+    windows: int = 24
     starts: int = 3
 
     @property
@@ -30,11 +30,11 @@ class Pair:
 PAIRS: Final = (
     Pair("infer", "big", 99.5, 1.10, 0.995, 0.75, compared=True),
     # mid is bound by kernel launches, and moves with the CPU of a virtual machine.
-    Pair("mid", "big", 97, None, 0.97, 0.68, compared=True, anew=64, starts=4),
+    Pair("mid", "big", 97, None, 0.97, 0.68, compared=True, windows=64, starts=4),
     Pair("membw", "big", 90, None, 0.90, 0.25),
     Pair("infer", "membw", 99.5, 1.35, 0.995, 0.85),
     # Both move with the CPU, and processes of one program differ by the core that each is on.
-    Pair("mid", "tiny", 88, None, 0.88, 0.95, anew=40, starts=4),
+    Pair("mid", "tiny", 88, None, 0.88, 0.95, windows=40, starts=4),
 )
 # Job, copies, so many times the throughput of time-slicing, and the ways to choose from.
 FARMS: Final = (

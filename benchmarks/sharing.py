@@ -70,7 +70,7 @@ class Lines(TuneReporter):
 
 def options_of(bench: Bench, pair: Pair) -> TuneOptions:
     """Return how a pair is measured at given settings, for each start of the opportunistic job."""
-    rounds = pair.anew // pair.starts
+    rounds = pair.windows // pair.starts
     return TuneOptions(
         production=bench.job(pair.production),
         opportunistic=bench.job(pair.opportunistic),
@@ -123,7 +123,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
 
 def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure the pairs that are compared with published systems, under the ways that need no tuning."""
-    for pair in (replace(pair, anew=24, starts=3) for pair in bench.pairs if pair.compared):
+    for pair in (replace(pair, windows=24, starts=3) for pair in bench.pairs if pair.compared):
         alone = [alone_rate(bench, pair.opportunistic) for _ in range(pair.starts)]
         openers: tuple[tuple[Callable[[], Share], Mapping[str, Setting]], ...] = (
             (lambda: PlainShare(bench.host, bench.device), {"time-slicing": Setting(threads=100.0, low=False)}),

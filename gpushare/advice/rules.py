@@ -772,7 +772,7 @@ PREFERENCES: Final = (
         "shares change often: {how}", "NVIDIA MPS guide; NVIDIA GPU Operator",
         lambda s: s.several and s.case.any("resizing"), words=lambda _, way: {
             "how": "a new limit needs only a restart of the program" if way is Way.MPS
-            else "under time-slicing there is nothing to set anew when they do"}),
+            else "under time-slicing there is nothing to change when they do"}),
     _against("resizing-idle", {Way.MIG: 60, Way.MIG_MPS: 60, Way.MIG_TIMESLICE: 60, Way.MPS_STATIC: 30},
         "shares change often, and an instance is changed only while it is idle", "NVIDIA table 2022 (when idle)",
         lambda s: s.several and s.case.any("resizing")),

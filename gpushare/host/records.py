@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.host.host import make_private_directory
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -203,6 +204,26 @@ def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwri
         return OperationFailed(message, hint, code=code)
     hint = f"make room, or remove what is in the way: df -h {parent}; ls -l {parent}"
     return OperationFailed(message, hint, code=code)
+
+
+@contextlib.contextmanager
+def directory_locked(directory: Path, what: str) -> Iterator[None]:
+    """Hold the lock of a directory of records, which is created, one gpushare of this user after the other.
+
+    Raises:
+        NoPermission, OperationFailed: as `make_private_directory` and `writing`.
+    """
+    # One by one: the mode applies to the last directory of a path only.
+    make_private_directory(directory.parent)
+    make_private_directory(directory)
+    path = directory / "lock"
+    descriptor = open_lock(path, what)
+    try:
+        with writing(path, what):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:

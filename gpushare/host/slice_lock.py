@@ -7,13 +7,10 @@ be lost, and a probe would take it for a driver that does not keep what was set.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.host.host import make_private_directory
-from gpushare.host.records import open_lock, writing
+from gpushare.host.records import directory_locked
 
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels
@@ -26,16 +23,8 @@ SLICES: Final = "slices"
 @contextlib.contextmanager
 def slices_locked(host: Host) -> Iterator[None]:
     """Let one gpushare of this user at a time set slices: two would each take the other's value for the old one."""
-    directory = host.run_directory / SLICES
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    descriptor = open_lock(directory / "lock", "the lock of the time-slices")
-    try:
-        with writing(directory / "lock", "the lock of the time-slices"):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with directory_locked(host.run_directory / SLICES, "the lock of the time-slices"):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def probed(

@@ -313,7 +313,7 @@ class _GpuWork:
     def _programs_in(self, one: PlacedDevice) -> list[str]:
         """Return the programs in an existing device, by name and PID."""
         parts = [part for there in self.live.instances for part in there.compute if part.uuid and part.uuid == one.uuid]
-        return [self._called(who.pid) for part in parts for who in part.holders or ()]
+        return [self._called(holder.pid) for part in parts for holder in part.holders or ()]
 
     def _called(self, pid: int) -> str:
         info = self.host.processes.describe(pid)

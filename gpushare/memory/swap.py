@@ -8,9 +8,7 @@ process is locked, and a guard (`guard.py`) completes or takes back what gpushar
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import select
 import signal
 import subprocess
@@ -26,7 +24,7 @@ from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, Operat
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
-from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.pause.record import paused_since
 from gpushare.units import GIB, MIB, format_bytes
 from gpushare.values import dataclass
@@ -172,16 +170,8 @@ def locked(host: Host) -> Iterator[None]:
     Raises:
         NoPermission, OperationFailed: it cannot be created.
     """
-    directory = host.run_directory / _DIRECTORY
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    descriptor = open_lock(directory / "lock", "the lock of the swaps")
-    try:
-        with writing(directory / "lock", "the lock of the swaps"):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the swaps"):
         yield
-    finally:
-        os.close(descriptor)
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
@@ -273,8 +263,8 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     """Copy a job back and let it continue. The caller has reserved the room, holds the lock, and started the guard.
 
     Raises:
-        OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then the
-            guard takes back what was done.
+        OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then all of
+            the job is out again.
         NotFound: the job has ended.
     """
     living = swap.living(host)
@@ -289,6 +279,10 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     except OperationFailed as error:
         if error.code == "job_lost":
             write(replace(swap, state=LOST))
+        elif error.code == "restore_refused":
+            # Here, not by the guard: it would ask the driver for as long as half a minute.
+            with contextlib.suppress(GpushareError):
+                take_back(host, swap, checkpoint, room=lambda _size: False)
         raise
     _unlock(host, swap, checkpoint)
     back = replace(swap, state=BACK, since=time.time())

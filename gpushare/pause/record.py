@@ -7,7 +7,6 @@ is removed after the last one is on again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.errors import NotSupported
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
-from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -120,14 +119,8 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
         NoPermission, OperationFailed: it cannot be created.
     """
-    make(directory)
-    descriptor = open_lock(directory / "lock", "the lock of the pauses")
-    try:
-        with writing(directory / "lock", "the lock of the pauses"):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with directory_locked(directory, "the lock of the pauses"):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def write(job: PausedJob) -> None:

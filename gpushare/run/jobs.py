@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import open_lock, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
 from gpushare.units import counted, pid_of, quoted
 
@@ -198,16 +197,9 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
 @contextlib.contextmanager
 def _name_taken(host: Host, name: str, *, but: int | None = None) -> Iterator[None]:
     """Let one gpushare of this user at a time give a job a name, which is free; raises InUse if it is not."""
-    directory = host.run_directory / _DIRECTORY
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    lock = open_lock(directory / "lock", "the lock of the names of jobs")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the names of jobs"):
         check_name_free(host, name, but=but)
         yield
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager
