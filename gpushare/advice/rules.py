@@ -514,7 +514,7 @@ CONDITIONS: Final = (
         "a slice is set by the user of the job, or by root: each user gives it when starting the job",
         "Linux (ptrace access); measured on an H200", lambda s: s.case.same_user is False and not s.may_be_root),
     _condition("slices-latency", (Way.SLICES,),
-        "there is a latency target, and no p99 is guaranteed: beside trainings it was 1.1 to 1.5 times that of running alone",
+        "there is a latency target, and no p99 is guaranteed: next to trainings it was 1.1 to 1.5 times that of running alone",
         "measured on an H200", said("latency")),
     _condition("slices-unofficial", (Way.SLICES,),
         "NVIDIA does not document these calls for users: gpushare tries them on each GPU first, and refuses where they differ",

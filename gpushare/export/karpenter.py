@@ -26,7 +26,7 @@ _DEFAULT_AMI: Final = "al2023@latest"
 # Without its path, as Karpenter takes it (IAM API, RoleName).
 _ROLE: Final = re.compile(r"[\w+=,.@-]{1,64}", re.ASCII)
 _TAG: Final = re.compile(r"[^=\s]{1,128}=[^\s]{1,256}")
-# What stands where the name of the cluster is not known.
+# A placeholder for the name of the cluster, where it is unknown.
 _CLUSTER: Final = "CLUSTER"
 _TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
 

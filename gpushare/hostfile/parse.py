@@ -354,13 +354,13 @@ def _process_match(value: _Value) -> ProcessMatch:
     def texts(key: str, pattern: str, meaning: str) -> tuple[str, ...]:
         return fields[key].one_or_several(lambda one: one.text(pattern, meaning)) if key in fields else ()
 
-    glob = "text without control characters, at most 200; * stands for any, ? for one"
+    glob = "text without control characters, at most 200; * matches any text, ? one character"
     return ProcessMatch(
         users=texts("user", USER, "the name or id (in quotes) of a user"),
         groups=texts("group", USER, "the name or id (in quotes) of a group"),
         containers=texts("container", GLOB, glob),
         commands=texts("command", GLOB, glob),
-        cgroups=texts("cgroup", CGROUP, "the path of a cgroup, which begins with /; * stands for any characters"),
+        cgroups=texts("cgroup", CGROUP, "the path of a cgroup, which begins with /; * matches any text"),
         gpus=fields["gpu"].one_or_several(_gpu) if "gpu" in fields else (),
     )
 

@@ -31,7 +31,7 @@ class Running:
 
     memory_bytes: int
     client: bool = False
-    # Whose it is, as far as it is known.
+    # Its owner, if known.
     uid: int | None = None
 
 
@@ -47,7 +47,7 @@ class Waiting:
 
 
 class UserLimits(Mapping[int, int]):
-    """What the jobs of each user may reserve together on one GPU, by uid; users without a limit are not in it."""
+    """What the jobs of each user may reserve together on one GPU, by uid. Users without a limit are left out."""
 
     def __init__(self, named: Mapping[int, int], others: int | None) -> None:
         self._named, self.others = named, others
@@ -115,7 +115,7 @@ def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiti
     if earlier.uid is not None and earlier.uid != job.uid:
         own = sum(one.memory_bytes for one in running if one.uid == earlier.uid)
         if own + need > room.memory_bytes:
-            # Jobs of its own user are in its way: that one cannot make others wait by a small job and a large one.
+            # Jobs of the same user are in its way: nobody can make others wait with a small job and a large one.
             return False
     # The most that may still be there when it starts, if the job does not.
     most = _largest_sum([one.memory_bytes for one in running], room.memory_bytes - need)

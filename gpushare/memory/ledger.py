@@ -1,4 +1,4 @@
-"""The ledger: who has reserved memory on which device, who waits for it, and what is held.
+"""The ledger: which jobs have reserved memory on which device, which wait for it, and what is held.
 
 One claim per job (`host/claims.py`): a file that only its owner writes, in a directory that all users share. There is no
 daemon and no lock: every waiting job reads all claims and NVML, and works out by itself who is next (`admission.py`).
@@ -29,7 +29,7 @@ PREFIX: Final = "gpushare-memory-"
 LAPSE_SECONDS: Final = 60.0
 # One that could take a place for this long, and does not, is passed: it may be stopped, or only look like a job.
 PATIENCE_SECONDS: Final = 10.0
-# As long as jobs that are entering the ledger are waited for.
+# How long to wait for jobs that are just entering the ledger.
 _CHOOSING_SECONDS: Final = 0.5
 # Further waiting jobs of one user are not in the line yet.
 MOST_WAITING_OF_ONE_USER: Final = 64
@@ -78,7 +78,7 @@ class Line:
 
     @property
     def free_bytes(self) -> int:
-        """Return what neither is reserved nor held."""
+        """Return what is neither reserved nor held."""
         return max(0, self.room.memory_bytes - sum(one.memory_bytes for one in self.running))
 
 
@@ -181,7 +181,7 @@ def line_of(
             beyond.add(one.id)
         granted[one.claim.uid] += size
         holders.append(one)
-        # Without a reservation counts what it holds.
+        # Without a reservation, what it holds counts.
         running.append(Running(memory_bytes=max(size, held), client=one.client, uid=one.claim.uid))
     strangers = [process for process in processes if process.pid not in owners]
     for process in strangers:
@@ -298,7 +298,7 @@ class Place:
     def try_to_take(
         self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
     ) -> bool:
-        """Take the device that is this job's turn now; return whether there was one. Raises as `reservations`' writer."""
+        """Take the device that is this job's turn now; return whether there was one. Raises like `Place`."""
         key = self._turn(devices, clients, limits)
         if key is None:
             return False

@@ -1,4 +1,4 @@
-"""What `status`, `doctor` and `metrics` show of memory: reservations, who waits, who is out, and memory of nobody."""
+"""What `status`, `doctor` and `metrics` show of memory: reservations, waiting jobs, swapped jobs, and memory that no process holds."""
 
 from __future__ import annotations
 

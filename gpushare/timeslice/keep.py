@@ -51,7 +51,7 @@ _FIRST_CHECK_SECONDS: Final = 1.0
 _MOST_CHECK_SECONDS: Final = 15.0
 _UNDO_SECONDS: Final = 60.0
 _MOST_PROCESSES: Final = 4096
-# NVML is opened again when no GPU has answered in so many looks.
+# NVML is opened again when no GPU has answered this many times in a row.
 _RESTART_LOOKS: Final = 10
 # The time that users have taken is halved this often.
 _FORGET_SECONDS: Final = 30.0
