@@ -53,8 +53,8 @@ def check_depth(text: str, loader: Any, most: int = 64) -> None:
             depth -= 1
 
 
-def parse_memory_limit(text: str) -> int:
-    """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold).
+def parse_memory_limit(text: str, option: str = "--memory") -> int:
+    """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold). ``option`` is what it was given to.
 
     ``4G``, ``4GiB``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A number without a unit is refused: MPS would take it
     as M, and a user may mean bytes.
@@ -62,25 +62,27 @@ def parse_memory_limit(text: str) -> int:
     Raises:
         BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
     """
-    hint = "give a size with its unit, for example --memory 4G or --memory 1500M"
+    hint = f"give a size with its unit, for example {option} 4G or {option} 1500M"
+    # The values of --memory come from files and other options too.
+    named = quoted(text) if option == "--memory" else f"{option} {quoted(text)}"
+    size_named = f"the memory size {quoted(text)}" if option == "--memory" else named
     match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
-        raise BadUsage(f"{quoted(text)} is not a memory size", hint, code="bad_size")
+        raise BadUsage(f"{named} is not a memory size", hint, code="bad_size")
     number, prefix, _ = match.groups()
     if not prefix:
-        raise BadUsage(f"the memory size {quoted(text)} has no unit", hint, code="bad_size")
+        raise BadUsage(f"{size_named} has no unit", hint, code="bad_size")
     from decimal import ROUND_FLOOR, Decimal, localcontext
 
     with localcontext() as context:
         context.prec, context.rounding = 60, ROUND_FLOOR
         exact = Decimal(number) * _FACTORS[prefix.lower()]
     if exact > _MAX_SIZE:
-        raise BadUsage(f"the memory size {quoted(text)} is larger than any GPU", hint, code="bad_size")
+        raise BadUsage(f"{size_named} is larger than any GPU", hint, code="bad_size")
     size = int(exact) // MIB * MIB
     if size == 0:
-        raise BadUsage(
-            f"the memory size {quoted(text)} is below 1 MiB, which MPS would take as no limit", hint, code="bad_size"
-        )
+        why = ", which MPS would take as no limit" if option == "--memory" else ""
+        raise BadUsage(f"{size_named} is below 1 MiB{why}", hint, code="bad_size")
     return size
 
 

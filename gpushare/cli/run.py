@@ -638,7 +638,7 @@ def _memory_options(
     from gpushare.run.queued import MemoryOptions
 
     return MemoryOptions(
-        job_bytes=None if size is None else parse_memory_limit(size),
+        job_bytes=None if size is None else parse_memory_limit(size, "--job-memory"),
         action=cast("MemoryAction", action or "end"),
         wait=wait,
         wait_seconds=None if timeout is None else parse_seconds(timeout),
@@ -753,7 +753,7 @@ def _queued(
         devices = (select_one(gpu, gpus),)
     check_program(options.container or command[0])
     if len(devices) == 1:
-        check_memory(devices[0], memory.job_bytes)
+        check_memory(devices[0], memory.job_bytes, "--job-memory")
 
     def start(device: Device, metered: RunOptions) -> Any:
         if not memory.swappable:

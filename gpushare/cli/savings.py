@@ -63,7 +63,7 @@ def savings(
 
     target = _number("--target-load", target_load, Decimal(100))
     cost = _price(price, instance, _number("--hours", hours, _MOST_HOURS))
-    capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory)
+    capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
     if read is not None:
         if gpus is not None or load is not None or memory is not None:
             raise BadCombination(

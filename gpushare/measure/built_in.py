@@ -49,7 +49,7 @@ def built_in_workload(
     if not 16 <= size <= _MOST_SIZE:
         raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
     if footprint is not None:
-        parse_memory_limit(footprint)
+        parse_memory_limit(footprint, "--footprint")
     title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
     title += ", with a copy to the GPU next to each" if copy else ""
     root = str(Path(gpushare.__file__).resolve().parents[1])

@@ -144,7 +144,7 @@ class Limits:
         return words if self.priority is None else [*words, "--priority", self.priority.title]
 
 
-def check_memory(device: Device, limit: int | None) -> None:
+def check_memory(device: Device, limit: int | None, option: str = "--memory") -> None:
     """Raise unless a memory limit fits the device; MPS itself takes any number.
 
     Raises:
@@ -153,8 +153,9 @@ def check_memory(device: Device, limit: int | None) -> None:
     total = device.memory_total_bytes
     if limit is not None and total is not None and limit > total:
         raise BadUsage(
-            f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
-            f"give at most --memory {size_option(total)}",
+            f"{'the memory limit' if option == '--memory' else option} {format_bytes(limit)} is above the"
+            f" {format_bytes(total)} of {device.title}",
+            f"give at most {option} {size_option(total)}",
             gpu=str(device.gpu.index),
             code="limit_above_gpu",
         )

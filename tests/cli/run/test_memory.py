@@ -48,6 +48,21 @@ def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: 
     refused("run", *words, code=code, exit_code=exit_code)
 
 
+@pytest.mark.parametrize(
+    ("size", "code"),
+    [
+        *((one, "bad_size") for one in ("0", "0G", "-5G", "20X", "4", "1K", "", "9999T")),
+        ("500G", "limit_above_gpu"),
+    ],
+)
+def test_a_wrong_size_names_its_own_option(refused: Callable[..., str], size: str, code: str) -> None:
+    text = refused("run", "--job-memory", size, "--", "true", code=code, exit_code=2)
+    error, hint = text.split("hint: ")
+    assert "--job-memory" in error
+    assert "--job-memory" in hint
+    assert "--memory" not in text.replace("--job-memory", "")
+
+
 def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
     answer = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
     assert answer.code == 1
