@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import Started, World, alive, until
+from tests.cli.drive import ROOT, Started, World, alive, until
 
 HANDLER = """
 import signal, sys, time
@@ -253,3 +254,19 @@ def test_a_start_that_is_ended_rolls_back(real: Callable[..., Started], world: W
     assert answer.code == 128 + number
     assert answer.lines("error") == ["error: interrupted"]
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], 0)
+
+
+def test_ctrl_c_while_a_class_is_compiled_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """Python ends with SIGINT if one came within exec(), even if the program handled it and has an exit code."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import gpushare.cli\n"
+        "def main():\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "gpushare.cli.main = main\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = subprocess.run([sys.executable, "-m", "gpushare"], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 130
