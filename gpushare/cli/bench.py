@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from dataclasses import replace
@@ -381,6 +382,8 @@ def measured(
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
         measurement, number = measure(host, device, prepared, progress)
+    if workload is None:
+        _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     header = Header(
         host=host.spec,
@@ -405,6 +408,20 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
         keep_benched(host, device, command, caps)
     except GpushareError as error:
         note(f"the caps are not kept for gpushare run --copies: {error.message}")
+
+
+def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:
+    """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
+    from gpushare.measure.bench_data import profile_of
+    from gpushare.memory.peaks import digest_of, keep_profile
+
+    found = profile_of(measurement, digest_of(device, command))
+    if host.processes.namespace_is_host() is False:
+        # It is the increase of the whole GPU.
+        found = replace(found, memory_bytes=None)
+    if found != type(found)():
+        with contextlib.suppress(GpushareError):
+            keep_profile(host, device, command, found)
 
 
 def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:

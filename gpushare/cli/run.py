@@ -785,6 +785,7 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
     from gpushare.run.program import Run
     from gpushare.show.run import InstanceReport, RunReport
 
+    typed = None
     if options.name is not None:
         from gpushare.run.jobs import NamedShare
 
@@ -793,10 +794,10 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
         from gpushare.run.container import ContainerShare
 
         share = ContainerShare(share, host, options.container)
-        command = share.command(command)
+        typed, command = command, share.command(command)
     kind = RunReport if mps else InstanceReport
     report = kind(host, share.device, sys.stderr, quiet=settings.quiet, limits=options.limits if mps else None)
-    run = Run(host, share, command, options, report)
+    run = Run(host, share, command, options, report, typed=typed)
     if settings.dry_run:
         from gpushare.show.plan import plan_result
 

@@ -301,6 +301,7 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
         except GpushareError as error:
             # The figures are shown even if the file cannot be written.
             failed = error
+    _keep_profiles(host, device, options, result)
     if tuned is not None and failed is None:
         notes += _apply(tuned, where)
     elif result.stopped is not None:
@@ -309,6 +310,21 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
         pause = f"gpushare run --opportunistic --pause {where} -- {shlex.join(options.opportunistic)}"
         notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
+
+
+def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
+    """Keep the peaks and the use of both commands for `gpushare run --wait`; a failure to do so changes nothing."""
+    from gpushare.memory.peaks import digest_of, keep_profile
+
+    both = ((options.production, result.production_profile), (options.opportunistic, result.opportunistic_profile))
+    digests = [digest_of(device, command) for command, _ in both]
+    best = result.outcome.best
+    kept = [None, None] if best is None or options.copies > 1 else [best.kept, _share(best, result)]
+    for (command, found), other, share in zip(both, digests[::-1], kept, strict=True):
+        profile = found if share is None else found.next_to(other, share)
+        if profile != type(profile)():
+            with contextlib.suppress(GpushareError):
+                keep_profile(host, device, command, profile)
 
 
 def _apply(tuned: Tuned, where: str) -> list[str]:

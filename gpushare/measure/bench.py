@@ -283,7 +283,13 @@ class Bench:
         clients = (lambda: self._grounds.clients(way)) if self._grounds.under_mps(way) else None
         instances = self._grounds.gpu_instances(way)
         usage = UsageMeter(
-            self._host, self._device, clients=clients, gpu_instances=instances, seen=self._strangers, clock=self._clock
+            self._host,
+            self._device,
+            clients=clients,
+            gpu_instances=instances,
+            seen=self._strangers,
+            activity=cell == (settings.alone, 1) and self._device.mig is None,
+            clock=self._clock,
         )
         runner = Copies(
             self._host,

@@ -16,7 +16,8 @@ from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, percentile, ratio, summarize
-from gpushare.measure.ways import IN_ONE_OPTIONS, QUEUE, TIMESLICE, BenchWay
+from gpushare.measure.ways import IN_ONE_OPTIONS, MPS, QUEUE, TIMESLICE, BenchWay
+from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
 
 if TYPE_CHECKING:
@@ -572,6 +573,36 @@ def _change(now: Mapping[str, Any], then: Mapping[str, Any], *, higher: bool) ->
     if high < was_low:
         return "slower" if higher else "faster"
     return "no difference"
+
+
+def profile_of(measurement: Measurement, digest: str) -> Profile:
+    """Return what the runs of one copy alone, and of two at the same time, say about the command with this digest."""
+    runs = [run for run in _alone(measurement) if run.throughput is not None]
+    # Next to other programs, only its memory is its own.
+    quiet = [run.usage for run in runs if not run.usage.others]
+    found = Profile(
+        memory_bytes=max((run.usage.memory_peak_bytes for run in runs if run.usage.memory_peak_bytes), default=None),
+        sm_percent=_percentage(one.sm_percent for one in quiet),
+        dram_percent=_percentage(one.dram_percent for one in quiet),
+        busy_percent=_percentage(one.busy_percent for one in quiet),
+    )
+    two = [
+        one
+        for one in judge(measurement)
+        if one.copies == 2
+        and one.slowdown is not None
+        and not one.failures
+        and not one.others
+        # As `run` starts them, without more options.
+        and one.way.name in {MPS, TIMESLICE}
+    ]
+    slowdown = min(two, key=lambda one: one.way.name != MPS).slowdown if two else None
+    return found if not slowdown else found.next_to(digest, 1 / slowdown)
+
+
+def _percentage(values: Iterable[float | None]) -> float | None:
+    value = mean_known(values)
+    return None if value is None else round(min(100.0, max(0.0, value)), 1)
 
 
 def best_caps(data: Mapping[str, Any]) -> dict[int, BenchedCap]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import OperationFailed, TimedOut
-from gpushare.host.activity import BandwidthRecorder, utilization
+from gpushare.errors import GpushareError, OperationFailed, TimedOut
+from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
@@ -100,6 +100,22 @@ class Window:
     rate: float | None
     latencies: tuple[float, ...] = ()
     printed_p99: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherAlone:
+    """The opportunistic job alone: its rate, the DRAM bandwidth and SMs that it uses in percent, and its memory in bytes.
+
+    ``peak`` is the memory of the largest copy. ``unsliced`` is why the time-slice of its MPS server cannot be set.
+    """
+
+    rate: float | None = None
+    dram: float | None = None
+    sm: float | None = None
+    busy: float | None = None
+    memory: int | None = None
+    peak: int | None = None
+    unsliced: GpushareError | None = None
 
 
 @dataclass
@@ -301,20 +317,24 @@ class Pair:
         self._host, self._device, self._options, self.several = host, device, options, several
         self._outside = outside
         self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
+        self._activity = ActivityRecorder(host.nvml, device.gpu.index)
         self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
         self.production: Program | None = None
         self._seen = Timeline(options.metric)
         # Percent of the time in which production alone keeps the GPU busy; None: unknown.
         self.busy: float | None = None
         self.dram: list[float] = []
+        # Percent of the SMs that production alone keeps busy, by window.
+        self.sm: list[float] = []
         self.memory: int | None = None
         self._usage = UsageMeter(host, device)
         # When the opportunistic job was last continued after a pause; None: never paused.
         self._resumed: float | None = None
 
-    def alone(self, others: Others) -> tuple[float | None, float | None, int | None]:
-        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production."""
+    def alone(self, others: Others) -> OtherAlone:
+        """Measure the opportunistic job without production."""
         self._bandwidth.since_last()
+        self._activity.since_last()
         started = self._now()
         self.several.wait(2 * self._window.seconds)
         # A job that prints seldom is watched until it has printed several times.
@@ -328,7 +348,8 @@ class Pair:
         self.demand_alive(*others.programs)
         ended = time.monotonic()
         rate, moments = others.rate(started, ended), others.moments(started, ended)
-        dram = self._bandwidth.since_last()
+        dram, sm = self._bandwidth.since_last(), self._activity.since_last()
+        busy = utilization(self._host.nvml, self._device.gpu.index)
         self._window.hold(_LEAST_MOMENTS_OF_OTHER, moments, started, ended, _LONGEST_FOR_OTHER_SECONDS)
         sizes = [peak_memory(self._host, self._device, program) for program in others.programs]
         known = [size for size in sizes if size is not None]
@@ -338,7 +359,14 @@ class Pair:
                 "let it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
                 code="no_numbers",
             )
-        return rate, dram, sum(known) if known and len(known) == len(sizes) else None
+        return OtherAlone(
+            rate=rate,
+            dram=dram,
+            sm=sm,
+            busy=busy,
+            memory=sum(known) if known and len(known) == len(sizes) else None,
+            peak=max(known, default=None),
+        )
 
     def start_others(self, limits: Limits) -> Others:
         """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
@@ -475,15 +503,17 @@ class Pair:
     def alone_window(self) -> Window:
         """Watch the production job while the other does not run or is paused."""
         self._bandwidth.since_last()
+        self._activity.since_last()
         started = self._now()
         self.several.wait(self._window.seconds)
         self.demand_alive()
         ended = time.monotonic()
         window = self._seen.window(started, ended)
         self._window.silent(self._seen.longest_gap(started, ended))
-        dram = self._bandwidth.since_last()
-        if dram is not None:
-            self.dram.append(dram)
+        for recorder, values in ((self._bandwidth, self.dram), (self._activity, self.sm)):
+            used = recorder.since_last()
+            if used is not None:
+                values.append(used)
         if self.production is not None:
             memory = peak_memory(self._host, self._device, self.production)
             self.memory = memory if self.memory is None else max(self.memory, memory or 0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed
 from gpushare.measure.pair import (
+    OtherAlone,
     Others,
     Pair,
     TuneOptions,
@@ -42,6 +43,7 @@ from gpushare.measure.search import (
 from gpushare.measure.slicer import Slicer
 from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
 from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, widened
+from gpushare.memory.peaks import Profile
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US, GroupShare, members, why_not
@@ -107,6 +109,9 @@ class TuneResult:
     opportunistic_alone: float | None
     production_memory_bytes: int | None
     opportunistic_memory_bytes: int | None
+    # What is kept of each command.
+    production_profile: Profile = field(default_factory=Profile)
+    opportunistic_profile: Profile = field(default_factory=Profile)
     warning: str | None
     seconds: float
     # Percent of the time in which production alone keeps the GPU busy; None: unknown.
@@ -396,6 +401,12 @@ class Tuner:
             opportunistic_alone=other.rate,
             production_memory_bytes=first.memory,
             opportunistic_memory_bytes=other.memory,
+            production_profile=_profile(first.memory, first.sm(), first.dram(), first.busy, self._strangers),
+            opportunistic_profile=_profile(
+                other.peak,
+                *((other.sm, other.dram, other.busy) if self._options.copies == 1 else (None,) * 3),
+                self._strangers,
+            ),
             warning=None if by_slices else memory_warning(other.dram, first.dram()),
             seconds=seconds,
             stopped=stopped,
@@ -403,17 +414,14 @@ class Tuner:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherAlone:
-    """The opportunistic job alone: its rate, the DRAM bandwidth that it draws in percent, and its memory in bytes.
-
-    ``unsliced`` is why the time-slice of its MPS server cannot be set.
-    """
-
-    rate: float | None = None
-    dram: float | None = None
-    memory: int | None = None
-    unsliced: GpushareError | None = None
+def _profile(
+    memory: int | None, sm: float | None, dram: float | None, busy: float | None, strangers: Mapping[int, str]
+) -> Profile:
+    """Return what is known of a job; next to other programs, only its memory is its own."""
+    if strangers:
+        return Profile(memory_bytes=memory or None)
+    sm, dram, busy = (None if one is None else round(min(100.0, max(0.0, one)), 1) for one in (sm, dram, busy))
+    return Profile(memory_bytes=memory or None, sm_percent=sm, dram_percent=dram, busy_percent=busy)
 
 
 class Tuning:
@@ -451,7 +459,7 @@ class Tuning:
     def measure_other(self, *, probe: bool) -> OtherAlone:
         """Measure the opportunistic job alone; with ``probe`` find out whether the slice of its server can be set."""
         others = self._pair.start_others(Limits())
-        rate, dram, memory = self._pair.alone(others)
+        found = self._pair.alone(others)
         unsliced: GpushareError | None = None
         if probe:
             try:
@@ -464,7 +472,7 @@ class Tuning:
             self._kept = others
         else:
             self._kill(others)
-        return OtherAlone(rate=rate, dram=dram, memory=memory, unsliced=unsliced)
+        return replace(found, unsliced=unsliced)
 
     def _set_group(self, others: Others, microseconds: int) -> None:
         share = self._several.share
@@ -516,6 +524,10 @@ class Tuning:
     def dram(self) -> float | None:
         """Return the DRAM bandwidth that production alone draws, in percent; None: unknown."""
         return mean(self._pair.dram) if self._pair.dram else None
+
+    def sm(self) -> float | None:
+        """Return the SMs that production alone keeps busy, in percent; None: unknown."""
+        return mean(self._pair.sm) if self._pair.sm else None
 
     def _slices(self) -> SliceSearch:
         given = self._options.search

@@ -1,4 +1,4 @@
-"""What a run uses of its GPU: energy and peak memory; and which other processes were there."""
+"""What a run uses of its GPU: energy, peak memory and activity; and which other processes were there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError
+from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
+from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ class Usage:
     other_names: Mapping[int, str] = field(default_factory=dict)
     # Processes of the run that were outside MPS, where they do not belong.
     outside: tuple[int, ...] = ()
+    # Of the whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran. None: unknown,
+    # or not asked for.
+    sm_percent: float | None = None
+    dram_percent: float | None = None
+    busy_percent: float | None = None
 
     @property
     def power_watts(self) -> float | None:
@@ -56,11 +63,12 @@ class UsageMeter:
         clients: Callable[[], set[int] | None] | None = None,
         gpu_instances: Collection[int] | None = None,
         seen: dict[int, float] | None = None,
+        activity: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``clients`` asks the MPS daemon, if the copies must be its clients; ``gpu_instances`` are those of the run.
 
-        ``seen`` is kept between runs: when other processes were first seen.
+        ``seen`` is kept between runs: when other processes were first seen. ``activity``: also see how busy the GPU is.
         """
         self._host, self._device, self._clock, self._clients = host, device, clock, clients
         self._gpu_instances = gpu_instances
@@ -73,6 +81,12 @@ class UsageMeter:
         self._pids_are_ours = host.processes.namespace_is_host() is not False
         self._before = None if self._pids_are_ours else self._used()
         self._due, self._looks = 0.0, 0
+        # GPM counts between two samples: one at the start, one at the end.
+        self._recorders = (
+            [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)] if activity else []
+        )
+        self._shares: list[float | None] = [None, None]
+        self._busy: list[float] = []
         self._stopped: tuple[float | None, float] | None = None
         self.restart()
 
@@ -80,10 +94,17 @@ class UsageMeter:
         """Count energy from now."""
         self._started = self._clock()
         self._energy = self._joules()
+        self._busy = []
+        for recorder in self._recorders:
+            recorder.since_last()
 
     def stop(self) -> None:
-        """Count energy up to now; a later stop moves the end."""
+        """Count energy and activity up to now; a later stop moves the end of the energy."""
         self._stopped = self._joules(), self._clock()
+        if self._recorders:
+            self._shares = [recorder.since_last() for recorder in self._recorders]
+        for recorder in self._recorders:
+            recorder.close()
 
     def look(self, programs: Collection[int]) -> None:
         """If it is time, look at the programs with these PIDs, their descendants, and other processes."""
@@ -92,6 +113,9 @@ class UsageMeter:
             return
         self._looks += 1
         self._due = at + (_FIRST_INTERVAL_SECONDS if self._looks < _FIRST_LOOKS else _INTERVAL_SECONDS)
+        busy = utilization(self._host.nvml, self._device.gpu.index) if self._recorders else None
+        if busy is not None:
+            self._busy.append(busy)
         if not self._pids_are_ours:
             used = self._used()
             if used is not None and self._before is not None:
@@ -126,6 +150,9 @@ class UsageMeter:
             others=tuple(sorted(self._others)),
             other_names=dict(self._others),
             outside=tuple(sorted(self._outside)),
+            sm_percent=self._shares[0],
+            dram_percent=self._shares[1],
+            busy_percent=mean_known(self._busy),
         )
 
     def _look_outside(self, processes: Collection[GpuProcess]) -> None:

@@ -1,58 +1,144 @@
-"""The most device memory that a command has used here before: what it reserves when no size was given."""
+"""What is known of a command on one model of GPU: the most memory that it has used, and how much of the GPU it uses alone.
+
+`run`, `bench`, `tune` and `observe` keep it. A job that gives no size reserves its peak; `run -g any` ranks GPUs by use.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file, writing
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
 _DIRECTORY: Final = "peaks"
+# A sweep over parameters is a command each; of more than so many files the oldest go.
+_MOST_FILES: Final = 1000
+_MOST_PAIRS: Final = 16
+_MOST_BYTES: Final = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The peak of a command on one model of GPU: bytes over all its processes, context included."""
+class Profile:
+    """A command on one model of GPU. Unknown is None."""
 
-    memory_bytes: int
-    # A job that was still growing when it ended for want of memory: it needs more.
+    # The peak over all processes of one copy, contexts included.
+    memory_bytes: int | None = None
+    # It was still growing when it ended for want of memory: it needs more.
     short: bool = False
+    # Alone on a whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran.
+    sm_percent: float | None = None
+    dram_percent: float | None = None
+    busy_percent: float | None = None
+    # The part of its speed that it kept next to another command: "DIGEST 0.93".
+    pairs: tuple[str, ...] = ()
+
+    @property
+    def use_percent(self) -> float | None:
+        """Return how much of a GPU it uses: SMs, else time."""
+        return self.busy_percent if self.sm_percent is None else self.sm_percent
+
+    @property
+    def kept(self) -> Mapping[str, float]:
+        """Return the part of its speed that it kept next to other commands, by their digests."""
+        found = {}
+        for pair in self.pairs[-_MOST_PAIRS:]:
+            digest, _, share = pair.partition(" ")
+            with contextlib.suppress(ValueError):
+                if 0 <= float(share) <= 1:
+                    found[digest] = float(share)
+        return found
+
+    def next_to(self, digest: str, kept: float) -> Profile:
+        """Return it with the part of its speed that it keeps next to another command."""
+        shares = {name: share for name, share in self.kept.items() if name != digest}
+        shares[digest] = round(min(1.0, max(0.0, kept)), 4)
+        return replace(self, pairs=tuple(f"{name} {share:g}" for name, share in list(shares.items())[-_MOST_PAIRS:]))
 
 
-def find_peak(host: Host, device: Device, command: Sequence[str]) -> Peak | None:
-    """Return the peak of a command on such a GPU; None: it has not run here."""
+def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile | None:
+    """Return what is known of a command on such a GPU; None: it has not run here."""
     if not is_trusted_directory(host.state_directory, _DIRECTORY):
         return None
-    found = record_from(Peak, read_trusted(_path(host, device, command)))
-    return found if found is not None and 0 < found.memory_bytes < 1 << 50 else None
+    return _read(_path(host, device, command))
 
 
-def keep_peak(host: Host, device: Device, command: Sequence[str], peak: Peak) -> None:
-    """Keep the larger of a peak and the one kept before.
+def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Profile) -> None:
+    """Keep what was measured: the larger peak, and the newest use.
 
     Raises:
         NoPermission, OperationFailed: it cannot be written.
     """
-    before = find_peak(host, device, command)
-    if before is not None and before.memory_bytes >= peak.memory_bytes and before.short == peak.short:
+    before = find_profile(host, device, command)
+    merged = profile if before is None else _merged(before, profile)
+    if merged == before:
         return
     path = _path(host, device, command)
     make_private_directory(path.parent, variable="GPUSHARE_STATE_DIR")
     with writing(path, "which keeps the peak"):
-        replace_file(path, json.dumps(asdict(peak)), mode=0o600)
+        replace_file(path, json.dumps(asdict(merged)), mode=0o600)
+    _drop_oldest(path.parent)
+
+
+def digest_of(device: Device, command: Sequence[str]) -> str:
+    """Return the name under which a command is kept. The command line may hold a secret, so only its digest is."""
+    words = "\0".join((device.gpu.name or "", *command)).encode(errors="surrogateescape")
+    return hashlib.sha256(words).hexdigest()[:24]
 
 
 def _path(host: Host, device: Device, command: Sequence[str]) -> Path:
-    # The command line may hold a secret, so only its digest is kept.
-    words = "\0".join((device.gpu.name or "", *command)).encode(errors="surrogateescape")
-    return host.state_directory / _DIRECTORY / f"{hashlib.sha256(words).hexdigest()[:24]}.json"
+    return host.state_directory / _DIRECTORY / f"{digest_of(device, command)}.json"
+
+
+def _read(path: Path) -> Profile | None:
+    found = record_from(Profile, read_trusted(path))
+    if found is None or not (found.memory_bytes is None or 0 < found.memory_bytes < _MOST_BYTES):
+        return None
+    percents = (found.sm_percent, found.dram_percent, found.busy_percent)
+    return found if all(one is None or 0 <= one <= 100 for one in percents) else None
+
+
+def _merged(before: Profile, new: Profile) -> Profile:
+    known, peak, short = before.memory_bytes or 0, new.memory_bytes or 0, before.short
+    if new.short or peak > known:
+        # What ran out of memory below a peak that it has reached before was in the way of others.
+        short = new.short if peak >= known else before.short
+    elif new.memory_bytes is not None:
+        # It has ended well with less.
+        short = False
+    pairs = before
+    for digest, kept in new.kept.items():
+        pairs = pairs.next_to(digest, kept)
+    return Profile(
+        memory_bytes=max(known, peak) or None,
+        short=short,
+        **(
+            {"sm_percent": before.sm_percent, "dram_percent": before.dram_percent, "busy_percent": before.busy_percent}
+            if new.use_percent is None
+            else {"sm_percent": new.sm_percent, "dram_percent": new.dram_percent, "busy_percent": new.busy_percent}
+        ),
+        pairs=pairs.pairs,
+    )
+
+
+def _drop_oldest(directory: Path) -> None:
+    try:
+        files = [entry for entry in os.scandir(directory) if entry.name.endswith(".json")]
+        if len(files) <= _MOST_FILES:
+            return
+        by_age = sorted(files, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return
+    for entry in by_age[: len(files) - _MOST_FILES * 9 // 10]:
+        with contextlib.suppress(OSError):
+            Path(entry.path).unlink()

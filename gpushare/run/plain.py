@@ -128,15 +128,17 @@ class PlainWatch(Watch):
     def _look(self, tree: set[int]) -> None:
         mig, index = self.device.mig, self.device.gpu.index
         inside = set() if mig is None else {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
-        now = set()
+        now, here = set(), []
         for gpu, process in self._everywhere():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
             if self._is_here(gpu, process):
                 inside.add(process.pid)
+                here.append(process)
             elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
                 now.add(process.pid)
         self.attached |= inside & tree
+        self.note_memory(here)
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= now & self._suspects
         self._suspects = now

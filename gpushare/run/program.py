@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
-from gpushare.errors import NoPermission, OperationFailed, system_error
+from gpushare.errors import GpushareError, NoPermission, OperationFailed, system_error
 from gpushare.host.process import Streams
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
@@ -173,6 +173,10 @@ class Wakeups:
             return [number for number in self._read.recv(4096) if number in self._numbers]
         except BlockingIOError:
             return []
+
+
+# A peak is kept after so many looks that saw memory, which takes most of a minute: a shorter run may not have reached it.
+_PEAK_LOOKS: Final = 10
 
 
 # Signals by which a user ends gpushare and what it runs.
@@ -338,6 +342,9 @@ class Run:
     reporter: Reporter
     # 128 + N when signal N ended the program.
     exit_code: int = 0
+    # The command as the user gave it, if a container engine runs it.
+    typed: Sequence[str] | None = None
+    _peak: int | None = None
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program."""
@@ -378,6 +385,13 @@ class Run:
                 meter.close()
         if meter is not None:
             meter.check()
+        elif self._peak is not None and self.exit_code == 0:
+            from gpushare.memory.peaks import Profile, keep_profile
+
+            # What a later `run --wait` of this command reserves.
+            with contextlib.suppress(GpushareError):
+                command = self.command if self.typed is None else self.typed
+                keep_profile(self.host, self.share.device, command, Profile(memory_bytes=self._peak))
         return self.exit_code
 
     def _program(self) -> None:
@@ -385,6 +399,7 @@ class Run:
         base = os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
         try:
             self.exit_code = session.run(self.command, self.share.environment(base))
+            self._peak = session.peak_bytes
         finally:
             session.close()
 
@@ -400,6 +415,7 @@ class _Session:
         self._told_gone = False
         self._ended_by: int | None = None
         self._program = 0
+        self.peak_bytes: int | None = None
 
     def close(self) -> bool:
         """Give the share back; return whether others go on using it."""
@@ -421,6 +437,7 @@ class _Session:
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
             watch.settle()
+            self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
             self._report(watch)
             if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)

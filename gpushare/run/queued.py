@@ -15,7 +15,7 @@ from gpushare.errors import GpushareError, OperationFailed
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction
-from gpushare.memory.peaks import Peak, find_peak, keep_peak
+from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import best_first, check_ever, check_limit, read_lines, size_text, wait_for_room
 from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
@@ -188,15 +188,21 @@ class Queued:
         if given is not None or not self.memory.wait:
             # What does not wait, and has no size, reserves nothing.
             return given or 0
-        peaks = [one for device in self.devices if (one := find_peak(self.host, device, self.command)) is not None]
+        known = [find_profile(self.host, device, self.command) for device in self.devices]
+        peaks = [(one.memory_bytes, one.short) for one in known if one is not None and one.memory_bytes is not None]
         if not peaks:
             self.say(
                 "its memory is not known: it waits for a GPU without other jobs; to share one, give --job-memory SIZE"
             )
             return None
-        most = max(peaks, key=lambda one: one.memory_bytes)
-        size = int(most.memory_bytes * (MORE if most.short else 1.0))
-        self.say(f"it reserves {format_bytes(size)}, the most that this command has used here")
+        most, short = max(peaks)
+        size = _more(most) if short else most
+        why = (
+            "a fifth more than it had when it ran out of memory"
+            if short
+            else "the most that this command has used here"
+        )
+        self.say(f"it reserves {format_bytes(size)}, {why}")
         return size
 
     def _once(self, size: int | None) -> tuple[Any, bool]:
@@ -262,4 +268,4 @@ class Queued:
         if peak is None or (failed and not short):
             return
         with contextlib.suppress(GpushareError):
-            keep_peak(self.host, device, self.command, Peak(memory_bytes=peak, short=short))
+            keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))

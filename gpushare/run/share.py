@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
     from gpushare.plan import Step
     from gpushare.selection import Device
 
@@ -70,6 +71,9 @@ class Watch(abc.ABC):
     news: list[str] = field(default_factory=list)
     # The same, of what is not as it was asked for.
     troubles: list[str] = field(default_factory=list)
+    # The most memory that its processes held together at a look (bytes), and how many looks saw some.
+    peak_bytes: int | None = None
+    peak_looks: int = 0
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
 
@@ -80,6 +84,14 @@ class Watch(abc.ABC):
     @abc.abstractmethod
     def look(self) -> None:
         """Look for the program's processes."""
+
+    def note_memory(self, found: Iterable[GpuProcess]) -> None:
+        """Note the memory of the program's processes on its device."""
+        sizes = [one.memory_used_bytes for one in found]
+        known = [size for size in sizes if size is not None]
+        if known and len(known) == len(sizes):
+            self.peak_bytes = max(self.peak_bytes or 0, sum(known))
+            self.peak_looks += 1
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Find out what can still be found out about a program that has ended."""
@@ -127,11 +139,11 @@ class Attachment(Watch):
             # Nothing can be told from a daemon that does not answer.
             return
         self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
-        self._look_outside(tree - clients.keys())
+        self._look_on_gpu(tree, clients.keys())
         if not self.attached:
             self._look_pending(tree)
 
-    def _look_outside(self, tree: set[int]) -> None:
+    def _look_on_gpu(self, tree: set[int], clients: Collection[int]) -> None:
         """A process of ours is outside MPS if it computes on the GPU and the daemon does not know it."""
         if self.host.processes.namespace_is_host() is False:
             return
@@ -139,7 +151,9 @@ class Attachment(Watch):
             running = self.host.nvml.processes(self.device.gpu.index) or ()
         except GpushareError:
             return
-        now = {process.pid for process in running if process.compute and not process.mps and process.pid in tree}
+        ours = [process for process in running if process.pid in tree]
+        self.note_memory(ours)
+        now = {one.pid for one in ours if one.compute and not one.mps and one.pid not in clients}
         self.outside |= now & self._suspects
         self._suspects = now
 

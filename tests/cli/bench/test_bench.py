@@ -18,9 +18,11 @@ from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
+from gpushare.memory.peaks import Profile, digest_of, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.selection import select_one
 from gpushare.sim import admin
+from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
 
@@ -527,3 +529,25 @@ def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     assert "mps, 2 copies, round 1 of 3" in text
     assert "3/10" in text
     assert "about 3 min left" in text
+
+
+def test_the_peak_and_the_use_of_a_command_are_kept(cli: Cli, world: World) -> None:
+    command = job(40, "--footprint", "9G")
+    bench(cli, "--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW, *command)
+    device = select_one("0", world.host.nvml.sweep())
+    found = find_profile(world.host, device, command[1:])
+    assert found is not None
+    assert found.memory_bytes == 9 * GIB
+    assert found.sm_percent == pytest.approx(40, abs=5)
+    assert found.dram_percent is not None
+    assert found.kept == {digest_of(device, command[1:]): pytest.approx(1, abs=0.05)}
+    answer = cli("run", "-n", "--wait", *command)
+    assert any("reserves 9.0 GiB" in line for line in answer.lines("note")), answer
+
+
+def test_the_use_next_to_others_is_not_kept(cli: Cli, world: World) -> None:
+    admin.add_process(world.spec, memory_bytes=GIB, name="other")
+    command = job(40, "--footprint", "9G")
+    bench(cli, "--copies", "1", "--ways", "timeslice", "--repeat", "1", "--metric", RATE, "--for", "1", *command)
+    found = find_profile(world.host, select_one("0", world.host.nvml.sweep()), command[1:])
+    assert found == Profile(memory_bytes=9 * GIB)

@@ -128,6 +128,23 @@ def test_the_peak_of_a_command_is_reserved_the_next_time(cli: Cli) -> None:
     assert any("reserves 9.0 GiB" in line for line in cli(*words).lines("note"))
 
 
+@pytest.mark.parametrize("more", [(), ("--slice", "2ms"), ("--name", "train"), ("--production", "web")])
+def test_a_plain_run_keeps_its_peak(cli: Cli, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    monkeypatch.setattr("gpushare.run.program._PEAK_LOOKS", 1)
+    job = ("--", *JOB, "--footprint", "9G", "--seconds", "1")
+    assert cli("run", *more, *job).code == 0
+    assert any("reserves 9.0 GiB" in line for line in cli("run", "-n", "--wait", *job).lines("note"))
+
+
+@pytest.mark.parametrize(("looks", "script"), [(10, "exit 0"), (1, "exit 3")])
+def test_a_short_or_failed_run_keeps_no_peak(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, looks: int, script: str
+) -> None:
+    monkeypatch.setattr("gpushare.run.program._PEAK_LOOKS", looks)
+    cli("run", "--", "sh", "-c", f"{' '.join(JOB)} --footprint 9G --seconds 1; {script}")
+    assert not (world.host.state_directory / "peaks").exists()
+
+
 def test_a_job_without_enough_memory_waits_again_for_more(cli: Cli, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.memory.peaks import digest_of, find_profile
 from gpushare.run.results import find_tuned
+from gpushare.selection import select
+from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 from tests.measure.told_jobs import tell
 
@@ -49,6 +52,17 @@ def test_the_curve_is_shown_and_the_result_kept_and_applied(cli: Cli, world: Wor
     assert "CUDA_MPS_CLIENT_PRIORITY=1" in applied.out
     # The production job's peak is left to it.
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in applied.out
+
+
+@pytest.mark.usefixtures("told")
+def test_the_peaks_and_the_use_of_both_commands_are_kept(cli: Cli, world: World) -> None:
+    web, train = f"{JOB} --need 30", f"{JOB} --need 95"
+    cli("tune", "--production", web, "--opportunistic", train, "--caps", "60", *QUICK).ok()
+    (device,) = select("0", world.host.nvml.sweep())
+    both = [find_profile(world.host, device, one.split()) for one in (web, train)]
+    assert [one and one.memory_bytes for one in both] == [2 * GIB, 2 * GIB]
+    digests = [digest_of(device, one.split()) for one in (web, train)]
+    assert [one and list(one.kept) for one in both] == [[digests[1]], [digests[0]]]
 
 
 @pytest.mark.usefixtures("told")

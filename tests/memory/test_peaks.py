@@ -1,0 +1,145 @@
+"""What is kept of a command: its peak, its use of the GPU, and what it kept next to others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.host.host import Host
+from gpushare.memory import peaks
+from gpushare.memory.peaks import Profile, digest_of, find_profile, keep_profile
+from gpushare.selection import Device, select
+from gpushare.units import GIB
+
+COMMAND = ("python", "train.py", "--key", "secret")
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect("sim:h200")
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    (found,) = select("0", host.nvml.sweep())
+    return found
+
+
+def path_of(host: Host) -> Path:
+    (found,) = (host.state_directory / "peaks").glob("*.json")
+    return found
+
+
+def test_nothing_is_known_of_a_command_that_has_not_run(host: Host, device: Device) -> None:
+    assert find_profile(host, device, COMMAND) is None
+
+
+def test_the_command_is_not_in_the_file_and_nobody_else_can_read_it(host: Host, device: Device) -> None:
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
+    path = path_of(host)
+    assert "secret" not in path.read_text() + path.name
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = replace(device, gpu=replace(device.gpu, name="another"))
+    assert find_profile(host, other, COMMAND) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "memory", "short"),
+    [
+        ((2, False), (1, False), 2, False),
+        ((1, False), (2, False), 2, False),
+        # It ran out of memory at its peak, or above it: it needs more.
+        ((2, False), (2, True), 2, True),
+        ((2, False), (3, True), 3, True),
+        # Below its peak, others were in its way.
+        ((2, False), (1, True), 2, False),
+        ((2, True), (1, True), 2, True),
+        # It has ended well with less since.
+        ((2, True), (1, False), 2, False),
+        ((2, True), (3, False), 3, False),
+    ],
+)
+def test_the_larger_peak_is_kept(
+    host: Host, device: Device, first: tuple[int, bool], then: tuple[int, bool], memory: int, short: bool
+) -> None:
+    for size, ran_out in (first, then):
+        keep_profile(host, device, COMMAND, Profile(memory_bytes=size * GIB, short=ran_out))
+    found = find_profile(host, device, COMMAND)
+    assert found == Profile(memory_bytes=memory * GIB, short=short)
+
+
+def test_the_newest_use_is_kept_and_the_peak_with_it(host: Host, device: Device) -> None:
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=2 * GIB, sm_percent=40.0, dram_percent=10.0))
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
+    found = find_profile(host, device, COMMAND)
+    assert found is not None
+    assert (found.memory_bytes, found.sm_percent, found.dram_percent) == (2 * GIB, 40.0, 10.0)
+    keep_profile(host, device, COMMAND, Profile(sm_percent=50.0))
+    found = find_profile(host, device, COMMAND)
+    assert found is not None
+    # One measurement: its parts are not mixed with those of another.
+    assert (found.memory_bytes, found.sm_percent, found.dram_percent) == (2 * GIB, 50.0, None)
+
+
+def test_pairs_are_kept_and_bounded(host: Host, device: Device) -> None:
+    digest = digest_of(device, ("other",))
+    keep_profile(host, device, COMMAND, Profile().next_to(digest, 0.9))
+    keep_profile(host, device, COMMAND, Profile(sm_percent=1.0).next_to(digest, 0.7))
+    found = find_profile(host, device, COMMAND)
+    assert found is not None
+    assert found.kept == {digest: 0.7}
+    for number in range(100):
+        found = found.next_to(str(number), 0.5)
+    assert len(found.kept) == 16
+    assert Profile(pairs=("a 0.5", "b nan", "c", "d 7", "e -1")).kept == {"a": 0.5}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}x",
+        "[]",
+        '{"memory_bytes": 0}',
+        '{"memory_bytes": -5}',
+        '{"memory_bytes": "5"}',
+        '{"memory_bytes": 1152921504606846976}',
+        '{"sm_percent": 101}',
+        '{"sm_percent": NaN}',
+        '{"pairs": [1]}',
+    ],
+)
+def test_a_broken_file_is_not_believed(host: Host, device: Device, text: str) -> None:
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
+    path_of(host).write_text(text)
+    assert find_profile(host, device, COMMAND) is None
+
+
+def test_a_file_of_an_older_gpushare_is_read(host: Host, device: Device) -> None:
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
+    path_of(host).write_text('{"memory_bytes": 5, "short": true}')
+    assert find_profile(host, device, COMMAND) == Profile(memory_bytes=5, short=True)
+
+
+def test_the_file_of_another_user_is_not_believed(host: Host, device: Device) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
+    os.chown(path_of(host), 65534, 65534)
+    assert find_profile(host, device, COMMAND) is None
+
+
+def test_the_oldest_files_go(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "_MOST_FILES", 10)
+    for number in range(11):
+        keep_profile(host, device, ("train", str(number)), Profile(memory_bytes=GIB))
+        path = host.state_directory / "peaks" / f"{digest_of(device, ('train', str(number)))}.json"
+        os.utime(path, (1000 + number,) * 2)
+    keep_profile(host, device, ("train", "last"), Profile(memory_bytes=GIB))
+    known = [number for number in range(11) if find_profile(host, device, ("train", str(number))) is not None]
+    assert known
+    assert 0 not in known
+    assert find_profile(host, device, ("train", "last")) is not None
