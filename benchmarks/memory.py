@@ -7,6 +7,8 @@ Run it as root on a machine with PyTorch and one NVIDIA GPU that nobody else use
 - ``turns``: two jobs that may not be on the GPU together (by their reservations) take turns.
 - ``swaps``: a training that goes out and in again many times, its losses compared bit by bit with an undisturbed run.
 - ``kill``: gpushare is killed on the way out and on the way in; the job must run or be out, and finish right.
+- ``idle``: a program that does nothing leaves the GPU by itself; how long its first call of CUDA takes afterwards.
+- ``production``: an opportunistic job leaves when production waits for room, and when production grows.
 - ``large``: one pair of 40 GiB each takes turns, once. Needs the host memory for both.
 
 It changes no setting of the GPU. Its MPS daemons and records are in private directories.
@@ -32,7 +34,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 GIB: Final = 1 << 30
-PARTS: Final = ("limit", "queue", "turns", "swaps", "kill", "large")
+PARTS: Final = ("limit", "queue", "turns", "swaps", "kill", "idle", "production", "large")
 # GiB, SMs, milliseconds on the GPU and on the CPU per step.
 KINDS: Final = ((20, 64, 3, 3), (8, 24, 2, 4), (30, 132, 3, 3), (4, 132, 1, 5), (12, 64, 4, 2))
 JOBS: Final = 24
@@ -247,7 +249,7 @@ def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reser
         )
         for number in range(2)
     ]
-    codes = [job.wait(600) for job in jobs]
+    codes = [job.wait(max(60, bench.until + 60 - time.monotonic())) for job in jobs]
     took = time.monotonic() - began
     said = "".join(bench.text(f"turn-{number}", "err") for number in range(2))
     moves = [(kind, float(one)) for kind, one in re.findall(r"(out of|back on) the GPU: .* in ([0-9.]+) s", said)]
@@ -266,6 +268,7 @@ def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reser
         "expected": round(1 - switch / (used + switch), 3) if used else None,
         "out_seconds": out,
         "back_seconds": back,
+        "said": said.splitlines()[:12],
     }
 
 
@@ -350,6 +353,78 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
     return {"rows": rows, "exit_code": code, "identical": losses[0] == losses[1]}
 
 
+def idle(bench: Bench, gib: float) -> dict[str, Any]:
+    """Let a program do nothing for long enough, three times, and measure its first call of CUDA after each."""
+    program = bench.program("notebook", gib=gib, cells=3, seconds=15, every=15)
+    job = bench.start(bench.gpushare("run", "--idle", "5s", "--", *program), "idle")
+    least = None
+    while job.poll() is None:
+        held = sum(size for pid, size in bench.used() if _is_below(pid, job.pid))
+        if "cell=0" in bench.text("idle"):
+            least = held if least is None else min(least, held)
+        time.sleep(0.1)
+    said = bench.text("idle", "err")
+    waits = [float(one) for one in re.findall(r"first_call=([0-9.]+)", bench.text("idle"))]
+    bench.clear()
+    return {
+        "gib": gib,
+        "exit_code": job.returncode,
+        "least_gib_held": round((least or 0) / GIB, 2),
+        "first_call_seconds": waits,
+        "said": said.splitlines()[:8],
+    }
+
+
+def production(bench: Bench, total_gib: float) -> dict[str, Any]:
+    """Start production where an opportunistic job has the memory; then let production grow next to one."""
+    gib = total_gib * 0.3
+    batch = ("run", "--opportunistic", "--swap", "--job-memory", f"{gib + 2:.1f}G", "--")
+    # Waits for room: more than the batch job leaves.
+    other = bench.start(bench.gpushare(*batch, *bench.program("work", gib=gib, seconds=120, blocks=64)), "batch")
+    until(lambda: "rate=" in bench.text("batch"))
+    began = time.monotonic()
+    size = f"{total_gib * 0.75:.1f}G"
+    words = ("run", "--production", "web", "--wait", "--wait-timeout", "120", "--job-memory", size, "--")
+    first = bench.start(bench.gpushare(*words, *bench.program("work", gib=4, seconds=10)), "waits")
+    until(lambda: "rate=" in bench.text("waits"), 120)
+    waited = time.monotonic() - began
+    code = first.wait(120)
+    ended = time.monotonic()
+    back = until(lambda: "back on" in bench.text("batch", "err"), 60)
+    back_after = time.monotonic() - ended
+    said = bench.text("batch", "err").splitlines()
+    other.send_signal(signal.SIGINT)
+    other.wait(60)
+    # Grows: more than is free next to the batch job.
+    small = total_gib * 0.1
+    batch = ("run", "--opportunistic", "--swap", "--job-memory", f"{small + 2:.1f}G", "--")
+    other = bench.start(bench.gpushare(*batch, *bench.program("work", gib=small, seconds=200, blocks=64)), "batch-2")
+    until(lambda: "rate=" in bench.text("batch-2"))
+    most = total_gib - small / 2 - 2
+    grows = bench.start(
+        bench.gpushare(
+            *("run", "--production", "db", "--"),
+            *bench.program(
+                "grow", gib=most, first_gib=total_gib - small - 6, processes=1, step_mib=64, every=0.4, seconds=30
+            ),
+        ),
+        "grows",
+    )
+    grown = grows.wait(120)
+    said_2 = bench.text("batch-2", "err").splitlines()
+    bench.clear()
+    return {
+        "batch_gib": round(gib, 1),
+        "production_started_after_seconds": round(waited, 2),
+        "production_exit_code": code,
+        "batch_back": back,
+        "batch_back_after_seconds": round(back_after, 2),
+        "batch_said": said[:6],
+        "growing_exit_code": grown,
+        "growing_said": said_2[:6],
+    }
+
+
 def main() -> int:
     """Run the parts and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -360,6 +435,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no part after this time")
     parser.add_argument("--swaps", type=int, default=100)
     parser.add_argument("--job-seconds", type=float, default=2.5)
+    parser.add_argument("--turns-seconds", type=float, default=160.0)
+    parser.add_argument("--large-seconds", type=float, default=160.0)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from gpushare.connect import connect
@@ -372,15 +449,18 @@ def main() -> int:
         "gpu": host.nvml.sweep()[options.gpu].name,
         "uid": os.geteuid(),
     }
+    total = (host.nvml.sweep()[options.gpu].memory_total_bytes or 0) / GIB
     # More than half, so that two of them never fit.
-    reserve = f"{int((host.nvml.sweep()[options.gpu].memory_total_bytes or 0) * 0.58 / GIB)}G"
+    reserve = f"{int(total * 0.58)}G"
     todo = {
         "limit": lambda: limit(bench),
         "queue": lambda: queue(bench, options.job_seconds),
-        "turns": lambda: turns(bench, gib=2.0, seconds=80, turn=10, reserve=reserve),
+        "turns": lambda: turns(bench, gib=2.0, seconds=options.turns_seconds, turn=10, reserve=reserve),
         "swaps": lambda: swaps(bench, options.swaps, 0.25),
         "kill": lambda: kill(bench, 2.0),
-        "large": lambda: turns(bench, gib=40.0, seconds=110, turn=None, reserve=reserve),
+        "idle": lambda: idle(bench, 4.0),
+        "production": lambda: production(bench, total),
+        "large": lambda: turns(bench, gib=40.0, seconds=options.large_seconds, turn=None, reserve=reserve),
     }
     try:
         for name in options.parts or PARTS[:-1]:

@@ -4,7 +4,9 @@ Written on libcuda alone, so that they start at once, as the jobs of a queue sho
 
 - ``work``: holds memory, and computes on some SMs (``--blocks``) for ``--busy-ms``, then on the CPU for ``--cpu-ms``, again
   and again until it has worked for ``--seconds`` alone. Prints ``rate=`` steps per second.
-- ``grow``: starts processes (``--processes``) that each allocate ``--step-mib`` every ``--every`` seconds up to ``--gib``.
+- ``grow``: starts processes (``--processes``) that each allocate ``--step-mib`` every ``--every`` seconds up to ``--gib``,
+  after ``--first-gib`` at once.
+- ``notebook``: holds memory; ``--cells`` times a little work on the CPU, then on the GPU, and nothing for ``--every`` seconds.
 - ``train``: a training with PyTorch of a small model, and its loss at each step as a hexadecimal number: bits, not digits.
 """
 
@@ -123,11 +125,28 @@ def grow(options: argparse.Namespace) -> None:
         if os.fork() == 0:
             break
     cuda = Cuda()
-    held, step = [], options.step_mib << 20
-    while len(held) * step < options.gib * GIB:
+    step = options.step_mib << 20
+    held = [cuda.allocate(int(options.first_gib * GIB))] if options.first_gib else []
+    size = int(options.first_gib * GIB)
+    while size < options.gib * GIB:
         held.append(cuda.allocate(step))
+        size += step
         time.sleep(options.every)
     time.sleep(10)
+
+
+def notebook(options: argparse.Namespace) -> None:
+    """Work a little, again and again, with nothing to do in between."""
+    cuda = Cuda()
+    cuda.allocate(int(options.gib * GIB))
+    for cell in range(options.cells):
+        # What comes before the first call of CUDA in a cell.
+        until = time.perf_counter() + 0.2
+        while time.perf_counter() < until:
+            pass
+        sys.stdout.write(f"first_call={cuda.run(132, 1000):.3f}\ncell={cell}\n")
+        sys.stdout.flush()
+        time.sleep(options.every)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -158,18 +177,20 @@ def train(options: argparse.Namespace) -> None:
 def main() -> int:
     """Run a program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("work", "grow", "train"))
+    parser.add_argument("kind", choices=("work", "grow", "notebook", "train"))
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--busy-ms", type=float, default=2.0)
     parser.add_argument("--cpu-ms", type=float, default=2.0)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--first-gib", type=float, default=0.0)
+    parser.add_argument("--cells", type=int, default=3)
     parser.add_argument("--step-mib", type=int, default=512)
     parser.add_argument("--every", type=float, default=0.2)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
-    {"work": work, "grow": grow, "train": train}[options.kind](options)
+    {"work": work, "grow": grow, "notebook": notebook, "train": train}[options.kind](options)
     return 0
 
 

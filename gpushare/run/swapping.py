@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ _FIRST_TURN_SECONDS: Final = 30.0
 # CPU time since it left that counts as work: more than a timer tick and a heartbeat.
 _WAKING_SECONDS: Final = 0.1
 _IDLE_CPU_SHARE: Final = 0.02
+# Growth is seen over this time, and in at least so many looks.
+_GROWTH_SECONDS: Final = 6.0
+_GROWTH_LOOKS: Final = 3
+# How long a job takes to leave (H200: 2.7 GiB 1.5 to 1.7 s, 16.7 GiB 9 to 10 s).
+_LEAVING_SECONDS: Final = 1.0
+_OUT_BYTES_PER_SECOND: Final = 1.5 * GIB
 
 
 class Look(NamedTuple):
@@ -62,6 +69,8 @@ class Look(NamedTuple):
     free_bytes: int
     others_wait: bool
     production_waits: bool
+    # What the job itself has, on the GPU or out of it.
+    held_bytes: int = 0
 
 
 class Policy(Protocol):
@@ -156,20 +165,39 @@ class Turns:
 
 @dataclass
 class ForProduction:
-    """Leaves when production needs room: it waits for a place, or the GPU is full up to a margin."""
+    """Leaves when production needs room: it waits for a place, or the GPU will be full up to a margin before it is out.
+
+    Comes back when nobody has needed that for a while, and with the job back there would still be more than the margin.
+    """
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
     _free_since: float | None = None
+    _seen: list[tuple[float, int]] = field(default_factory=list)
 
     def leaves(self, look: Look) -> bool:
         """Return whether production waits, or is about to run out of memory."""
         self._free_since = None
-        return look.production_waits or look.free_bytes < self.margin_bytes
+        self._seen = [*(one for one in self._seen if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
+        leaving = _LEAVING_SECONDS + look.held_bytes / _OUT_BYTES_PER_SECOND
+        return look.production_waits or look.free_bytes - self._growth() * leaving < self.margin_bytes
+
+    def _growth(self) -> float:
+        """Return how fast the free memory shrinks now, in bytes per second. One allocation at once is no growth."""
+        steps = [
+            (later[0] - before[0], before[1] - later[1])
+            for before, later in itertools.pairwise(self._seen)
+            if later[0] > before[0]
+        ]
+        grown = [lost for _, lost in steps if lost > 0]
+        if len(grown) < _GROWTH_LOOKS:
+            return 0.0
+        return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
 
     def returns(self, look: Look) -> bool:
-        """Return whether no production job has waited for a while; room is checked by the ledger."""
-        if look.production_waits:
+        """Return whether nobody has needed its room for a while; the ledger checks what is reserved."""
+        self._seen.clear()
+        if look.production_waits or look.free_bytes < look.held_bytes + 2 * self.margin_bytes:
             self._free_since = None
             return False
         self._free_since = look.now if self._free_since is None else self._free_since
@@ -277,6 +305,9 @@ class Swapping:
             others_wait=bool(others),
             # What others call production is not ours.
             production_waits=any(one.production and one.claim.uid in {0, self._host.uid} for one in others),
+            held_bytes=sum(one.memory_used_bytes or 0 for one in mine)
+            if self._swap is None
+            else self._swap.memory_bytes,
         )
 
     def _leave(self) -> None:

@@ -15,8 +15,9 @@ def look(
     free: int = 50 * GIB,
     others: bool = False,
     production: bool = False,
+    held: int = 0,
 ) -> Look:
-    return Look(now, since, busy, cpu, free, others, production)
+    return Look(now, since, busy, cpu, free, others, production, held)
 
 
 def test_an_idle_job_leaves_after_its_time_and_comes_back_at_its_first_work() -> None:
@@ -68,3 +69,25 @@ def test_production_that_waits_or_grows_gets_the_memory() -> None:
     assert not policy.returns(look(2.0))
     assert not policy.returns(look(11.0))
     assert policy.returns(look(12.0))
+
+
+def test_a_large_job_leaves_in_time_for_a_production_that_grows() -> None:
+    # 30 GiB take about 21 s to leave; production takes 0.25 GiB more each second.
+    policy = ForProduction()
+    free = [20 * GIB - at * GIB // 4 for at in range(80)]
+    left = next(at for at in range(80) if policy.leaves(look(float(at), free=free[at], held=30 * GIB)))
+    # It looks once a second here.
+    assert 0.75 * GIB <= free[left + 21] <= 2 * GIB
+
+
+def test_one_allocation_of_production_is_no_growth() -> None:
+    policy = ForProduction()
+    free = [30 * GIB] * 5 + [8 * GIB] * 5
+    assert not any(policy.leaves(look(float(at), free=size, held=30 * GIB)) for at, size in enumerate(free))
+
+
+def test_a_job_does_not_come_back_where_it_would_have_to_leave_at_once() -> None:
+    policy = ForProduction()
+    tight, wide = 31 * GIB, 33 * GIB
+    assert not any(policy.returns(look(float(at), free=tight, held=30 * GIB)) for at in range(30))
+    assert [policy.returns(look(30.0 + at, free=wide, held=30 * GIB)) for at in range(12)] == [False] * 10 + [True] * 2
