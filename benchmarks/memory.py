@@ -405,7 +405,7 @@ def production(bench: Bench, total_gib: float) -> dict[str, Any]:
         bench.gpushare(
             *("run", "--production", "db", "--"),
             *bench.program(
-                "grow", gib=most, first_gib=total_gib - small - 6, processes=1, step_mib=64, every=0.4, seconds=30
+                "grow", gib=most, first_gib=total_gib - small - 9, processes=1, step_mib=64, every=0.2, seconds=30
             ),
         ),
         "grows",
