@@ -31,6 +31,8 @@ def connect(spec: str) -> Host:
         machine=simulated.machine,
         open_channels=simulated.open_channels,
         open_checkpoint=simulated.open_checkpoint,
+        open_cgroups=simulated.open_cgroups,
+        cgroup_root=simulated.state_file.directory / "cgroup",
         makes_vgpus=simulated.makes_vgpus,
         origin=simulated.processes.origin,
         run_directory=simulated.run_directory,

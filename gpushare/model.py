@@ -253,6 +253,26 @@ class WaitingJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitedJob:
+    """A job whose processes together have a limit of memory (`gpushare run --job-memory`).
+
+    ``above`` is what happens above it: the driver refuses it (``refuse``), or gpushare adds up what the processes hold and
+    will ``end`` it, ``warn``, or ``pause`` it.
+    """
+
+    pid: int
+    name: str | None
+    gpu_index: int | None
+    device_uuid: str
+    limit_bytes: int
+    above: str
+
+    @property
+    def by_driver(self) -> bool:
+        return self.above == "refuse"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SwappedJob:
     """A job whose memory is in host memory (`gpushare swap out`), or on its way there or back."""
 
@@ -293,6 +313,7 @@ class Snapshot:
     # Only `status` and `metrics` look for these.
     waiting_jobs: tuple[WaitingJob, ...] = ()
     swapped_jobs: tuple[SwappedJob, ...] = ()
+    limited_jobs: tuple[LimitedJob, ...] = ()
     vgpu_sessions: tuple[VgpuSession, ...] = ()
 
 

@@ -252,7 +252,8 @@ def run(
         typer.Option(
             "--job-memory",
             metavar="SIZE",
-            help="Device memory of all its processes together, contexts included; over it, the job is ended.",
+            help="Device memory of all its processes together, contexts included; over it, the job is ended. As root with "
+            "driver 615, the driver refuses what is over it.",
         ),
     ] = None,
     memory_action: Annotated[

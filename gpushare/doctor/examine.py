@@ -640,6 +640,25 @@ def _swaps(seen: Examination) -> Iterator[Check]:
         yield Check.passed("swap.lost", seen=f"{counted(len(found), 'job')} swapped out, none lost")
 
 
+def _cgroups(seen: Examination) -> Iterator[Check]:
+    """Check that no cgroup is left of a job whose gpushare was killed."""
+    for one in seen.host.open_cgroups().left():
+        if one.populated():
+            yield Check.warning(
+                "memory.cgroup",
+                seen=f"programs of a gpushare that was killed run on in {one.path}, under its limit of memory",
+                why="nothing watches them, and nothing ends them",
+                remedy=f"see which: cat {one.path}/cgroup.procs; then end them: sudo kill PID",
+            )
+        else:
+            yield Check.warning(
+                "memory.cgroup",
+                seen=f"{one.path} is left of a gpushare that was killed",
+                why="nothing is in it; the next change by gpushare as root removes it",
+                remedy=f"sudo rmdir {one.path}",
+            )
+
+
 def _unlisted(seen: Examination) -> Iterator[Check]:
     """Check that the memory in use belongs to processes."""
     # What virtual machines have on a hypervisor is not in the lists of processes.
@@ -739,6 +758,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _units,
     _pauses,
     _swaps,
+    _cgroups,
     _unlisted,
     _levels,
     _rules,

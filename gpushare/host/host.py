@@ -21,6 +21,7 @@ from gpushare.values import dataclass
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpushare.host.cgroups import Cgroups
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.machine import Machine
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
 SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _local_machine() -> Machine:
@@ -55,6 +57,12 @@ _VGPU_MODULE = "/sys/module/nvidia_vgpu_vfio"
 
 def _local_vgpus() -> bool:
     return os.path.isdir(_VGPU_MODULE)
+
+
+def _local_cgroups() -> Cgroups:
+    from gpushare.host.cgroups import Cgroups
+
+    return Cgroups(str(CGROUPS))
 
 
 def _local_checkpoint() -> Checkpoint:
@@ -85,6 +93,9 @@ class Host:
     open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
     # What copies the GPU memory of processes to host memory and back.
     open_checkpoint: Callable[[], Checkpoint] = field(default=_local_checkpoint)
+    # The cgroups of jobs, and where they are.
+    open_cgroups: Callable[[], Cgroups] = field(default=_local_cgroups)
+    cgroup_root: Path = CGROUPS
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
     makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.

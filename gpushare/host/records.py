@@ -28,6 +28,8 @@ _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # The largest of them, a journal of 16 GPUs, has some hundred thousand bytes.
 _MOST_BYTES: Final = 4 << 20
+# `cgroups.PREFIX`; that file is loaded only where there is one.
+_JOB_CGROUP: Final = "gpushare-job-"
 
 
 def read_trusted(path: Path) -> Any:
@@ -337,8 +339,10 @@ def sync_directory(directory: Path) -> None:
 def sweep_leftovers(host: Host) -> None:
     """Remove leftovers of journals, names and records; every changing command does, even if it has nothing to change.
 
-    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect.
+    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect. As root, it
+    removes the empty cgroups of gpushares that were killed, too.
     """
+    sweep_cgroups(host)
     # Only our own: the user may have named this directory, and it may have files of others.
     if _is_private(host.state_directory):
         for stem in ("mig-names", "applied"):
@@ -352,6 +356,18 @@ def sweep_leftovers(host: Host) -> None:
     for directory in (*rooms, *_below(homes)):
         if _is_private(directory):
             clear_leftovers(directory)
+
+
+def sweep_cgroups(host: Host) -> None:
+    """Remove the empty cgroups of jobs whose gpushare is gone; the names tell whether there are any of ours."""
+    try:
+        names = os.listdir(host.cgroup_root) if host.uid == 0 else []
+    except OSError:
+        return
+    if any(name.startswith(_JOB_CGROUP) for name in names):
+        from gpushare.host.cgroups import sweep
+
+        sweep(host.open_cgroups(), host.nvml)
 
 
 def _below(directory: Path) -> list[Path]:

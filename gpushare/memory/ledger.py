@@ -34,6 +34,8 @@ _CHOOSING_SECONDS: Final = 0.5
 # Further waiting jobs of one user are not in the line yet.
 MOST_WAITING_OF_ONE_USER: Final = 64
 _MOST_BYTES: Final = 1 << 50
+# What happens to a job above its limit.
+ABOVE: Final = ("refuse", "end", "warn", "pause")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ class Reservation:
     # Others have seen that it holds its place.
     sure: bool
     production: bool = False
+    # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
+    limit_bytes: int | None = None
+    above: str | None = None
 
     @property
     def id(self) -> str:
@@ -107,7 +112,8 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
 
 def _reservation(claim: Claim) -> Reservation | None:
     """Return what a claim says; None: nothing that we would have written."""
-    want = name = key = None
+    want = name = key = above = None
+    limit: int | None = None
     sure = production = False
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
@@ -117,6 +123,8 @@ def _reservation(claim: Claim) -> Reservation | None:
             name = rest[:64]
         elif word == "role":
             production = rest == "production"
+        elif word == "limit":
+            limit, above = _limit(rest)
         elif word in {"hold", "sure"}:
             key, sure = rest, word == "sure"
         elif word == "back":
@@ -136,7 +144,16 @@ def _reservation(claim: Claim) -> Reservation | None:
         key=key,
         sure=sure,
         production=production,
+        limit_bytes=limit,
+        above=above,
     )
+
+
+def _limit(text: str) -> tuple[int | None, str | None]:
+    size, _, above = text.partition(" ")
+    if not size.isdecimal() or len(size) >= 20 or above not in ABOVE:
+        return None, None
+    return int(size), above
 
 
 def line_of(
@@ -397,6 +414,10 @@ class Place:
             for one in devices
         }
         return {key: line for key, line in lines.items() if line is not None}
+
+    def tell_limit(self, limit_bytes: int, above: str) -> None:
+        """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
+        self._claim.tell(f"limit {limit_bytes} {above}")
 
     def add(self, pid: int) -> None:
         """Let the program's process hold the place too: it counts until both have ended."""

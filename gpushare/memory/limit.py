@@ -1,8 +1,11 @@
 """The memory of a job: the sum over all processes of a program, held against a limit, and its peak.
 
-Nothing limits a job outside MPS, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
+Before driver 615 nothing limits a job, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
 (nvmlDeviceGetComputeRunningProcesses: context included) every 0.2 s. A process that has left the program's tree, by a
 double fork, still counts if it was seen in the tree before.
+
+Where the driver limits the job (`driver_limit`), it refuses what is above. The sum is taken all the same: it shows a process
+that has left the cgroup, and memory that the driver does not count.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host.process import known, signal_known
-from gpushare.units import format_bytes
+from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpushare.host.host import Host
+    from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.ledger import Place
     from gpushare.model import GpuProcess
     from gpushare.selection import Device
@@ -33,10 +37,15 @@ _CLOSE_SHARE: Final = 0.7
 _PEAK_SECONDS: Final = 2.0
 _TOUCH_SECONDS: Final = 20.0
 _FAMILY_DEPTH: Final = 64
+# The driver and NVML may count contexts differently. What is further above the driver's limit, the driver does not count.
+_UNCOUNTED_BYTES: Final = 512 * MIB
 
 
 class JobMemory:
-    """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger."""
+    """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger.
+
+    ``driver`` is the driver's limit, if it has one: given back by `close`.
+    """
 
     def __init__(
         self,
@@ -46,11 +55,15 @@ class JobMemory:
         limit_bytes: int | None = None,
         action: MemoryAction = "end",
         place: Place | None = None,
+        driver: DriverLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
+        self._driver = driver
+        # Whether the driver limits all of the job.
+        self.by_driver = driver is not None
         self.peak_bytes: int | None = None
         # Why the job was ended, for the error after its end.
         self.over: str | None = None
@@ -67,13 +80,26 @@ class JobMemory:
         """Return how long until the next look."""
         return max(0.0, self._due - self._clock())
 
+    def enter(self, pid: int) -> None:
+        """Put a new process under the driver's limit. Called in that process, before it runs the program."""
+        if self._driver is not None:
+            self._driver.enter(pid)
+
     def started(self, pid: int) -> None:
         """Begin to watch a program."""
         self._root, self._began = pid, self._clock()
+        self._tell()
+        self._check_inside([pid])
         if self._place is not None:
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
                 self._place.add(pid)
+
+    def _tell(self) -> None:
+        """Say in the ledger what the job's limit is, and what happens above it."""
+        if self._place is not None and self.limit_bytes is not None:
+            with contextlib.suppress(GpushareError):
+                self._place.tell_limit(self.limit_bytes, "refuse" if self.by_driver else self._action)
 
     def look(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
@@ -82,19 +108,44 @@ class JobMemory:
         spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
         found = self._processes()
+        counted = None if self._driver is None else self._driver.used_bytes()
         if found is None:
+            self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
         if self._place is not None and found and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self._place.touch()
         held = sum(one.memory_used_bytes or 0 for one in found)
-        self.peak_bytes = max(held, self.peak_bytes or 0) if found else self.peak_bytes
-        if self.limit_bytes is None or held <= self.limit_bytes:
+        if found or counted:
+            self.peak_bytes = max(held, counted or 0, self.peak_bytes or 0)
+        if self.by_driver and self.limit_bytes is not None:
+            self._check_driver(found, held, self.limit_bytes)
+        if self.limit_bytes is None or self.by_driver or held <= self.limit_bytes:
             self._told = False
-            if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
+            if self.limit_bytes is not None and not self.by_driver and held > _CLOSE_SHARE * self.limit_bytes:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
+
+    def _check_driver(self, found: list[GpuProcess], held: int, limit: int) -> None:
+        """See whether the driver still limits all of the job; if not, what NVML lists counts from now on."""
+        self._check_inside([one.pid for one in found])
+        if held > limit + _UNCOUNTED_BYTES:
+            self._distrust(
+                f"the job holds {format_bytes(held)}, and the driver has not refused it (managed memory is not counted)"
+            )
+
+    def _check_inside(self, pids: list[int]) -> None:
+        if self._driver is not None:
+            gone = [pid for pid in pids if not self._driver.holds(pid) and self._host.processes.alive(pid)]
+            if gone:
+                self._distrust(f"process {gone[0]} is not in the job's cgroup")
+
+    def _distrust(self, why: str) -> None:
+        if self.by_driver:
+            self.by_driver = False
+            self._tell()
+            self._say(f"the driver does not limit all of the job: {why}; its processes are added up instead")
 
     def _exceeded(self, found: list[GpuProcess], held: int, limit: int) -> bool:
         largest = max(found, key=lambda one: one.memory_used_bytes or 0)
@@ -132,7 +183,10 @@ class JobMemory:
                 signal_known(self._host.processes, pid, started, signal.SIGCONT)
 
     def close(self) -> None:
-        """Leave the ledger."""
+        """Leave the ledger, and take the driver's limit off."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.release()
         if self._place is not None:
             self._place.leave()
 
@@ -170,6 +224,9 @@ class JobMemory:
             return True
         if pid in self._strangers:
             return False
+        if self._driver is not None and self._driver.holds(pid):
+            self._family.update(known(self._host.processes, [pid]))
+            return True
         above: int | None = pid
         for _ in range(_FAMILY_DEPTH):
             if above is None or above <= 1:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
-from gpushare.model import Gpu, Snapshot, SwappedJob, WaitingJob
+from gpushare.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
 from gpushare.selection import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gpushare.host.host import Host
 
@@ -26,7 +26,8 @@ def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None
     waiting = tuple(_waiting_jobs(host, snapshot.gpus, found or ()))
     here = _indexes(snapshot.gpus)
     out = tuple(_swapped(here, one) for one in swaps(host) if one.state != BACK and one.gpu_uuid in here)
-    return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out)
+    limited = tuple(_limited(here, found or ()))
+    return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
 
 def _with_reserved(host: Host, gpu: Gpu, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> Gpu:
@@ -75,6 +76,19 @@ def _waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation])
 
 def _indexes(gpus: Sequence[Gpu]) -> dict[str, int]:
     return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
+
+
+def _limited(indexes: Mapping[str, int], found: Sequence[Reservation]) -> Iterator[LimitedJob]:
+    for one in found:
+        if one.key is not None and one.key in indexes and one.limit_bytes is not None and one.above is not None:
+            yield LimitedJob(
+                pid=one.claim.pid,
+                name=one.name,
+                gpu_index=indexes[one.key],
+                device_uuid=one.key,
+                limit_bytes=one.limit_bytes,
+                above=one.above,
+            )
 
 
 def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:

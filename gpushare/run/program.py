@@ -29,7 +29,7 @@ from gpushare.run.end import GRACE_SECONDS, end_programs
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
+    from gpushare.host.process import Announce, Spawned
     from gpushare.mps.kill import Drain
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
@@ -218,6 +218,9 @@ class Meter(Protocol):
     @property
     def seconds(self) -> float:
         """Return how long until the next look."""
+
+    def enter(self, pid: int) -> None:
+        """Do what is to be done in the new process before it runs the program; may not raise."""
 
     def started(self, pid: int) -> None:
         """Begin to watch a program."""
@@ -425,7 +428,9 @@ class _Session:
         # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
             with self._streams() as streams:
-                child = self._child = self._host.processes.spawn(command, environment, streams, announce=guard.announce)
+                child = self._child = self._host.processes.spawn(
+                    command, environment, streams, announce=self._announced(guard)
+                )
             info = self._host.processes.describe(child.pid)
             guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
@@ -442,6 +447,18 @@ class _Session:
             if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)
         return self._exit_code(status, watch)
+
+    def _announced(self, guard: Guard) -> Announce:
+        """Return what the new process does before it runs the program."""
+        meter = self._options.meter
+        if meter is None:
+            return guard.announce
+
+        def announce(pid: int, started: float | None) -> None:
+            guard.announce(pid, started)
+            meter.enter(pid)
+
+        return announce
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[Streams | None]:

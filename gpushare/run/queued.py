@@ -24,6 +24,7 @@ from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.memory.driver_limit import DriverLimit
     from gpushare.run.program import RunOptions
     from gpushare.selection import Device
 
@@ -33,6 +34,8 @@ _NO_MEMORY: Final = re.compile(
     rb"out of memory|CUDA_ERROR_OUT_OF_MEMORY|OutOfMemoryError|cudaErrorMemoryAllocation", re.IGNORECASE
 )
 _TAIL_BYTES: Final = 64 << 10
+# By SIGHUP, SIGINT or SIGTERM.
+_ENDED_BY_USER: Final = frozenset({129, 130, 143})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,17 @@ def _more(size: int) -> int:
     return max(size + MIB, int(size * MORE) // MIB * MIB)
 
 
-def _step(what: str) -> Step:
-    return Step(what=what, command="# by gpushare run itself", do=lambda: None)
+def _step(what: str, command: str = "# by gpushare run itself") -> Step:
+    return Step(what=what, command=command, do=lambda: None)
+
+
+def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
+    """Return why a program may have failed whose memory the driver limits: the exit code is its own, and does not say."""
+    held = "" if peak_bytes is None else f" (it held {format_bytes(peak_bytes)} at most)"
+    size = format_bytes(limit_bytes)
+    if short:
+        return f"it ran out of memory at its limit of {size}, set in the driver{held}; give it more: --job-memory SIZE"
+    return f"if it ran out of memory: its limit is {size}, set in the driver{held}; to raise it: --job-memory SIZE"
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -152,11 +164,26 @@ class Queued:
         lines = read_lines(self.host, devices, self.limits)
         check_ever(lines, request)
         check_limit(lines, request, limit)
-        return replace(
-            self.options,
-            before=tuple(_step(one) for one in self._before(request, devices)),
-            meanwhile=tuple(_step(one) for one in self._meanwhile(size)),
-        )
+        before = [_step(one) for one in self._before(request, devices)]
+        limit_bytes = self.memory.job_bytes
+        by_driver = limit_bytes is not None and self._may_limit(devices[0])
+        if limit_bytes is not None and by_driver:
+            from gpushare.memory.driver_limit import command, words
+
+            before.append(_step(words(limit_bytes), command(devices[0], limit_bytes)))
+        meanwhile = tuple(_step(one) for one in self._meanwhile(size, by_driver=by_driver))
+        return replace(self.options, before=tuple(before), meanwhile=meanwhile)
+
+    def _may_limit(self, device: Device) -> bool:
+        """Return whether the driver may limit the job: it can only refuse, and only what runs in a cgroup of ours.
+
+        A container has its own cgroup. A job that is swapped is lost if the driver refuses a part of its restore.
+        """
+        if self.memory.action != "end" or self.memory.swappable or self.options.container is not None:
+            return False
+        from gpushare.memory.driver_limit import why_not
+
+        return why_not(self.host, device) is None
 
     def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         size = size_text(request)
@@ -167,11 +194,15 @@ class Queued:
         elif request.memory_bytes:
             yield f"reserve {size} on {devices[0].title}"
 
-    def _meanwhile(self, size: int | None) -> Iterator[str]:
+    def _meanwhile(self, size: int | None, *, by_driver: bool) -> Iterator[str]:
         memory = self.memory
         if memory.job_bytes is not None:
             action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[memory.action]
-            yield f"{action} if its processes together hold more than {format_bytes(memory.job_bytes)}"
+            limit = format_bytes(memory.job_bytes)
+            if by_driver:
+                yield f"end it if it holds more than {limit} all the same (the driver does not count managed memory)"
+            else:
+                yield f"{action} if its processes together hold more than {limit} (added up five times a second)"
         if memory.idle_seconds is not None:
             yield f"swap it out after {memory.idle_seconds:g} s without work, and back in at its first work"
         if memory.turns:
@@ -210,7 +241,16 @@ class Queued:
         device, place = self._placed(size)
         # Given again with a larger size, the limit grows with it.
         limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
-        memory = JobMemory(self.host, device, limit_bytes=limit, action=self.memory.action, place=place, say=self.say)
+        driver = None
+        if limit is not None:
+            try:
+                driver = self._limited(device, limit)
+            except BaseException:
+                place.leave()
+                raise
+        memory = JobMemory(
+            self.host, device, limit_bytes=limit, action=self.memory.action, place=place, driver=driver, say=self.say
+        )
         policy = self._policy()
         meter: JobMemory | Swapping = memory
         if policy is not None:
@@ -225,12 +265,23 @@ class Queued:
                 raise
             code = error
         finally:
-            place.leave()
+            memory.close()
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
         short = meter.over is not None or (failed and short)
+        again = short and self.memory.requeue
+        if failed and limit is not None and memory.by_driver and not again and code not in _ENDED_BY_USER:
+            self.say(_at_limit(limit, memory.peak_bytes, short=short))
         self._keep(device, meter.peak_bytes, short=short, failed=failed)
         return code, short
+
+    def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:
+        """Return the driver's limit in force; None: what the job holds is added up."""
+        if not self._may_limit(device):
+            return None
+        from gpushare.memory.driver_limit import take_limit
+
+        return take_limit(self.host, device, limit_bytes)
 
     def _policy(self) -> Policy | None:
         if self.memory.turns:

@@ -17,7 +17,7 @@ from gpushare.connect import connect
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import known
-from gpushare.host.records import read_tail
+from gpushare.host.records import read_tail, sweep_cgroups
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, home_of
@@ -257,6 +257,7 @@ def after_death(
     for one in claims:
         one.release()
     ended(host)
+    sweep_cgroups(host)
     if (host.run_directory / "swap").is_dir():
         from gpushare.memory.swap import forget_ended
 

@@ -252,6 +252,10 @@ class Swapping:
         """Return how long until the next look."""
         return max(0.0, min(self._due - self._clock(), _LOOK_SECONDS if self.out else self._memory.seconds))
 
+    def enter(self, pid: int) -> None:
+        """Put a new process under the limit of the job."""
+        self._memory.enter(pid)
+
     def started(self, pid: int) -> None:
         """Begin to watch a program."""
         self._pid, self._since = pid, self._clock()

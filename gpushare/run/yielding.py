@@ -39,6 +39,9 @@ class YieldMeter:
         """Return how long until the next look."""
         return max(0.0, self._due - self._clock())
 
+    def enter(self, pid: int) -> None:
+        """There is nothing to do."""
+
     def started(self, pid: int) -> None:
         """Begin to watch; which program it is makes no difference."""
 

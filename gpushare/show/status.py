@@ -48,6 +48,8 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
     tables.append(_processes(snapshot))
     if snapshot.waiting_jobs:
         tables.append(_waiting(snapshot))
+    if snapshot.limited_jobs:
+        tables.append(_limited(snapshot))
     if snapshot.swapped_jobs:
         tables.append(_swapped(snapshot))
     return tuple(tables)
@@ -370,6 +372,29 @@ def _wanted(value: int | None) -> str:
     return "all" if value is None else format_bytes(value)
 
 
+_ABOVE: Final = {
+    "refuse": "an allocation fails (limit in the driver)",
+    "end": "it is ended (added up five times a second)",
+    "warn": "a warning (added up five times a second)",
+    "pause": "it is stopped (added up five times a second)",
+}
+
+
+def _limited(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(),
+        Column(key="pid", title="pid", right=True),
+        Column(key="name", title="job", optional=True),
+        _memory("limit_bytes", "limit"),
+        Column(key="above", title="above it", format=lambda value: _ABOVE.get(value, "-")),
+    )
+    rows = tuple(
+        {"gpu": one.gpu_index, "pid": one.pid, "name": one.name, "limit_bytes": one.limit_bytes, "above": one.above}
+        for one in snapshot.limited_jobs
+    )
+    return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=rows)
+
+
 def _swapped(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(),
@@ -528,6 +553,7 @@ def status_data(snapshot: Snapshot) -> dict[str, Any]:
         "warnings": list(snapshot.warnings),
         "waiting_jobs": jsonable(snapshot.waiting_jobs),
         "swapped_jobs": jsonable(snapshot.swapped_jobs),
+        "limited_jobs": [{**jsonable(one), "by_driver": one.by_driver} for one in snapshot.limited_jobs],
         "vgpu_sessions": jsonable(snapshot.vgpu_sessions),
     }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.host.cgroups import Cgroups
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.sim.library import SimulatedLibrary
@@ -41,6 +42,12 @@ class SimulatedHost(NamedTuple):
         """Return whether virtual machines use vGPUs of it."""
         state = self.state_file.read()
         return state is not None and any(gpu.vgpus for gpu in state.gpus)
+
+    def open_cgroups(self) -> Cgroups:
+        """Return its cgroups."""
+        from gpushare.sim.cgroups import SimulatedCgroups
+
+        return SimulatedCgroups(self.state_file)
 
     def open_checkpoint(self) -> Checkpoint:
         """Return what copies the GPU memory of its processes to host memory and back."""

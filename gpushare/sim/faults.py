@@ -30,6 +30,7 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "nvmlDeviceGetMigDeviceHandleByIndex",
     ),
     "mig-placements": ("nvmlDeviceGetGpuInstancePossiblePlacements",),
+    "memory-limits": ("nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"),
     "compute-mode": ("nvmlDeviceGetComputeMode", "nvmlDeviceSetComputeMode"),
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
@@ -53,7 +54,7 @@ _COUNTED: Final = {
     "mps-version": ("mps_binary", "the binary version of the MPS programs"),
 }
 _HEALTHY: Final = SimulatedHostState(spec="")
-KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", *_COUNTED, "busy")
+KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", "memory-limits", *_COUNTED, "busy")
 
 
 def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, value: str | None) -> None:
@@ -65,6 +66,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     (value: version), ``collide`` (value: how many of the next conversations with an MPS daemon are dropped),
     ``fail-step`` (value N: the Nth modifying NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
     process dies right after its Nth modifying NVML call took effect), ``mismatch`` (library and kernel module differ),
+    ``memory-limits`` (the driver's limits by cgroup; value: one of `cgroups.FAULTS`),
     ``shm`` (value: bytes), ``descriptors`` (value: ulimit -n) and ``mps-version`` (value: 13020) are faults of the host;
     ``xid`` (value: its number) and ``unlisted-memory`` (value: bytes that no process has) are faults of a GPU.
     """
@@ -88,6 +90,7 @@ def clear(state: SimulatedHostState) -> None:
     state.hanging_programs, state.missing_programs = [], []
     state.collisions = state.fail_step = state.crash_step = 0
     state.channel_fault, state.channel_statuses = None, {}
+    state.memory_limits_fault = None
     state.host_memory_bytes, state.checkpoint_faults = _HEALTHY.host_memory_bytes, {}
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
@@ -132,6 +135,8 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
     elif kind in _COUNTED:
         name, what = _COUNTED[kind]
         setattr(state, name, _number(kind, value, what))
+    elif kind == "memory-limits":
+        state.memory_limits_fault = _limits_fault(value)
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")
@@ -144,6 +149,15 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
         state.driver = value
     else:
         raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
+
+
+def _limits_fault(value: str | None) -> str:
+    from gpushare.sim.cgroups import FAULTS
+
+    if value not in FAULTS:
+        known = f"give {', '.join(FAULTS)}"
+        raise BadUsage("the fault memory-limits needs to know what goes wrong", known, code="bad_fault")
+    return value
 
 
 def _number(kind: str, value: str | None, what: str) -> int:

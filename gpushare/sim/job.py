@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity
+from gpushare.sim.cgroups import is_refused
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.processes import SIM_HOST
@@ -242,12 +243,14 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
         with changing(file) as (state, _):
             process = next((one for one in state.processes if one.pid == found.pid), None)
             if process is not None and not process.checkpoint:
-                return found.pid if _settle_in(state, process, options) else None
+                return found.pid if _settle_in(file, state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None
 
 
-def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
+def _settle_in(
+    file: StateFile, state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace
+) -> bool:
     capacity = _capacity(state, process)
     allowed = capacity * (process.threads or 100.0) / 100
     process.sm_percent = max(1, round(100 * min(options.need * options.streams, allowed) / capacity))
@@ -261,7 +264,8 @@ def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: ar
     limit = process.memory_limit_bytes
     process.memory_bytes = 0
     total, reserved, used = activity.memory_of(state, target_of(state, process))
-    if (limit is not None and size > limit) or size > total - reserved - used:
+    over = (limit is not None and size > limit) or is_refused(file, state, process, size)
+    if over or size > total - reserved - used:
         _refused("CUDA_ERROR_OUT_OF_MEMORY")
         return False
     process.memory_bytes = size

@@ -25,7 +25,7 @@ PARTS = {
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
     "run": (["run", "run, its guard too", "run --mig"], 4),
-    "the ledger of memory": (["run --wait", "run --wait, its guard too", "run --job-memory", "run --turns"], 2),
+    "the ledger of memory": (["run --wait", "run --wait, its guard too", "run --job-memory*", "run --turns"], 2),
     "slices of programs": (
         ["run --production --slice", "run --opportunistic --way slices", "run --name", "timeslice keep"],
         2,

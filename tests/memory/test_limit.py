@@ -13,7 +13,7 @@ from gpushare.host.process import ProcessInfo
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.model import Gpu, GpuProcess
 from gpushare.selection import Device
-from gpushare.units import GIB
+from gpushare.units import GIB, MIB
 
 
 class Told:
@@ -117,3 +117,108 @@ def test_without_a_limit_only_the_peak_is_kept(told: Told) -> None:
     told.memory = {10: 90 * GIB}
     assert not memory.look()
     assert memory.peak_bytes == 90 * GIB
+
+
+class Limit:
+    """The driver's limit, as it is told: which processes are under it, and what it counts."""
+
+    def __init__(self) -> None:
+        self.inside = {10, 11, 12}
+        self.used: int | None = None
+        self.released = 0
+
+    def holds(self, pid: int) -> bool:
+        return pid in self.inside
+
+    def used_bytes(self) -> int | None:
+        return self.used
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def by_driver(told: Told) -> tuple[JobMemory, list[str], Limit]:
+    memory, said = job(told)
+    limit = Limit()
+    memory._driver, memory.by_driver = cast("Any", limit), True
+    return memory, said, limit
+
+
+def test_what_the_driver_refuses_is_not_ended(told: Told) -> None:
+    memory, said, limit = by_driver(told)
+    limit.used = 8 * GIB
+    # Contexts may be counted in another way.
+    told.memory = {10: 8 * GIB + 200 * MIB}
+    assert not memory.look()
+    assert said == []
+    assert memory.peak_bytes == 8 * GIB + 200 * MIB
+
+
+def test_the_peak_is_what_the_driver_counts(told: Told) -> None:
+    memory, _, limit = by_driver(told)
+    limit.used = 5 * GIB
+    told.memory = {10: 4 * GIB}
+    memory.look()
+    assert memory.peak_bytes == 5 * GIB
+
+
+def test_a_process_outside_the_cgroup_is_added_up(told: Told) -> None:
+    memory, said, limit = by_driver(told)
+    limit.inside = {10}
+    told.memory = {10: 4 * GIB, 12: 4 * GIB}
+    assert not memory.look()
+    assert "process 12 is not in the job's cgroup" in said[0]
+    told.memory[12] = 5 * GIB
+    assert memory.look()
+    assert len(said) == 1
+    with pytest.raises(OperationFailed):
+        memory.check()
+
+
+def test_memory_that_the_driver_does_not_count_is_added_up(told: Told) -> None:
+    memory, said, limit = by_driver(told)
+    limit.used = GIB
+    told.memory = {10: 9 * GIB}
+    assert memory.look()
+    assert "managed memory" in said[0]
+
+
+def test_a_process_in_the_cgroup_counts_wherever_it_descends_from(told: Told) -> None:
+    memory, _, limit = by_driver(told)
+    limit.inside.add(99)
+    told.memory = {99: GIB}
+    memory.look()
+    assert memory.peak_bytes == GIB
+
+
+def test_a_program_that_is_not_in_the_cgroup_is_seen_at_once(told: Told) -> None:
+    memory, said, limit = by_driver(told)
+    limit.inside = set()
+    memory.started(10)
+    assert not memory.by_driver
+    assert "process 10 is not in the job's cgroup" in said[0]
+
+
+def test_a_program_that_has_ended_is_not_missed(told: Told) -> None:
+    memory, said, limit = by_driver(told)
+    limit.inside, told.parents = set(), {}
+    memory.started(10)
+    assert memory.by_driver
+    assert said == []
+
+
+def test_in_another_pid_namespace_the_driver_tells_the_peak(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _, limit = by_driver(told)
+    monkeypatch.setattr(told, "namespace_is_host", lambda: False)
+    limit.used = 3 * GIB
+    assert not memory.look()
+    limit.used = GIB
+    assert not memory.look()
+    assert memory.peak_bytes == 3 * GIB
+
+
+def test_the_limit_is_given_back_once(told: Told) -> None:
+    memory, _, limit = by_driver(told)
+    memory.close()
+    memory.close()
+    assert limit.released == 1

@@ -165,6 +165,7 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
         "warnings",
         "waiting_jobs",
         "swapped_jobs",
+        "limited_jobs",
         "vgpu_sessions",
     ]
     assert set(data["gpus"][0]) == {

@@ -720,6 +720,18 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
 
 
+def test_a_cgroup_of_a_gpushare_that_was_killed(cli: Cli, world: World) -> None:
+    tree = world.host.open_cgroups()
+    mine = tree.create()
+    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "memory.cgroup"]
+    left = f"{tree.root}/gpushare-job-{os.getpid()}-1-0"
+    os.rename(mine.path, left)
+    found = finding(cli, "memory.cgroup")
+    assert (found["verdict"], found["remedy"]) == ("warn", f"sudo rmdir {left}")
+    Path(left, "cgroup.procs").write_text(f"{os.getppid()}\n")
+    assert "cgroup.procs" in finding(cli, "memory.cgroup")["remedy"]
+
+
 def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World) -> None:
     pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
     cli("swap", "out", str(pid)).ok()
