@@ -747,6 +747,10 @@ def _queued(
 
     anywhere = gpu is not None and gpu.strip().lower() == "any"
     devices = select_for_change("all" if anywhere else gpu, gpus)
+    if memory.swappable:
+        from gpushare.memory.swap import check_host
+
+        check_host(host)
     if anywhere:
         devices = _usable(devices, instances=not memory.swappable)
     _check_not_mig(devices, memory)

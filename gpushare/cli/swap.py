@@ -13,8 +13,7 @@ from gpushare.errors import BadCombination, InUse, NotFound, NotSupported, Opera
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.memory.swap import OnGpu, Swap
-    from gpushare.run.jobs import Job
+    from gpushare.memory.swap import Swap
 
 group = typer.Typer(
     cls=Group,
@@ -40,31 +39,20 @@ def out(job: JobArgument) -> Any:
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
-    from gpushare.memory.swap import (
-        BACK,
-        LEAVING,
-        OUT,
-        Swap,
-        check_out,
-        find_swap,
-        go_out,
-        guarded,
-        locked,
-        path_of,
-    )
+    from gpushare.memory.swap import BACK, OUT, check_host, find_swap, go_out, guarded, leaving, locked
     from gpushare.plan import Plan, Step
-    from gpushare.run.jobs import consent_to, find_job
+    from gpushare.run.jobs import consent_to, find_job, processes_to_swap
     from gpushare.units import format_bytes
 
     host = settings.connect()
     found = find_job(host, job)
     consent_to(host, found, "swaps out")
+    check_host(host)
     _repair(host)
     before = find_swap(host, found.pid, found.name)
     if before is not None and before.state != BACK:
         raise _already(before)
-    processes = _processes(host, found)
-    check_out(host, found.title, processes)
+    processes = processes_to_swap(host, found)
     losses = consent_to(host, found, "swaps out", [one.pid for one in processes])
     gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
     if gpu is None or gpu.uuid is None:
@@ -76,25 +64,23 @@ def out(job: JobArgument) -> Any:
             gpu=str(gpu.index),
             code="mig_enabled",
         )
-    swap = Swap(
+    swap = leaving(
+        host,
         pid=found.pid,
         started=found.started,
         name=found.name,
         uid=found.uid,
         gpu_uuid=gpu.uuid,
-        state=LEAVING,
-        since=time.time(),
-        images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
-        path=path_of(host, found.pid),
+        processes=processes,
     )
     done: list[Swap] = []
 
     def act() -> None:
-        with guarded(host), locked(host):
+        with guarded(host), locked(host, say=note):
             again = find_swap(host, found.pid, found.name)
             if again is not None and again.state == OUT:
                 raise _already(again)
-            done.append(go_out(host, swap, host.open_checkpoint()))
+            done.append(go_out(host, swap, host.open_checkpoint(), lambda: processes_to_swap(host, found)))
 
     pids = " ".join(str(one.pid) for one in processes)
     what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
@@ -124,9 +110,8 @@ def back_in(
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Place, Request
     from gpushare.memory.room import wait_for_room
-    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, guarded, locked
+    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked
     from gpushare.plan import Plan, Step
-    from gpushare.run.jobs import find_job
     from gpushare.selection import select_for_change
     from gpushare.units import format_bytes, parse_seconds
 
@@ -134,9 +119,9 @@ def back_in(
         raise BadCombination("--wait-timeout belongs to --wait", "gpushare swap in JOB --wait --wait-timeout 10m")
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
     host = settings.connect()
-    found = find_job(host, job)
+    gone = ended_swap(host, job)
     _repair(host)
-    swap = _out_now(host, found)
+    swap = _out_now(host, job, gone)
     if swap.state == LOST:
         raise OperationFailed(
             f"{swap.title} is lost: the driver could not put it back",
@@ -152,8 +137,8 @@ def back_in(
         place = Place(host, request)
         wait_for_room(host, place, [device], seconds, kept_limits(host).without(os.geteuid()), note)
         try:
-            with guarded(host), locked(host):
-                done.append(come_in(host, _out_now(host, found), host.open_checkpoint()))
+            with guarded(host), locked(host, say=note):
+                done.append(come_in(host, _out_now(host, job, swap), host.open_checkpoint()))
         finally:
             place.leave()
 
@@ -221,7 +206,7 @@ def _repair(host: Host) -> None:
     if settings.dry_run:
         return
     sweep_leftovers(host)
-    for one in repair(host):
+    for one in repair(host, note):
         note(f"{one.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
 
 
@@ -233,23 +218,24 @@ def _already(swap: Swap) -> InUse:
     )
 
 
-def _out_now(host: Host, job: Job) -> Swap:
-    from gpushare.memory.swap import BACK, find_swap
+def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
+    """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
+    from gpushare.memory.swap import BACK, find_swap, swaps
+    from gpushare.run.jobs import find_job
 
+    # By its record first: the process that it is named after may have ended before the others.
+    named = next((one for one in swaps(host) if one.state != BACK and one.is_named(text)), None)
+    if named is not None:
+        return named
+    try:
+        job = find_job(host, text)
+    except NotFound:
+        if gone is None:
+            raise
+        raise NotFound(
+            f"{gone.title} has ended while it was out", "see what is out: gpushare swap list", code="no_job"
+        ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
     return swap
-
-
-def _processes(host: Host, job: Job) -> list[OnGpu]:
-    """Return the processes of a job on GPUs, with what they hold there."""
-    from gpushare.memory.swap import OnGpu
-    from gpushare.run.jobs import gpu_processes
-
-    held: dict[int, int] = {}
-    found = gpu_processes(host, job)
-    for index in {gpu for one in found for gpu in one.gpus}:
-        for process in host.nvml.processes(index) or ():
-            held[process.pid] = held.get(process.pid, 0) + (process.memory_used_bytes or 0)
-    return [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]

@@ -130,6 +130,11 @@ class Checkpoint:
             return None
         return state.value if code == SUCCESS else None
 
+    def hangs(self, pid: int) -> bool:
+        """Return whether a call for a process has not returned: it may take effect at any time."""
+        before = self._hanging.get(pid)
+        return before is not None and before.is_alive()
+
     def is_locked(self, pid: int) -> bool:
         """Return whether a process is locked; False if the driver has no locks or does not know the process."""
         return self.state(pid) == LOCKED
@@ -137,8 +142,7 @@ class Checkpoint:
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
         """Call in a thread: a hanging driver must not hang gpushare."""
         function = self._function(name)
-        before = self._hanging.get(pid)
-        if before is not None and before.is_alive():
+        if self.hangs(pid):
             # A hanging lock takes effect once its process continues: an unlock before that would be in vain.
             raise _hangs(name, pid)
         answers: list[int] = []

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
 from gpushare.host.records import unwritable
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
     pattern = re.compile(rf"{prefix}[0-9a-f]{{16}}", re.ASCII)
     names = [name for name in os.listdir(directory) if name.startswith(prefix) and pattern.fullmatch(name)]
     met: Counter[int] = Counter()
-    boot, space, own = boot_id() or "-", _pid_space(), os.geteuid()
+    boot, space, own = boot_id() or "-", pid_space(), os.geteuid()
     for number, name in enumerate(names):
         path = directory / name
         try:
@@ -311,7 +311,7 @@ def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
             "run it as one user: sudo gpushare ..., or without sudo",
             code=_CODE,
         )
-    text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {_pid_space()}\nkey {key}\n{_process_line(me)}"
+    text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {pid_space()}\nkey {key}\n{_process_line(me)}"
     if not _TEXT.fullmatch(text.encode()):
         raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
     # Random: nobody can create it in advance.
@@ -355,14 +355,6 @@ def _written(descriptor: int, text: str) -> None:
 
 def _process_line(one: Identity) -> str:
     return f"process {one.pid} {one.started}\n"
-
-
-def _pid_space() -> int:
-    """Return the inode of this PID namespace: PIDs are only valid in their own."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _flooded(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:

@@ -98,6 +98,14 @@ def boot_id() -> str | None:
         return None
 
 
+def pid_space() -> int:
+    """Return the inode of this PID namespace, 0 if unknown: PIDs are only valid in their own."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
     """Send a signal to a process if ``same`` still recognizes it; return whether it did.
 

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MOST_BYTES: Final = 4 << 20
 # `cgroups.PREFIX`; that file is loaded only where there is one.
 _JOB_CGROUP: Final = "gpushare-job-"
+_LOCK_POLL_SECONDS: Final = 0.05
 
 
 def read_trusted(path: Path) -> Any:
@@ -209,8 +211,10 @@ def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwri
 
 
 @contextlib.contextmanager
-def directory_locked(directory: Path, what: str) -> Iterator[None]:
+def directory_locked(directory: Path, what: str, *, waits: Callable[[float], None] | None = None) -> Iterator[None]:
     """Hold the lock of a directory of records, which is created, one gpushare of this user after the other.
+
+    ``waits`` is called with the seconds so far while another one has it, and may raise.
 
     Raises:
         NoPermission, OperationFailed: as `make_private_directory` and `writing`.
@@ -221,11 +225,23 @@ def directory_locked(directory: Path, what: str) -> Iterator[None]:
     path = directory / "lock"
     descriptor = open_lock(path, what)
     try:
+        began = time.monotonic()
+        while waits is not None and not _flocked(descriptor):
+            waits(time.monotonic() - began)
+            time.sleep(_LOCK_POLL_SECONDS)
         with writing(path, what):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def _flocked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 import select
 import signal
 import subprocess
@@ -20,9 +22,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import gpushare
-from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, or_none
+from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut, or_none
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import boot_id, pid_space
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.pause.record import paused_since
@@ -34,10 +37,18 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = 1
 WHAT: Final = "the record of a swapped job"
-# States of a record. `back`: it was swapped before, so its end needs care; see `lay_down`.
+# States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
+_STATES: Final = frozenset({LEAVING, OUT, RETURNING, BACK, LOST})
 _DIRECTORY: Final = "swap"
 LOCK_SECONDS: Final = 10.0
+# A job that starts processes on the GPU while it goes out is looked at this often.
+_ROUNDS: Final = 3
+# Another swap of this user takes as long as its copy. After a moment the one that waits says so.
+_SAY_SECONDS: Final = 2.0
+# What ends a job waits for so long for the swap that another gpushare, or its guard, does.
+_END_SECONDS: Final = 30.0
+_TEXT: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # Left free in host memory, and on the GPU, besides the copy itself.
 _HOST_MARGIN_BYTES: Final = GIB
 _HOST_MARGIN_SHARE: Final = 0.05
@@ -59,6 +70,7 @@ class Swap:
     """A job that is out, or on its way. ``images`` are its processes with start and bytes, in the order of leaving.
 
     ``gpu_uuid`` is where it comes back. ``since`` is in seconds since 1970, ``out_seconds`` how long leaving took.
+    ``restored``: it was swapped before, so its end needs care (`lay_down`).
     """
 
     pid: int
@@ -70,11 +82,19 @@ class Swap:
     since: float
     images: tuple[tuple[int, int, int], ...]
     out_seconds: float | None = None
+    restored: bool = False
+    # PIDs are only valid in one PID namespace, and until the next boot; None: an older gpushare's.
+    boot: str | None = None
+    space: int | None = None
     path: Path = Path()
 
     @property
     def title(self) -> str:
         return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
+
+    def is_named(self, text: str) -> bool:
+        """Return whether this is its name, or the PID of one of its processes."""
+        return text in {self.name, str(self.pid), *(str(pid) for pid, _, _ in self.images)}
 
     @property
     def selector(self) -> str:
@@ -87,7 +107,13 @@ class Swap:
 
     def living(self, host: Host) -> list[tuple[int, int]]:
         """Return PID and bytes of its processes that still run."""
-        return [(pid, size) for pid, started, size in self.images if host.processes.identity(pid) == (pid, started)]
+        return [(pid, size) for pid, _, size in self.living_images(host)]
+
+    def living_images(self, host: Host) -> tuple[tuple[int, int, int], ...]:
+        """Return the images of its processes that still run."""
+        if self.boot not in {None, boot_id()}:
+            return ()
+        return tuple(one for one in self.images if host.processes.identity(one[0]) == one[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +127,34 @@ class _Record:
     since: float
     out_seconds: float | None
     schema: int
+    restored: bool = False
+    boot: str | None = None
+    space: int | None = None
 
 
 def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
-    """Return the jobs with a record that still run: this user's, and with ``shared`` root's."""
-    found = []
+    """Return the jobs with a record, each with its processes that still run: this user's, and with ``shared`` root's.
+
+    This user's records of jobs that have ended are removed.
+    """
+    found: list[Swap] = []
     for run_directory in (host.run_directory, *(host.shared_run_directories if shared else ())):
-        if not is_trusted_directory(run_directory, _DIRECTORY):
-            continue
-        with contextlib.suppress(OSError):
-            found += [_read(path) for path in sorted((run_directory / _DIRECTORY).glob("*.json"))]
-    return [one for one in found if one is not None and one.living(host)]
+        records = _records(run_directory)
+        found += [replace(one, images=living) for one in records if (living := one.living_images(host))]
+        if run_directory == host.run_directory and not all(one.living_images(host) for one in records):
+            forget_ended(host)
+    return found
+
+
+def _records(run_directory: Path) -> list[Swap]:
+    """Return the records in a run directory, without those whose PIDs are of another PID namespace."""
+    if not is_trusted_directory(run_directory, _DIRECTORY):
+        return []
+    try:
+        read = [_read(path) for path in sorted((run_directory / _DIRECTORY).glob("*.json"))]
+    except OSError:
+        return []
+    return [one for one in read if one is not None and one.space in {None, pid_space()}]
 
 
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
@@ -119,7 +162,8 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
 
     A job that went out while it started has gpushare's PID in its record: then one of its processes, or its name, tells.
     """
-    found = swaps(host)
+    # One that was swapped by its user and by root has two records: what is not on the GPU counts.
+    found = sorted(swaps(host), key=lambda one: one.state == BACK)
     by_pid = next((one for one in found if one.pid == pid), None)
     inside = next((one for one in found if any(image == pid for image, _, _ in one.images)), None)
     named = None if name is None else next((one for one in found if one.name == name), None)
@@ -131,6 +175,10 @@ def _read(path: Path) -> Swap | None:
     record = record_from(_Record, raw)
     images = raw.get("images") if record is not None else None
     if record is None or record.pid <= 0 or not isinstance(images, list) or not all(_is_image(one) for one in images):
+        return None
+    if record.state not in _STATES or not math.isfinite(record.since) or not 0 <= record.since < 1 << 40:
+        return None
+    if not all(one is None or _TEXT.fullmatch(one) for one in (record.name, record.gpu_uuid)):
         return None
     values = {name: value for name, value in vars(record).items() if name != "schema"}
     return Swap(**values, images=tuple(tuple(one) for one in images), path=path)
@@ -148,7 +196,8 @@ def write(swap: Swap) -> None:
     """
     make_private_directory(swap.path.parent.parent)
     make_private_directory(swap.path.parent)
-    document = {name: value for name, value in asdict(swap).items() if name != "path"}
+    here = replace(swap, boot=boot_id(), space=pid_space())
+    document = {name: value for name, value in asdict(here).items() if name != "path"}
     with writing(swap.path, WHAT):
         replace_file(swap.path, json.dumps({**document, "schema": SCHEMA}), durable=True)
 
@@ -164,13 +213,28 @@ def path_of(host: Host, pid: int) -> Path:
 
 
 @contextlib.contextmanager
-def locked(host: Host) -> Iterator[None]:
-    """Hold the lock of this user's swaps.
+def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: float | None = None) -> Iterator[None]:
+    """Hold the lock of this user's swaps. Waits for another gpushare that has it, ``seconds`` at most.
 
     Raises:
         NoPermission, OperationFailed: it cannot be created.
+        InUse: another gpushare has it for longer (code ``swap_busy``).
     """
-    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the swaps"):
+    said = False
+
+    def waits(so_far: float) -> None:
+        nonlocal said
+        if seconds is not None and so_far >= seconds:
+            raise InUse(
+                "another gpushare of this user is swapping a job",
+                "try again when it is done: gpushare swap list",
+                code="swap_busy",
+            )
+        if so_far >= _SAY_SECONDS and not said:
+            said = True
+            say("waits until another gpushare of this user has swapped its job")
+
+    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the swaps", waits=waits):
         yield
 
 
@@ -181,14 +245,10 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     """Raise unless a job can go out.
 
     Raises:
-        NotSupported: a client of MPS, on several GPUs or a MIG instance, a driver before 570.
+        NotSupported: a client of MPS, on several GPUs, a driver before 570, another PID namespace than the host's.
         InUse: it is stopped or paused (which hangs the lock), or host memory is short.
     """
-    major = (host.nvml.driver_version() or "").partition(".")[0]
-    if major.isdecimal() and int(major) < 570:
-        raise NotSupported(
-            f"driver {major} cannot copy a job out of the GPU", "driver 570 or later is needed", code="driver_too_old"
-        )
+    check_host(host)
     mps = next((one for one in processes if one.under_mps), None)
     if mps is not None:
         raise NotSupported(
@@ -216,6 +276,25 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
             )
 
 
+def check_host(host: Host) -> None:
+    """Raise unless jobs can be swapped on this host.
+
+    Raises:
+        NotSupported: a driver before 570, or another PID namespace than the host's.
+    """
+    major = (host.nvml.driver_version() or "").partition(".")[0]
+    if major.isdecimal() and int(major) < 570:
+        raise NotSupported(
+            f"driver {major} cannot copy a job out of the GPU", "driver 570 or later is needed", code="driver_too_old"
+        )
+    if host.processes.namespace_is_host() is False:
+        raise NotSupported(
+            "in a container with PIDs of its own the driver's process list has other PIDs, so jobs cannot be swapped",
+            "run gpushare on the host, with the PID that gpushare status shows there",
+            code="pid_namespace",
+        )
+
+
 def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     off = paused_since(host)
     for one in processes:
@@ -234,26 +313,92 @@ def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
             )
 
 
-def go_out(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
+def leaving(
+    host: Host, *, pid: int, started: int, name: str | None, uid: int | None, gpu_uuid: str, processes: Sequence[OnGpu]
+) -> Swap:
+    """Return the record of a job that is about to go out, which `go_out` writes."""
+    before = find_swap(host, pid, name)
+    return Swap(
+        pid=pid,
+        started=started,
+        name=name,
+        uid=uid,
+        gpu_uuid=gpu_uuid,
+        state=LEAVING,
+        since=time.time() if before is None else max(time.time(), before.since),
+        images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
+        restored=before is not None and (before.restored or before.state == BACK),
+        path=path_of(host, pid),
+    )
+
+
+def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], Sequence[OnGpu]] = lambda: ()) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
 
-    The caller holds the lock of the swaps, and has started the guard. If a process cannot be locked or copied, all are
-    back as they were, unless the message says otherwise.
+    The caller holds the lock of the swaps, and has started the guard. ``again`` returns the job's processes on the GPU as
+    they are now, and raises if one of them cannot go out: a process that it has started meanwhile goes with the others. If
+    a process cannot be locked or copied, all are back as they were, unless the message says otherwise.
+
+    Raises:
+        NotFound: all of it has ended.
+        GpushareError: it cannot go out.
     """
     began = time.monotonic()
-    forget_ended(host)
+    _sweep(host)
     write(swap)
     try:
-        for pid, _ in swap.living(host):
-            checkpoint.lock(pid, LOCK_SECONDS)
+        inside: set[int] = set()
+        for number in range(_ROUNDS + 1):
+            for pid in [pid for pid, _ in swap.living(host) if pid not in inside]:
+                with _unless_ended(host, pid):
+                    checkpoint.lock(pid, LOCK_SECONDS)
+                inside.add(pid)
+            known = {pid for pid, _, _ in swap.images}
+            new = [one for one in again() if one.pid not in known]
+            if not new:
+                break
+            if number == _ROUNDS:
+                raise OperationFailed(
+                    f"{swap.title} starts processes on the GPU again and again, and cannot go out as one",
+                    "wait until it has started all of them, then try again",
+                    code="job_grows",
+                )
+            swap = replace(swap, images=(*swap.images, *((one.pid, one.started, one.memory_bytes) for one in new)))
+            write(swap)
         for pid, size in swap.living(host):
-            checkpoint.checkpoint(pid, size)
+            with _unless_ended(host, pid):
+                checkpoint.checkpoint(pid, size)
     except GpushareError:
         take_back(host, swap, checkpoint)
         raise
+    if not swap.living(host):
+        raise _ended(swap)
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
-    write(done)
+    write_if_living(host, done)
     return done
+
+
+@contextlib.contextmanager
+def _unless_ended(host: Host, pid: int) -> Iterator[None]:
+    """Ignore an error about a process that has ended meanwhile."""
+    try:
+        yield
+    except GpushareError:
+        if host.processes.identity(pid) is not None:
+            raise
+
+
+def _ended(swap: Swap) -> NotFound:
+    """Remove the record of a job that has ended, and return the error."""
+    forget(swap)
+    return NotFound(f"{swap.title} has ended", "see what is out: gpushare swap list", code="no_job")
+
+
+def write_if_living(host: Host, swap: Swap) -> None:
+    """Write a record; if the job has ended meanwhile, remove it, because whoever ended it has looked before."""
+    write(swap)
+    if not swap.living(host):
+        forget(swap)
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
@@ -269,31 +414,49 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     """
     living = swap.living(host)
     if not living:
-        forget(swap)
-        raise NotFound(f"{swap.title} has ended", "see what is out: gpushare swap list", code="no_job")
-    write(replace(swap, state=RETURNING))
+        raise _ended(swap)
+    # A full disk must not keep a job out.
+    with contextlib.suppress(GpushareError):
+        write(replace(swap, state=RETURNING))
     try:
         for pid, size in reversed(living):
             if checkpoint.state(pid) == CHECKPOINTED:
-                checkpoint.restore(pid, size)
+                with _unless_ended(host, pid):
+                    checkpoint.restore(pid, size)
     except OperationFailed as error:
-        if error.code == "job_lost":
-            write(replace(swap, state=LOST))
-        elif error.code == "restore_refused":
-            # Here, not by the guard: it would ask the driver for as long as half a minute.
-            with contextlib.suppress(GpushareError):
-                take_back(host, swap, checkpoint, room=lambda _size: False)
+        _not_back(host, swap, checkpoint, error.code)
         raise
     _unlock(host, swap, checkpoint)
-    back = replace(swap, state=BACK, since=time.time())
-    write(back)
+    if not swap.living(host):
+        raise _ended(swap)
+    back = replace(swap, state=BACK, restored=True, since=max(time.time(), swap.since))
+    try:
+        write_if_living(host, back)
+    except GpushareError as error:
+        raise error.restated(message=f"{swap.title} is back on the GPU, but {error.message}") from error
     return back
+
+
+def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
+    """Bring a job whose restore failed to one state: lost, or out again."""
+    if code == "job_lost":
+        # The others do not continue either; off the GPU they can be killed safely.
+        for pid, size in swap.living(host):
+            with contextlib.suppress(GpushareError):
+                if checkpoint.state(pid) == LOCKED:
+                    checkpoint.checkpoint(pid, size)
+        write(replace(swap, state=LOST))
+    elif code == "restore_refused":
+        # Here, not by the guard: it would ask the driver for as long as half a minute.
+        with contextlib.suppress(GpushareError):
+            take_back(host, swap, checkpoint, room=lambda _size: False)
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     for pid, _ in swap.living(host):
         if checkpoint.state(pid) == LOCKED:
-            checkpoint.unlock(pid)
+            with _unless_ended(host, pid):
+                checkpoint.unlock(pid)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -345,8 +508,19 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
 
     ``room`` says whether so many bytes are free on its GPU; without it, NVML is asked. The caller holds the lock.
     """
-    states = {pid: checkpoint.state(pid) for pid, _ in swap.living(host)}
     sizes = dict(swap.living(host))
+    states = {pid: checkpoint.state(pid) for pid in sizes}
+    if not sizes:
+        forget(swap)
+        return
+    hanging = next((pid for pid in sizes if checkpoint.hangs(pid)), None)
+    if hanging is not None:
+        # What was asked of it may still take effect, so the record stays for whoever looks next.
+        raise TimedOut(
+            f"the driver does not answer for process {hanging}, so {swap.title} may be half out",
+            f"if it is stopped: kill -CONT {hanging}; then: gpushare swap in {swap.selector}",
+            code="driver_hangs",
+        )
     if FAILED in states.values():
         write(replace(swap, state=LOST))
         return
@@ -355,16 +529,19 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     if out and not (room or (lambda size: _has_room(host, swap, size)))(need):
         for pid, state in states.items():
             if state == RUNNING:
-                checkpoint.lock(pid, LOCK_SECONDS)
+                with _unless_ended(host, pid):
+                    checkpoint.lock(pid, LOCK_SECONDS)
             if state in {RUNNING, LOCKED}:
-                checkpoint.checkpoint(pid, sizes[pid])
-        write(replace(swap, state=OUT))
+                with _unless_ended(host, pid):
+                    checkpoint.checkpoint(pid, sizes[pid])
+        write_if_living(host, replace(swap, state=OUT))
         return
     for pid in out:
-        checkpoint.restore(pid, sizes[pid])
+        with _unless_ended(host, pid):
+            checkpoint.restore(pid, sizes[pid])
     _unlock(host, swap, checkpoint)
-    if out or swap.state in {RETURNING, BACK}:
-        write(replace(swap, state=BACK))
+    if out or swap.restored or swap.state in {RETURNING, BACK}:
+        write_if_living(host, replace(swap, state=BACK, restored=True))
     else:
         forget(swap)
 
@@ -377,18 +554,17 @@ def _has_room(host: Host, swap: Swap, size: int) -> bool:
     return False
 
 
-def repair(host: Host) -> list[Swap]:
+def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
     """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself.
 
     Records of jobs that have ended are removed.
     """
-    forget_ended(host)
     begun = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING}]
     if not begun:
         return []
     checkpoint = host.open_checkpoint()
     touched = []
-    with locked(host):
+    with locked(host, say=say):
         for one in begun:
             now = _read(one.path)
             if now is not None and now.state in {LEAVING, RETURNING}:
@@ -397,16 +573,24 @@ def repair(host: Host) -> list[Swap]:
     return touched
 
 
+def ended_swap(host: Host, text: str) -> Swap | None:
+    """Return this user's record of a job that has ended and is still written down, by name or PID."""
+    records = _records(host.run_directory)
+    return next((one for one in records if one.is_named(text) and not one.living_images(host)), None)
+
+
 def forget_ended(host: Host) -> None:
-    """Remove this user's records of jobs that have ended."""
-    directory = host.run_directory / _DIRECTORY
-    if not is_trusted_directory(host.run_directory, _DIRECTORY):
-        return
-    with contextlib.suppress(OSError):
-        for path in directory.glob("*.json"):
-            found = _read(path)
-            if found is not None and found.path.parent == directory and not found.living(host):
-                forget(found)
+    """Remove this user's records of jobs that have ended, unless another gpushare is at them now."""
+    if is_trusted_directory(host.run_directory, _DIRECTORY):
+        with contextlib.suppress(GpushareError), locked(host, seconds=0.0):
+            _sweep(host)
+
+
+def _sweep(host: Host) -> None:
+    """Remove this user's records of jobs that have ended. The caller holds the lock."""
+    for one in _records(host.run_directory):
+        if not one.living_images(host):
+            forget(one)
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
@@ -417,10 +601,18 @@ def lay_down(host: Host, pids: Sequence[int]) -> None:
 
     Killing a restored process has hung a whole host (NVIDIA/cuda-checkpoint issue 53); a checkpointed one ends safely.
     """
-    try:
-        restored = {pid: size for one in swaps(host) if one.state == BACK for pid, size in one.living(host)}
-    except GpushareError:
+    if not any(set(pids) & {pid for pid, _, _ in one.images} for one in swaps(host)):
         return
+    with contextlib.ExitStack() as stack:
+        # A swap that is on its way, or the guard that repairs it, comes first: it must not bring back what is killed.
+        with contextlib.suppress(GpushareError):
+            stack.enter_context(locked(host, seconds=_END_SECONDS))
+        for one in swaps(host):
+            _laid_down(host, one, pids)
+
+
+def _laid_down(host: Host, swap: Swap, pids: Sequence[int]) -> None:
+    restored = dict(swap.living(host)) if swap.restored or swap.state in {RETURNING, BACK} else {}
     chosen = [pid for pid in pids if pid in restored]
     if not chosen:
         return
@@ -436,4 +628,9 @@ def lay_down(host: Host, pids: Sequence[int]) -> None:
         with contextlib.suppress(GpushareError):
             if checkpoint.state(pid) == RUNNING:
                 checkpoint.lock(pid, LOCK_SECONDS)
-            checkpoint.checkpoint(pid, restored[pid])
+            if checkpoint.state(pid) == LOCKED:
+                checkpoint.checkpoint(pid, restored[pid])
+    if swap.state == RETURNING and swap.path.parent == host.run_directory / _DIRECTORY:
+        # A guard that comes later finds nothing to do.
+        with contextlib.suppress(GpushareError):
+            write_if_living(host, replace(swap, state=OUT))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from gpushare.host.host import Host
+    from gpushare.memory.swap import OnGpu
     from gpushare.run.share import Share, Watch
     from gpushare.selection import Device
 
@@ -409,10 +410,17 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     may belong to others.
 
     Raises:
-        NoPermission: it belongs to another user, and this is not root.
+        NoPermission: it, or one of the processes, belongs to another user, and this is not root.
     """
     if job.uid == host.uid:
-        return _foreign(host, action, pids) if host.uid == 0 else ()
+        foreign = _foreign(host, action, pids)
+        if foreign and host.uid != 0:
+            raise NoPermission(
+                f"{foreign[0].what} of {job.title} belongs to {foreign[0].why[0].removeprefix('of ')}",
+                "run as root: sudo gpushare ...",
+                code="other_user",
+            )
+        return foreign
     owner = _owner(job.uid, job.user)
     if host.uid != 0:
         raise NoPermission(
@@ -500,3 +508,21 @@ def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], 
     if failed is not None and not answered:
         raise failed
     return found
+
+
+def processes_to_swap(host: Host, job: Job) -> list[OnGpu]:
+    """Return the processes of a job on GPUs, with what they hold there.
+
+    Raises:
+        GpushareError: as `gpu_processes`, and as `check_out`: they cannot go out.
+    """
+    from gpushare.memory.swap import OnGpu, check_out
+
+    held: dict[int, int] = {}
+    found = gpu_processes(host, job)
+    for index in {gpu for one in found for gpu in one.gpus}:
+        for process in host.nvml.processes(index) or ():
+            held[process.pid] = held.get(process.pid, 0) + (process.memory_used_bytes or 0)
+    processes = [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]
+    check_out(host, job.title, processes)
+    return processes

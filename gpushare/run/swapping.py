@@ -16,19 +16,16 @@ from gpushare.memory.room import client_limit
 from gpushare.memory.swap import (
     BACK,
     GPU_MARGIN_BYTES,
-    LEAVING,
-    OnGpu,
     Swap,
-    check_out,
     come_in,
     find_swap,
-    forget,
+    forget_ended,
     go_out,
     guarded,
+    leaving,
     locked,
-    path_of,
 )
-from gpushare.run.jobs import find_job, gpu_processes
+from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.selection import select
 from gpushare.units import GIB, format_bytes
 
@@ -316,26 +313,20 @@ class Swapping:
 
     def _leave(self) -> None:
         job = find_job(self._host, str(self._pid))
-        held = {one.pid: one.memory_used_bytes or 0 for one in self._host.nvml.processes(self._device.gpu.index) or ()}
-        processes = [
-            OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps)
-            for one in gpu_processes(self._host, job)
-        ]
-        check_out(self._host, job.title, processes)
-        swap = Swap(
+        swap = leaving(
+            self._host,
             pid=job.pid,
             started=job.started,
             name=job.name,
             uid=job.uid,
             gpu_uuid=self._device.uuid,
-            state=LEAVING,
-            since=time.time(),
-            images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
-            path=path_of(self._host, job.pid),
+            processes=processes_to_swap(self._host, job),
         )
         began = self._clock()
         with guarded(self._host), locked(self._host):
-            self._swap = go_out(self._host, swap, self._host.open_checkpoint())
+            self._swap = go_out(
+                self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job)
+            )
         self._moved(began, f"out of the GPU: {format_bytes(swap.memory_bytes)} to host memory")
         self.times_out += 1
         if self._place is not None:
@@ -389,12 +380,7 @@ class Swapping:
         if self._place is not None:
             self._place.leave()
         self._memory.close()
-        found = find_swap(self._host, self._pid)
-        if found is None:
-            with contextlib.suppress(OSError):
-                path_of(self._host, self._pid).unlink()
-        elif not found.living(self._host):
-            forget(found)
+        forget_ended(self._host)
 
     def check(self) -> None:
         """Raise if the job was ended for its memory."""

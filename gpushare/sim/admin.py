@@ -126,6 +126,7 @@ def add_process(
     gids: Sequence[int] = (),
     cgroup: str | None = None,
     cgroup_of_root: bool = False,
+    parent: int | None = None,
 ) -> int:
     """Put a simulated process on a GPU and return its PID.
 
@@ -152,6 +153,7 @@ def add_process(
             user=user or user_name(uid),
             uid=uid,
             started_at=now(),
+            parent_pid=parent,
             command_line=[*command_line] or [name],
             environment=given,
             memory_bytes=memory_bytes,

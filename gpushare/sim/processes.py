@@ -133,16 +133,21 @@ class SimulatedProcesses:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
         if pid < FIRST_SIMULATED_PID:
             return self._local.descendants(pid)
-        daemon, server, process = _find(current(self._state_file), pid)
+        state = current(self._state_file)
+        daemon, server, process = _find(state, pid)
         if daemon is not None and server is None:
             return [pid, *(one.pid for one in daemon.servers)]
-        return [pid] if process is not None or server is not None else []
+        below = [one.pid for one in state.processes if one.parent_pid == pid]
+        family = [pid, *(other for one in below for other in self.descendants(one))]
+        return family if process is not None or server is not None else []
 
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent: of a server its daemon."""
         if pid < FIRST_SIMULATED_PID:
             return self._local.parent(pid)
-        daemon, server, _ = _find(current(self._state_file), pid)
+        daemon, server, process = _find(current(self._state_file), pid)
+        if process is not None:
+            return process.parent_pid
         return daemon.pid if daemon is not None and server is not None else None
 
     def catches(self, pid: int, signal: int) -> bool | None:

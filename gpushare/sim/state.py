@@ -139,6 +139,8 @@ class SimulatedProcess:
     cgroup_of_root: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
+    # The simulated process that started it.
+    parent_pid: int | None = None
     # Not None: a client of the MPS daemon with this PID.
     mps_daemon: int | None = None
     mps_server: int | None = None

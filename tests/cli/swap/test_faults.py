@@ -1,0 +1,410 @@
+"""``gpushare swap`` when something fails on the way: processes that end, start or stop, disks, locks, other namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.errors import GpushareError, InUse, OperationFailed, TimedOut
+from gpushare.host import records
+from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
+from gpushare.memory import swap as module
+from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, Swap, find_swap, path_of, repair, swaps
+from gpushare.sim import admin
+from gpushare.sim.state import SimulatedProcess
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+SPEC = "sim:h200"
+
+
+@pytest.fixture
+def world() -> World:
+    return World.new(SPEC)
+
+
+def job(size: int = 20 * GIB, **options: Any) -> int:
+    return admin.add_process(SPEC, memory_bytes=size, name="train", **options)
+
+
+def process(world: World, pid: int) -> SimulatedProcess:
+    return next(one for one in world.state.processes if one.pid == pid)
+
+
+def family(number: int = 3) -> list[int]:
+    first = job()
+    return [first, *(job(4 * GIB, parent=first) for _ in range(number - 1))]
+
+
+def before(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[int], None]) -> None:
+    """Let something happen right before each call of the driver with this name."""
+    real = getattr(Checkpoint, name)
+
+    def call(self: Checkpoint, pid: int, *rest: Any) -> Any:
+        act(pid)
+        return real(self, pid, *rest)
+
+    monkeypatch.setattr(Checkpoint, name, call)
+
+
+def once(act: Callable[[], object]) -> Callable[[int], None]:
+    done: list[bool] = []
+
+    def call(_pid: int) -> None:
+        if not done:
+            done.append(True)
+            act()
+
+    return call
+
+
+# -- processes that end ------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    admin.end_process(SPEC, pid)
+    answer = cli("swap", "in", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (6, "no_job")
+    assert answer.error["message"] == f"process {pid} has ended while it was out"
+    assert cli("swap", "list", output="json").ok().data["jobs"] == []
+    assert not path_of(world.host, pid).exists()
+
+
+@pytest.mark.parametrize("reader", [("status",), ("swap", "list"), ("swap", "in", "1"), ("doctor",)])
+def test_whatever_reads_the_records_removes_those_of_the_dead(cli: Cli, world: World, reader: tuple[str, ...]) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    admin.end_process(SPEC, pid)
+    answer = cli(*reader)
+    assert str(pid) not in answer.out + answer.err
+    assert not path_of(world.host, pid).exists()
+
+
+def test_a_repair_writes_no_record_of_a_job_that_has_ended(cli: Cli, world: World) -> None:
+    """What ends the job sweeps the records once; a guard that repairs at the same time must not bring one back."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    (swap,) = swaps(world.host)
+    admin.end_process(SPEC, pid)
+    for state in (LEAVING, RETURNING):
+        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint())
+        assert not swap.path.exists()
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "unlock"])
+def test_a_job_that_ends_during_a_repair_leaves_no_record(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    first, second = family(2)
+    cli("swap", "out", str(first)).ok()
+    (swap,) = swaps(world.host)
+    world.host.open_checkpoint().restore(second, 4 * GIB)
+    module.write(replace(swap, state=RETURNING))
+    before(monkeypatch, call, once(lambda: [admin.end_process(SPEC, pid) for pid in (first, second)]))
+    room = call == "unlock"
+    with contextlib.suppress(GpushareError):
+        module.take_back(world.host, replace(swap, state=RETURNING), world.host.open_checkpoint(), lambda _: room)
+    repair(world.host)
+    assert not swap.path.exists()
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_a_process_that_ends_on_the_way_is_left_out(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Between the lock of the first process and the copy of the last one, one of three ends."""
+    first, second, third = family()
+    before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
+    answer = cli("swap", "out", str(first), output="json").ok()
+    assert answer.data["job"]["state"] == "out"
+    assert [process(world, pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
+    (row,) = cli("swap", "list", output="json").ok().data["jobs"]
+    # What is left of it, which is what coming back needs room for.
+    assert row["memory_bytes"] == 24 * GIB
+    cli("swap", "in", str(third)).ok()
+    assert [process(world, pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
+
+
+@pytest.mark.parametrize("call", ["restore", "unlock"])
+def test_a_process_that_ends_on_the_way_back_is_left_out(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    first, second, third = family()
+    cli("swap", "out", str(first)).ok()
+    before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
+    cli("swap", "in", str(first)).ok()
+    assert [process(world, pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
+
+
+def test_a_job_that_ends_altogether_on_the_way_is_named(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    before(monkeypatch, "checkpoint", lambda _pid: admin.end_process(SPEC, pid))
+    answer = cli("swap", "out", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (6, "no_job")
+    assert "has ended" in answer.error["message"]
+    assert not path_of(world.host, pid).exists()
+
+
+def test_the_rest_of_a_job_comes_back_after_its_first_process_has_ended(cli: Cli, world: World) -> None:
+    first, second, _ = family()
+    cli("swap", "out", str(first)).ok()
+    admin.end_process(SPEC, first)
+    for text in (str(first), str(second)):
+        assert cli("swap", "in", text, "--dry-run").ok()
+    cli("swap", "in", str(first)).ok()
+    assert process(world, second).checkpoint == RUNNING
+
+
+# -- processes that start ----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = job()
+    started: list[int] = []
+    before(monkeypatch, "lock", once(lambda: started.append(job(2 * GIB, parent=first))))
+    data = cli("swap", "out", str(first), output="json").ok().data["job"]
+    assert [one["pid"] for one in data["processes"]] == [first, *started]
+    assert process(world, started[0]).checkpoint == CHECKPOINTED
+    cli("swap", "in", str(first)).ok()
+    assert process(world, started[0]).checkpoint == RUNNING
+
+
+def test_a_job_that_never_stops_starting_processes_stays(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job()
+    before(monkeypatch, "lock", lambda _pid: (job(GIB, parent=first), None)[1])
+    answer = cli("swap", "out", str(first), output="json")
+    assert (answer.code, answer.error["code"]) == (1, "job_grows")
+    assert {one.checkpoint for one in world.state.processes} == {RUNNING}
+    assert swaps(world.host) == []
+
+
+def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Callable[..., str], world: World) -> None:
+    """As where the program has run a part of itself with sudo."""
+    world.fault("user", "65534")
+    first = job()
+    job(GIB, parent=first, user="root")
+    text = refused("swap", "out", str(first), code="other_user", exit_code=4)
+    assert "belongs to root" in text
+
+
+# -- processes that stop -----------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_does_not_answer_leaves_the_record(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a process that is stopped after the check: the lock takes effect when it continues."""
+    pid = job()
+    hangs = [True]
+
+    def lock(self: Checkpoint, one: int, _seconds: float) -> None:
+        raise TimedOut(f"the driver does not answer for process {one}", "see: sudo dmesg | tail", code="driver_hangs")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoint, "lock", lock)
+        patched.setattr(Checkpoint, "hangs", lambda self, one: hangs[0])
+        patched.setattr(module, "guarded", lambda _host: contextlib.nullcontext())
+        answer = cli("swap", "out", str(pid), output="json")
+        assert answer.error["code"] == "driver_hangs"
+        assert f"kill -CONT {pid}" in answer.error["hint"]
+        assert [one.state for one in swaps(world.host)] == [LEAVING]
+        # It continues, and the lock takes effect.
+        hangs[0] = False
+    Checkpoint.lock(world.host.open_checkpoint(), pid, 1.0)
+    assert process(world, pid).checkpoint == LOCKED
+    cli("swap", "in", str(pid))
+    assert process(world, pid).checkpoint == RUNNING
+    assert swaps(world.host) == []
+
+
+def test_a_stopped_job_is_refused(refused: Callable[..., str], world: World) -> None:
+    import signal
+
+    pid = job()
+    world.send(pid, signal.SIGSTOP)
+    assert f"kill -CONT {pid}" in refused("swap", "out", str(pid), code="stopped", exit_code=19)
+
+
+# -- the end of a job that was restored --------------------------------------------------------------------------------
+
+
+def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    cli("swap", "in", str(pid)).ok()
+    with monkeypatch.context() as patched:
+        before(patched, "checkpoint", lambda _pid: _refuse())
+        assert cli("swap", "out", str(pid)).code == 1
+    assert [one.state for one in swaps(world.host)] == [BACK]
+    module.lay_down(world.host, [pid])
+    assert process(world, pid).checkpoint == CHECKPOINTED
+
+
+def _refuse() -> None:
+    raise OperationFailed("the driver did not swap out", "see: gpushare status", code="lock_refused")
+
+
+def test_a_job_on_its_way_back_is_laid_down_too(cli: Cli, world: World) -> None:
+    """gpushare and its guard have died after the restore, and the program is ended."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    (swap,) = swaps(world.host)
+    world.host.open_checkpoint().restore(pid, swap.memory_bytes)
+    module.write(replace(swap, state=RETURNING))
+    module.lay_down(world.host, [pid])
+    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert [one.state for one in swaps(world.host)] == [OUT]
+
+
+def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process is restored, and the second finds no room: both can then be killed safely."""
+    first, second, _ = family()
+    cli("swap", "out", str(first)).ok()
+    before(monkeypatch, "restore", lambda pid: job(130 * GIB) if pid == second else None)  # type: ignore[arg-type, return-value]
+    answer = cli("swap", "in", str(first), output="json")
+    assert answer.error["code"] == "job_lost"
+    assert {process(world, pid).memory_bytes for pid in (first, second)} == {0}
+
+
+# -- disks and locks ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[None]:
+    """Let no record be written, but for the first ``after``."""
+    real, count = records.replace_file, [0]
+
+    def replace_file(path: Path, text: str, **options: Any) -> None:
+        if path.parent.name == "swap":
+            count[0] += 1
+            if count[0] > after:
+                raise OSError(28, "No space left on device")
+        real(path, text, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "replace_file", replace_file)
+        yield
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_full_disk_loses_nothing_on_the_way_out(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    pid = job()
+    with full_disk(monkeypatch, after):
+        answer = cli("swap", "out", str(pid), output="json")
+        assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
+    repair(world.host)
+    assert process(world, pid).checkpoint == RUNNING
+    assert not [one for one in swaps(world.host) if one.state != BACK]
+
+
+def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    with full_disk(monkeypatch):
+        answer = cli("swap", "in", str(pid), output="json")
+        assert "is back on the GPU, but" in answer.error["message"]
+    assert process(world, pid).checkpoint == RUNNING
+    # It may say that the job is out; the next command corrects that.
+    cli("swap", "in", str(pid))
+    assert [one.state for one in swaps(world.host)] == [BACK]
+
+
+def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module, "_SAY_SECONDS", 0.0)
+    with module.locked(world.host):
+        with pytest.raises(InUse, match="another gpushare"), module.locked(world.host, seconds=0.1, say=said.append):
+            pass
+        # Those who only read do not wait.
+        cli("swap", "list").ok()
+    assert said == ["waits until another gpushare of this user has swapped its job"]
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def record(world: World, pid: int) -> tuple[Path, dict[str, Any]]:
+    path = path_of(world.host, pid)
+    return path, json.loads(path.read_text())
+
+
+def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World) -> None:
+    """As where a container and the host share the directory: its PIDs are those of other processes here."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    path, document = record(world, pid)
+    assert document["space"] == os.stat("/proc/self/ns/pid").st_ino
+    path.write_text(json.dumps({**document, "space": 7}))
+    assert cli("swap", "list", output="json").ok().data["jobs"] == []
+    assert cli("swap", "in", str(pid), output="json").error["code"] == "not_out"
+    admin.end_process(SPEC, pid)
+    cli("swap", "list").ok()
+    repair(world.host)
+    assert path.exists()
+
+
+def test_a_record_of_an_earlier_boot_is_of_a_job_that_has_ended(cli: Cli, world: World) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    path, document = record(world, pid)
+    path.write_text(json.dumps({**document, "boot": "0-1"}))
+    assert cli("swap", "list", output="json").ok().data["jobs"] == []
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"since": float("nan")}, {"since": -1.0}, {"since": 1e300}, {"state": "\x1b[2J"}, {"name": "a\nb"},
+        {"gpu_uuid": "x" * 5000}, {"images": [[1, 2]]}, {"pid": 0}, {"images": [[1, 2, 1 << 64]]},
+    ],
+)  # fmt: skip
+def test_a_record_that_nobody_writes_counts_for_nothing(cli: Cli, world: World, wrong: dict[str, Any]) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    path, document = record(world, pid)
+    path.write_text(json.dumps({**document, **wrong}))
+    for words in (("swap", "list"), ("status",), ("doctor",), ("swap", "in", str(pid))):
+        answer = cli(*words)
+        assert "Traceback" not in answer.err
+        assert "\x1b" not in answer.out + answer.err
+    assert swaps(world.host) == []
+
+
+def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Callable[..., str], world: World) -> None:
+    pid = job()
+    world.fault("blind")
+    refused("swap", "out", str(pid), code="pid_namespace", exit_code=3)
+    refused("run", "--turns", "auto", "--", "true", code="pid_namespace", exit_code=3)
+    refused("run", "--swappable", "--", "true", code="pid_namespace", exit_code=3)
+
+
+def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli, world: World) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    swap = find_swap(world.host, pid)
+    assert isinstance(swap, Swap)
+    module.write(replace(swap, pid=4242, state=BACK, path=path_of(world.host, 4242)))
+    found = find_swap(world.host, pid)
+    assert found is not None
+    assert found.state == OUT
