@@ -388,8 +388,8 @@ _gpushare_values() {
     --isolation) printf '%s\n' 'none quota fault full' ;;
     --pattern) printf '%s\n' 'interactive bursty steady' ;;
     --role) printf '%s\n' 'production opportunistic' ;;
-    --needs) printf '%s\n' 'nccl p2p ipc graphics profiler dynamic-parallelism cuda-graphs bandwidth-qos weights resizing containment vms containers kubernetes occupied replicas multi-model gaps' ;;
-    --mechanism) printf '%s\n' 'whole-gpu streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' ;;
+    --needs) printf '%s\n' 'nccl p2p ipc graphics profiler dynamic-parallelism cuda-graphs bandwidth-qos weights resizing containment vms containers kubernetes occupied replicas multi-model gaps progress managed-memory' ;;
+    --mechanism) printf '%s\n' 'whole-gpu turns swap streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' ;;
     --view) printf '%s\n' 'published today host' ;;
     --ways) printf '%s\n' 'queue timeslice mps mps:100/n mps:200/n mig' ;;
     --compare) printf '%s\n' '@files' ;;

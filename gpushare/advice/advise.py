@@ -11,7 +11,7 @@ from gpushare.advice.recipe import Line, Recipe, limits_sum, recipe
 from gpushare.advice.rules import Kind, Outcome, Verdict, verdicts, winner
 from gpushare.advice.situation import Situation, instances_sentence
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import CONCURRENT, Way
+from gpushare.advice.ways import CONCURRENT, LEAVING, Way
 from gpushare.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ ALTERNATIVES: Final = (
     Alternative(field="gaps", value=False, text="production never waits (--needs no-gaps)", pair=True),
     Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
     Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
+    Alternative(field="progress", value=True, text="each of them has to advance (--needs progress)", pair=False),
+    Alternative(field="progress", value=False, text="only the total time counts (--needs no-progress)", pair=False),
     Alternative(field="trusted", value=False, text="they do not trust each other"),
     Alternative(field="bandwidth_qos", value=True, text="memory bandwidth must be guaranteed"),
     Alternative(field="code", value=True, text="the code can be changed"),
@@ -320,15 +322,14 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
     first = [field for field in open_fields if field in _FIRST]
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
-    missing = _not_given(situation) if best.way in CONCURRENT else []
+    missing = _not_given(situation) if best.way in {*CONCURRENT, *LEAVING} else []
     numbers = f"not given: {', '.join(missing)}"
     if open_fields:
         level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
         return level, open_text(open_fields) + (f"; {numbers}" if missing else "")
-    if best.way is Way.SLICES and not any(name in (situation.gpu.name or "") for name in ("H200", "H100")):
-        return Confidence.MEDIUM, "slices were measured on an H200 and an H100; this GPU may differ"
-    if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
-        return Confidence.MEDIUM, "its cap was measured on an H200; this GPU may need a different one"
+    elsewhere = _measured_elsewhere(situation, best.way)
+    if elsewhere is not None:
+        return Confidence.MEDIUM, elsewhere
     if any(one.contradiction for one in best.reasons):
         return Confidence.MEDIUM, "its sources disagree on a requirement of yours"
     if not best.of(Kind.FOR):
@@ -338,6 +339,21 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
     if missing:
         return Confidence.MEDIUM, numbers
     return Confidence.HIGH, "all deciding questions are answered"
+
+
+def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
+    """Return why what was measured may not be true here."""
+    name = situation.gpu.name or ""
+    if way is Way.SLICES and not any(one in name for one in ("H200", "H100")):
+        return "slices were measured on an H200 and an H100; this GPU may differ"
+    if way is Way.MPS_PRIORITY and "H200" not in name:
+        return "its cap was measured on an H200; this GPU may need a different one"
+    cost = situation.leaving_cost(way) if way in LEAVING else None
+    if cost is not None and cost.estimated:
+        return "its cost is estimated from smaller jobs on an H200"
+    if cost is not None and "H200" not in name:
+        return "its cost was measured on an H200; another machine may copy at another speed"
+    return None
 
 
 def _not_given(situation: Situation) -> list[str]:
@@ -460,6 +476,12 @@ QUESTIONS: Final = (
         text="What is the load pattern?",
         answers=tuple((one.value, one) for one in Pattern),
     ),
+    Question(
+        field="progress",
+        text="Does each of them have to advance, instead of one after another?",
+        answers=_YES_NO,
+        pair=False,
+    ),
     Question(field="cuda_graphs", text="Do they launch CUDA graphs (LLM engines do)?", answers=_YES_NO),
     Question(field="code", text="Can the program be changed?", answers=_YES_NO),
     Question(field="root", text="Can you become root?", answers=_YES_NO),
@@ -525,6 +547,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "conditions": conditions,
         "risks": [] if best is None else _risks(advice.situation, best.way),
         "not_protected": list(advice.gaps),
+        "cost": None if best is None else _cost_data(advice.situation, best.way),
         "memory": {
             **_memory_data(advice.budget, advice.limits_bytes),
             **({} if inside is None else {"sentence": inside}),
@@ -555,9 +578,24 @@ def _risks(situation: Situation, way: Way) -> list[str]:
     """Return what every answer of this kind has to say."""
     if way is Way.MPS_PRIORITY:
         return ["priority is a hint: the GPU may not follow it, and it reserves nothing for production"]
+    if way in LEAVING:
+        return ["a job that is out exists only in host memory: a restart of the machine ends it"]
     if situation.several and Mechanism.TIMESLICE in {way.outer, way.inner}:
         return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
     return []
+
+
+def _cost_data(situation: Situation, way: Way) -> dict[str, Any] | None:
+    """Return what it costs that jobs leave the GPU, with its source; None for another way, or if nothing is known."""
+    cost = situation.leaving_cost(way) if way in LEAVING else None
+    if cost is None:
+        return None
+    return {
+        **vars(cost),
+        "switch_seconds": cost.switch_seconds,
+        "host_free_bytes": situation.host.host_memory_bytes,
+        "sentence": cost.sentence(),
+    }
 
 
 def _where(advice: Advice) -> list[str]:
@@ -573,6 +611,8 @@ def _why_left(advice: Advice, best: Verdict) -> str:
     ways = [one for one in CONCURRENT if one is not Way.VGPU]
     if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
         what = "every other way of sharing is" if best.way in CONCURRENT else "every way of sharing is"
+        if best.way not in CONCURRENT and not all(advice.of(one).refused for one in LEAVING):
+            what = "every way of sharing at the same time is"
         return "; ".join([f"{what} ruled out", *_nearest(advice, best.way)])
     return "no answer favours another way, and this one needs the least"
 

@@ -93,6 +93,8 @@ class Workload:
     nccl: bool | None = None
     p2p: bool | None = None
     ipc: bool | None = None
+    # Memory that the driver pages (cudaMallocManaged, UVM).
+    managed_memory: bool | None = None
     graphics: bool | None = None
     profiler: bool | None = None
     dynamic_parallelism: bool | None = None
@@ -105,6 +107,8 @@ class Workload:
     gaps: bool | None = None
     bandwidth_bound: bool | None = None
     io_bound: bool | None = None
+    # Each of them has to advance, instead of one after another.
+    progress: bool | None = None
     # Keeping each process within its share matters more than lending idle SMs.
     containment: bool | None = None
     # The number of parties that must be separated from each other.
@@ -217,7 +221,7 @@ _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": Fals
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
     *("bandwidth_qos", "weights", "resizing", "containment", "vms", "containers", "kubernetes", "occupied"),
-    *("replicas", "multi_model", "gaps"),
+    *("replicas", "multi_model", "gaps", "progress", "managed_memory"),
 )
 # The names of a workload's properties in a file and on the command line.
 KEYS: Final = (

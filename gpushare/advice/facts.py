@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,6 +86,8 @@ class HostFacts:
     root: bool = False
     uid: int = 0
     gpus: tuple[GpuFacts, ...] = ()
+    # What a process started here can still get: the machine's free memory, and what its cgroup allows.
+    host_memory_bytes: int | None = None
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
     # Its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
@@ -107,6 +110,7 @@ def host_facts(state: HostState) -> HostFacts:
         root=state.host.uid == 0,
         uid=state.host.uid,
         gpus=tuple(_gpu(state, gpu, daemons, levels) for gpu in gpus),
+        host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),
         mps_program=state.mps_installed,
         mps_version=version,
         mps_version_3=None if version is None else version >= _MPS_3,

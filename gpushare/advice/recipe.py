@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.rules import batched as _batched
-from gpushare.advice.rules import verdicts
+from gpushare.advice.rules import cannot_leave, short_now, verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
@@ -581,6 +581,10 @@ def _whole_lines(situation: Situation) -> Recipe:
         return _one_each(situation)
     if situation.several:
         return _queue(situation)
+    if short_now(situation, Way.WHOLE) and situation.gpu.mig_enabled is not True:
+        return Recipe(
+            lines=(_run_in(situation, "waits until there is room for it", situation.case.workloads[0], "--wait"),)
+        )
     run = Line("no setup needed: run it", f"{_visible_to(situation)} {_program(situation.case.workloads[0])}")
     return Recipe(lines=(*_off_first(situation), run))
 
@@ -615,15 +619,89 @@ def _lacks_only_memory(situation: Situation) -> bool:
 
 def _by_room(situation: Situation) -> Recipe:
     """Return the lines that start each program when the GPU has room for it."""
-    case, gpu = situation.case, situation.gpu.selector
+    how = ["--wait"] if cannot_leave(situation) else ["--wait", "--swappable"]
     lines = _off_first(situation)
-    for one, count in zip(case.workloads, case.counts, strict=True):
-        # The limit counts the CUDA context, too.
-        size = -(-((one.memory or 0) + situation.plain.context_bytes) // MIB)
-        run = f"gpushare run -g {gpu} --wait --swappable --job-memory {size}M -- {_program(one)}"
-        lines.append(Line(_which(count, _label(one), "as many at a time as fit"), run))
-    longest = "all of them in turn, each with all of its memory, if none may wait for another's end: --turns auto instead of --wait"
-    return Recipe(lines=tuple(lines), measure=("the total time of all", longest))
+    for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
+        lines.append(_run_in(situation, _which(count, _label(one), "as many at a time as fit"), one, *how))
+    return Recipe(lines=tuple(lines), measure=("the total time of all",))
+
+
+def _run_in(situation: Situation, what: str, one: Workload, *how: str) -> Line:
+    """Return the line that runs a program with a place in the ledger of memory."""
+    gpu = "any" if len(situation.gpus_to_have) > 1 and not situation.pair else situation.gpu.selector
+    # The limit counts the CUDA context, too.
+    size = [] if one.memory is None else [f"--job-memory {-(-(one.memory + situation.plain.context_bytes) // MIB)}M"]
+    return Line(what, " ".join(["gpushare run -g", gpu, *how, *size, "--", _program(one)]))
+
+
+_LISTED: Final = "which jobs are out, and how long that took: gpushare swap list; which wait: gpushare status"
+_BROUGHT_BACK: Final = Line(
+    "nothing of the host is changed; a job that is out comes back by itself, or if its gpushare was killed, by",
+    "gpushare swap in JOB",
+)
+
+
+def _each_user(situation: Situation) -> str:
+    return ", each by its own user" if situation.case.same_user is False else ""
+
+
+def _turns_lines(situation: Situation) -> Recipe:
+    """Return the lines for jobs that take turns with the whole GPU."""
+    lines = _off_first(situation)
+    for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
+        lines.append(
+            _run_in(situation, _which(count, _label(one), f"in turns{_each_user(situation)}"), one, "--turns auto")
+        )
+    total = "the total time of all, and of one after another (--wait instead of --turns auto): turns lose about a tenth"
+    return Recipe(lines=tuple(lines), undo=(_BROUGHT_BACK,), measure=(_LISTED, total))
+
+
+def _swap_lines(situation: Situation) -> Recipe:
+    """Return the lines for a job that leaves for production, or for jobs that leave while they are idle."""
+    lines = _off_first(situation)
+    ones = list(zip(situation.case.workloads, situation.case.counts, strict=True))
+    if not situation.pair:
+        for one, count in ones:
+            lines.append(
+                _run_in(
+                    situation,
+                    _which(count, _label(one), f"out after 10 min without work{_each_user(situation)}"),
+                    one,
+                    *_IDLE,
+                )
+            )
+        wakes = "how long the first work after a pause takes: the job comes back first, and waits while the others work"
+        return Recipe(lines=tuple(lines), undo=(_BROUGHT_BACK,), measure=(_LISTED, wakes))
+    cost = situation.leaving_cost(Way.SWAP)
+    leaving = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
+    # No other user's word on what is production counts, but anybody who waits ends a turn.
+    foreign = situation.case.same_user is False
+    whose = ", by its own user" if foreign else ""
+    number = 0
+    for one, count in ones:
+        if one.role is Role.PRODUCTION:
+            number += 1
+            # Without an MPS program, production runs outside MPS as well.
+            role = f"--production {_service(one, number)}"
+            role += "" if situation.host.mps_program else f" --slice {_PRODUCTION_SLICE}"
+            how = f"starts when the other job has left{leaving}{whose}"
+            lines.append(_run_in(situation, _which(count, _label(one), how), one, role, "--wait"))
+        else:
+            how = f"out while production has the GPU{whose}"
+            out = "--turns 60s" if foreign else "--opportunistic --swap"
+            lines.append(_run_in(situation, _which(count, _label(one), how), one, out))
+    grows = (
+        "if production stays and its memory grows and shrinks: start it first, without --wait and --job-memory. The other job "
+        f"leaves in time for steady growth; a large allocation at once, before it has left{leaving}, is refused"
+    )
+    return Recipe(
+        lines=(*lines, *(() if foreign else (Line(grows, None),))),
+        undo=(_BROUGHT_BACK,),
+        measure=(_LISTED, "how long production waits when it starts, and how much of the time the other job runs"),
+    )
+
+
+_IDLE: Final = ("--wait", "--idle 10m")
 
 
 def _paused(situation: Situation) -> Recipe:
@@ -939,6 +1017,8 @@ def _fix(situation: Situation) -> Recipe:
 
 _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
     Way.WHOLE: _whole_lines,
+    Way.TURNS: _turns_lines,
+    Way.SWAP: _swap_lines,
     Way.STREAMS: _streams,
     Way.TIMESLICE: _timeslice,
     Way.SLICES: _slices,

@@ -15,7 +15,7 @@ from gpushare.advice.case import Isolation, Pattern, Role, all_of, any_of, negat
 from gpushare.advice.compare import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.table import Cell, Mechanism
-from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, SHARING, Way
+from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING, Way
 from gpushare.model import ComputeMode
 from gpushare.units import format_bytes
 
@@ -282,13 +282,72 @@ def _free_now(s: Situation) -> int:
     return max((s.plain.usable_bytes or 0) - (s.gpu.memory_used_bytes or 0), 0)
 
 
-def _short_now(s: Situation, way: Way) -> bool:
+def short_now(s: Situation, way: Way) -> bool:
     """Return whether the programs that are on the GPU leave too little memory."""
     found = s.budget_of(way)
-    needed = found.largest_bytes if way is Way.WHOLE else found.needed_bytes
+    needed = found.largest_bytes if way in {Way.WHOLE, *LEAVING} else found.needed_bytes
     # With occupied: no, they are the ones that the answer is for, or can be ended.
     others = bool(s.gpu.processes) and not s.case.any("running") and s.case.any("occupied") is not False
     return others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
+
+
+# -- jobs that leave the GPU ---------------------------------------------------------------------------
+
+
+def _waits_for_answers(s: Situation, way: Way) -> bool | None:
+    """Return whether a job that would leave has a latency target."""
+    return any_of(one.latency for one, _ in s.leavers(way))
+
+
+def _host_too_small(s: Situation, way: Way) -> bool | None:
+    cost = s.leaving_cost(way) if s.fit_together is False else None
+    if cost is None:
+        return False
+    free = s.host.host_memory_bytes
+    return None if free is None else cost.host_bytes > free
+
+
+def _host_words(s: Situation, way: Way) -> dict[str, object]:
+    cost = s.leaving_cost(way)
+    needed = "-" if cost is None else format_bytes(cost.host_bytes)
+    return {"needed": needed, "free": format_bytes(s.host.host_memory_bytes)}
+
+
+def _alone_too_large(s: Situation) -> bool:
+    """Return whether the production jobs of a pair do not fit even without the other."""
+    ones = [one for one in s.case.workloads if one.role is Role.PRODUCTION and one.memory is not None]
+    needed = sum(((one.memory or 0) + s.plain.least_context_bytes) * (one.processes or 1) for one in ones)
+    return s.pair and s.plain.usable_bytes is not None and needed > s.plain.usable_bytes
+
+
+def _short_of_memory(s: Situation) -> bool:
+    """Return whether not all fit at the same time, so that jobs have to leave or to wait."""
+    return s.several and s.fit_together is False
+
+
+def _own_time(s: Situation) -> bool:
+    """Return whether several people have long work, and nobody said that its order does not matter."""
+    long = s.case.pattern is Pattern.STEADY and s.case.same_user is False
+    return _short_of_memory(s) and not s.pair and long and s.case.any("progress") is not False
+
+
+def _total_counts(s: Situation) -> bool:
+    """Return whether nobody waits for a part of the work: then only the total time counts."""
+    one_user = s.case.same_user is not False and s.case.any("progress") is None
+    waits = s.case.any("progress") or s.case.pattern is Pattern.INTERACTIVE or s.pair
+    in_waves = s.in_turns(Way.MPS) is not None
+    return (
+        _short_of_memory(s) and not (waits or s.together or in_waves) and (one_user or s.case.any("progress") is False)
+    )
+
+
+def _leaving_words(s: Situation, way: Way) -> dict[str, object]:
+    cost = s.leaving_cost(way)
+    return {"cost": "" if cost is None else cost.sentence()}
+
+
+def _cost_known(s: Situation, way: Way) -> bool:
+    return _short_of_memory(s) and s.leaving_cost(way) is not None
 
 
 def _count_here(s: Situation) -> str:
@@ -297,6 +356,76 @@ def _count_here(s: Situation) -> str:
     return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
 
 
+_SWAP_DOCS: Final = "cuCheckpointProcess (CUDA driver API); NVIDIA/cuda-checkpoint; docs/memory.md"
+_SWAP_MEASURED: Final = "measured on an H200 (driver 580.159.04, 2026-11-22; docs/measurements.md, Memory)"
+_FIRST_CHECKPOINT: Final = 570
+# Why a job cannot leave the GPU at all: id, text, source, when, and the condition where that is unknown.
+_STAYS: Final[tuple[tuple[str, str, str, When, str | None], ...]] = (
+    (
+        "leaving-driver",
+        "only driver 570 or later can copy a job out of the GPU and back",
+        "cuCheckpointProcess (CUDA 12.8)",
+        lambda s: None if s.host.driver_major is None else s.host.driver_major < _FIRST_CHECKPOINT,
+        "only with driver 570 or later; the version of this one is unknown",
+    ),
+    (
+        "leaving-instance",
+        "the driver does not copy jobs on a MIG instance",
+        "NVIDIA/cuda-checkpoint; gpushare swap",
+        lambda s: s.gpu.instance is not None,
+        None,
+    ),
+    (
+        "leaving-peers",
+        "jobs with NCCL or on several GPUs cannot leave",
+        "NVIDIA/cuda-checkpoint; gpunap",
+        said("nccl", "p2p"),
+        None,
+    ),
+    (
+        "leaving-ipc",
+        "jobs that share GPU memory through CUDA IPC cannot leave",
+        "NVIDIA/cuda-checkpoint",
+        said("ipc"),
+        None,
+    ),
+    (
+        "leaving-managed",
+        "jobs with managed memory (UVM) cannot leave",
+        "NVIDIA/cuda-checkpoint",
+        said("managed_memory"),
+        None,
+    ),
+    (
+        "leaving-together",
+        "the processes depend on each other: one that is out holds up all of them",
+        "MPI and NCCL: a collective operation waits for every rank",
+        lambda s: s.together,
+        None,
+    ),
+    (
+        "leaving-vms",
+        "a virtual machine has a driver of its own: its programs cannot be moved from here",
+        "NVIDIA table 2022",
+        said("vms"),
+        None,
+    ),
+    (
+        "leaving-containers",
+        "gpushare does not move jobs in containers",
+        "gpushare run --container",
+        said("containers", "kubernetes"),
+        None,
+    ),
+    (
+        "leaving-running",
+        "they already run: gpushare moves by itself only what it started (by hand: gpushare swap out JOB)",
+        "gpushare swap",
+        said("running"),
+        None,
+    ),
+)
+
 # fmt: off
 VETOES: Final = (
     # -- MIG ---------------------------------------------------------------------------------------
@@ -304,7 +433,7 @@ VETOES: Final = (
         "{name} has no MIG", "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
         lambda s: negated(s.gpu.mig_capable), unknown="only if the GPU has MIG; the driver does not say",
         words=lambda s, _: {"name": s.gpu.name or "this GPU"}),
-    _veto("mig-stays-on", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.MEASURE),
+    _veto("mig-stays-on", (Way.WHOLE, *LEAVING, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.MEASURE),
         "MIG is on, and {why}", f"{_MIG_GUIDE}; the host", when_way=_mig_stays,
         words=lambda s, _: {"why": _why_mig_stays(s)}),
     _veto("mig-occupied", ALL_MIG,
@@ -387,15 +516,43 @@ VETOES: Final = (
         "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
         when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False and s.in_turns(way) is None,
         words=_memory_words),
-    _veto("memory-one", (Way.WHOLE, *CONCURRENT),
+    _veto("memory-one", (Way.WHOLE, *LEAVING, *CONCURRENT),
         "one process needs {largest} of {total}: {over} too much", "arithmetic",
         lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
         words=lambda s, _: _memory_words(s, Way.WHOLE)),
-    _veto("prohibited", (Way.WHOLE, *CONCURRENT),
+    _veto("prohibited", (Way.WHOLE, *LEAVING, *CONCURRENT),
         "compute mode is prohibited: no program can use the GPU", "NVML compute mode",
         lambda s: s.gpu.compute_mode is ComputeMode.PROHIBITED and not s.may_be_root),
+    # -- jobs that leave the GPU -------------------------------------------------------------------
+    _veto("leaving-one", LEAVING,
+        "there is only one job: jobs of others leave the GPU only if they were started that way", _SWAP_DOCS,
+        lambda s: s.case.processes == 1),
+    _veto("leaving-fits", LEAVING,
+        "all of them fit at the same time: none has to leave",
+        "arithmetic; nvshare (two jobs that fit took 0.8 of the time of one after another)",
+        lambda s: s.fit_together, unknown="only if they do not fit at the same time (give --processes and --memory)"),
+    *(_veto(name, LEAVING, text, source, when, unknown=unknown) for name, text, source, when, unknown in _STAYS),
+    _veto("leaving-host-memory", LEAVING,
+        "the copies need {needed} of host memory, and {free} are available", f"arithmetic; {_SWAP_DOCS}",
+        when_way=_host_too_small, unknown="only if there is enough free host memory for the copies; how much is free is unknown",
+        words=_host_words),
+    _veto("leaving-latency", LEAVING,
+        "there is a latency target, and a job that is out answers only after seconds", _SWAP_MEASURED,
+        when_way=_waits_for_answers),
+    _veto("leaving-apart", LEAVING,
+        "the parties must be kept apart, and nothing forces a job to leave when it should",
+        _SWAP_DOCS, lambda s: not s.trusted or bool(s.isolation & {Isolation.FAULT, Isolation.FULL})),
+    _veto("turns-production", (Way.TURNS,),
+        "production would have to leave for the turn of the other job", "TGS (NSDI 2023)", lambda s: s.pair),
+    _veto("swap-production-too-large", (Way.SWAP,),
+        "the production jobs alone need more memory than the GPU has", "arithmetic", _alone_too_large),
 )
 # fmt: on
+
+
+def cannot_leave(s: Situation) -> bool:
+    """Return whether the driver cannot copy these jobs out of this GPU, or gpushare does not try."""
+    return any(when(s) for _, _, _, when, _ in _STAYS)
 
 
 # -- requirements: what the table must say -----------------------------------------------------------
@@ -457,6 +614,14 @@ REQUIREMENTS: Final = (
 # -- conditions --------------------------------------------------------------------------------------
 
 
+def _untried(s: Situation) -> str:
+    mode = s.gpu.compute_mode
+    found = ["graphics"] if s.case.any("graphics") else []
+    found += ["profilers and debuggers"] if s.case.any("profiler") else []
+    found += [f"compute mode {mode.title}"] if mode is not None and mode is not ComputeMode.DEFAULT else []
+    return ", ".join(found)
+
+
 def _tight(s: Situation) -> bool:
     """Return whether all fit, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
@@ -480,16 +645,16 @@ CONDITIONS: Final = (
         "the driver lists no profiles while MIG is off: enable MIG to see whether it fits",
         "NVML before driver 580",
         lambda s: bool(s.gpu.mig_capable) and (s.gpu.layout is None or not s.gpu.layout.profiles)),
-    _condition("mig-is-on", (Way.WHOLE, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.STREAMS),
+    _condition("mig-is-on", (Way.WHOLE, *LEAVING, Way.TIMESLICE, Way.SLICES, *ALL_MPS, Way.STREAMS),
         "MIG is on: turn it off first (needs root and an idle GPU)", _MIG_GUIDE,
         lambda s: bool(s.gpu.mig_enabled)),
     _condition("in-turns", CONCURRENT,
         "not all of them fit at the same time: {most} at a time, the others wait", "arithmetic; NVIDIA MPS guide",
         when_way=lambda s, way: s.in_turns(way) is not None,
         words=lambda s, way: {"most": s.in_turns(way)}),
-    _condition("in-use-now", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS),
+    _condition("in-use-now", (Way.WHOLE, *LEAVING, Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS),
         "programs that run now use {used} of GPU memory, and the {free} that are free are not enough: they have to end first",
-        "arithmetic; the host", when_way=_short_now, words=lambda s, _: {
+        "arithmetic; the host", when_way=short_now, words=lambda s, _: {
             "used": format_bytes(s.gpu.memory_used_bytes), "free": format_bytes(_free_now(s))}),
     _condition("whole-together", (Way.WHOLE,),
         "the processes depend on each other, so they cannot run in turn: one process per GPU",
@@ -555,6 +720,22 @@ CONDITIONS: Final = (
     _condition("inside-needs-groups", (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "only if several processes may share an instance", "NVIDIA blog 2022; GKE; CIP203",
         lambda s: s.grouped is False or (s.case.groups is None and s.several)),
+    _condition("leaving-refused", LEAVING,
+        "only if they use no NCCL, CUDA IPC or managed memory: the driver refuses to copy such a job", "NVIDIA/cuda-checkpoint",
+        lambda s: None in map(s.case.any, ("nccl", "ipc", "managed_memory"))),
+    _condition("leaving-untried", LEAVING,
+        "that was not tried with {what}", _SWAP_MEASURED, lambda s: bool(_untried(s)),
+        words=lambda s, _: {"what": _untried(s)}),
+    _condition("leaving-quota", LEAVING,
+        "the memory limit of a job is looked at five times a second: nothing refuses the allocation itself",
+        "gpushare run --job-memory", lambda s: Isolation.QUOTA in s.isolation),
+    _condition("swap-who", (Way.SWAP,),
+        "only if one job is production and the other can wait, or if each of them is idle for long (notebooks)",
+        "TGS (NSDI 2023); gpushare run --idle", lambda s: not s.pair and s.case.pattern is not Pattern.INTERACTIVE),
+    _condition("swap-foreign-production", (Way.SWAP,),
+        "the jobs belong to different users, and no other user's word on what is production counts: the other job takes "
+        "turns of a minute instead, and when production starts it waits that long, too",
+        "gpushare run --turns", lambda s: s.pair and s.case.same_user is False),
     _condition("measure-needs-program", (Way.MEASURE,),
         "only if the program can be run several times on this GPU",
         "H200 study (2026): the order of MPS and time-slicing flips with the workload",
@@ -798,6 +979,32 @@ PREFERENCES: Final = (
     _for("runs-already", {Way.TIMESLICE: 40},
         "a running program is time-sliced as it is, and can be paused; nothing else can take it over",
         "NVIDIA MPS guide", said("running")),
+    _against("leaving-cost", dict.fromkeys(LEAVING, 0), "{cost}", _SWAP_MEASURED, when_way=_cost_known, words=_leaving_words),
+    _for("turns-progress", {Way.TURNS: 110},
+        "all of them are to advance: in its turn, each has the GPU and all of its memory",
+        "nvshare (a quantum of 60 s lost 2 %, paging made it 8 times slower); " + _SWAP_MEASURED,
+        lambda s: _short_of_memory(s) and s.case.any("progress")),
+    _for("turns-people", {Way.TURNS: 90},
+        "several people have long work that does not fit at the same time: in turns, nobody waits until another's work has ended",
+        "nvshare (a quantum of 60 s lost 2 %, paging made it 8 times slower); " + _SWAP_MEASURED, _own_time),
+    _for("turns-interactive", {Way.TURNS: 60},
+        "people wait for each of them: in turns, each advances within minutes", _SWAP_MEASURED,
+        lambda s: _short_of_memory(s) and s.case.pattern is Pattern.INTERACTIVE),
+    _against("turns-short", {Way.TURNS: 60},
+        "short jobs end before a turn is worth its switch", _SWAP_MEASURED,
+        lambda s: _short_of_memory(s) and s.case.pattern is Pattern.BURSTY),
+    _for("queue-shortest", {Way.WHOLE: 5},
+        "they do not fit at the same time, and nobody waits for a part of the work: one after another is the shortest in "
+        "total (turns lose a tenth)",
+        "measured on an H200 (24 mixed jobs took 0.48 of one after another with run --wait); arithmetic", _total_counts),
+    _for("swap-production", {Way.SWAP: 200},
+        "production has the first right to the memory, and the other job uses the GPU while production does not need it",
+        "TGS (NSDI 2023: swaps underneath, production's memory first)",
+        lambda s: _short_of_memory(s) and s.pair),
+    _for("swap-idle", {Way.SWAP: 110},
+        "people do not use the GPU all the time: what is idle gives its memory back, and comes in at its first work",
+        "gpushare run --idle; " + _SWAP_MEASURED,
+        lambda s: _short_of_memory(s) and not s.pair and s.case.pattern is Pattern.INTERACTIVE),
     _against("queue-of-people", {Way.WHOLE: 15},
         "users would wait for each other", "CIP203",
         lambda s: s.several and s.case.pattern is Pattern.INTERACTIVE),
@@ -838,6 +1045,8 @@ class Verdict:
 # The score of a way before any reason counts: the simplest setup comes first.
 BASE: Final = {
     Way.WHOLE: 5,
+    Way.TURNS: -10,
+    Way.SWAP: -15,
     Way.STREAMS: 2,
     Way.TIMESLICE: 10,
     Way.SLICES: -20,

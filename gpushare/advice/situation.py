@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import mps_clients
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MIG, Way
@@ -18,7 +18,7 @@ from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
@@ -148,6 +148,51 @@ def equal_limit(usable: int, processes: int) -> int | None:
     """Return the limit of each of N equal processes, or None if it would be too small."""
     share = usable // processes // _STEP * _STEP
     return share if share > MPS_LIMIT_EXTRA_BYTES else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingCost:
+    """What it costs that jobs leave the GPU, for the largest of them. ``turn_seconds`` is None if there are no turns."""
+
+    memory_bytes: int
+    out_seconds: float
+    in_seconds: float
+    turn_seconds: float | None
+    # The part of one after another that is left.
+    kept_share: float | None
+    # How long each job waits for its next turn, where only one fits at a time.
+    wait_seconds: float | None
+    # Free host memory that the copies need.
+    host_bytes: int
+    # No job as large was measured.
+    estimated: bool
+    source: str
+
+    @property
+    def switch_seconds(self) -> float:
+        """Return how long it takes until one job is out and the next is back."""
+        return self.out_seconds + self.in_seconds
+
+    def sentence(self) -> str:
+        """Return the cost as text."""
+        out, back, host = _about(self.out_seconds), _about(self.in_seconds), format_bytes(self.host_bytes)
+        guess = ", estimated from smaller jobs" if self.estimated else ""
+        if self.turn_seconds is None or self.kept_share is None:
+            return (
+                f"a job takes about {out} to leave and {back} to come back{guess}; {host} of host memory must be free"
+            )
+        waits = "" if self.wait_seconds is None else f" (then {_about(self.wait_seconds)} until the next)"
+        return (
+            f"a switch takes about {_about(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
+            f"{_about(self.turn_seconds)}{waits}, {100 * self.kept_share:.0f} % of one after another is left; "
+            f"{host} of host memory must be free"
+        )
+
+
+def _about(seconds: float) -> str:
+    if seconds < 9.5:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 119.5 else format_duration(round(seconds / 60) * 60)
 
 
 @dataclass(frozen=True, order=True)
@@ -463,6 +508,61 @@ class Situation:
 
     def budget_of(self, way: Way) -> Budget:
         return self.under_mps if Mechanism.MPS in {way.outer, way.inner} else self.plain
+
+    @cached_property
+    def fit_together(self) -> bool | None:
+        """Return whether all fit at the same time, here or with the other idle GPUs of the host; None if unknown."""
+        found = any_of([self.plain.may_fit, self.under_mps.may_fit])
+        return True if found is False and self._fit_apart else found
+
+    @property
+    def _fit_apart(self) -> bool:
+        """Return whether all fit at the same time, spread over the idle GPUs."""
+        ones = [(one.memory, count) for one, count in zip(self.case.workloads, self.case.counts, strict=True)]
+        if len(self.gpus_to_have) < 2 or any(None in one for one in ones):
+            return False
+        rooms = [(gpu.memory_total_bytes or 0) * (100 - HEADROOM_PERCENT) // 100 for gpu in self.gpus_to_have]
+        for memory, count in sorted(ones, key=lambda one: one[0] or 0, reverse=True):
+            size, left = (memory or 0) + LEAST_CONTEXT_BYTES, count or 0
+            for number, room in enumerate(rooms):
+                placed = min(room // size, left)
+                rooms[number] -= placed * size
+                left -= placed
+            if left:
+                return False
+        return True
+
+    def leavers(self, way: Way) -> list[tuple[Workload, int | None]]:
+        """Return the workloads that leave the GPU, with the number of their processes: of a pair, one that can wait."""
+        each = zip(self.case.workloads, self.case.counts, strict=True)
+        yielding = way is Way.SWAP and self.pair
+        return [(one, count) for one, count in each if not yielding or one.role is Role.OPPORTUNISTIC]
+
+    def leaving_cost(self, way: Way) -> LeavingCost | None:
+        """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
+        leavers = [(one.memory + CONTEXT_BYTES, count or 1) for one, count in self.leavers(way) if one.memory]
+        return self.once(("cost", way, *leavers), lambda: self._leaving_cost(way, leavers)) if leavers else None
+
+    def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
+        # Only here: most cases fit, and need none of it.
+        from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, moved
+
+        largest = max(size for size, _ in leavers)
+        out, back = moved(largest).out_seconds, moved(largest).in_seconds
+        turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
+        one_place = self.plain.most == 1 and len(self.gpus_to_have) == 1
+        alone = turn is not None and one_place and self.case.processes is not None
+        return LeavingCost(
+            memory_bytes=largest,
+            out_seconds=out,
+            in_seconds=back,
+            turn_seconds=turn,
+            kept_share=None if turn is None else kept_share(turn, out + back),
+            wait_seconds=((self.case.processes or 2) - 1) * ((turn or 0) + out + back) if alone else None,
+            host_bytes=host_bytes(sum(size * count for size, count in leavers)),
+            estimated=beyond_measured(largest),
+            source=SOURCE,
+        )
 
     def in_turns(self, way: Way) -> int | None:
         """Return how many run at a time if not all fit at once and the rest can wait; None: all at once, or at most one.

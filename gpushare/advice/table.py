@@ -261,6 +261,8 @@ _MECHANISMS: Final = {
     Mechanism.MIG: ("mig", "multiinstancegpu"),
     Mechanism.VGPU: ("vgpu", "virtualgpu"),
 }
+# Jobs take the GPU one after another with these: nothing that the rows ask is shared.
+_WITHOUT_COLUMN: Final = ("turns", "swap")
 _ROWS: Final = {
     "partition_type": ("type", "partition"),
     "max_partitions": ("max", "partitions", "clients", "number"),
@@ -284,6 +286,13 @@ def mechanism_named(text: str) -> Mechanism:
     found = _find(text, _MECHANISMS)
     if len(found) == 1:
         return found[0]
+    if _bare(text) in _WITHOUT_COLUMN:
+        name = _bare(text)
+        raise BadUsage(
+            f"{name} is not in the table: it is for jobs that do not fit at the same time",
+            f"see: gpushare explain {name}, and gpushare advise --mechanism {name}",
+            code="no_mechanism",
+        )
     raise BadUsage(
         f"{quoted(text)} is not a way of sharing that gpushare compares",
         _meant(text, {one.value: names for one, names in _MECHANISMS.items()})

@@ -14,6 +14,8 @@ class Way(str, Enum):
     """One way, in the order of the answer's table: from the simplest to the most special."""
 
     WHOLE = "whole-gpu"
+    TURNS = "turns"
+    SWAP = "swap"
     STREAMS = "streams"
     TIMESLICE = "timeslice"
     SLICES = "slices"
@@ -50,6 +52,8 @@ class Way(str, Enum):
 
 _TITLES: Final = {
     Way.WHOLE: "whole GPU, or a queue",
+    Way.TURNS: "in turns, each with the whole GPU",
+    Way.SWAP: "swap to host memory",
     Way.STREAMS: "CUDA streams",
     Way.TIMESLICE: "time-slicing",
     Way.SLICES: "time-slicing with a slice per process",
@@ -88,6 +92,12 @@ _ALIASES: Final = {
     "exclusive": Way.WHOLE,
     "whole": Way.WHOLE,
     "queue": Way.WHOLE,
+    "turn": Way.TURNS,
+    "by-turns": Way.TURNS,
+    "in-turns": Way.TURNS,
+    "swapping": Way.SWAP,
+    "by-swap": Way.SWAP,
+    "idle": Way.SWAP,
     "stream": Way.STREAMS,
     "time-slicing": Way.TIMESLICE,
     "timeslicing": Way.TIMESLICE,
@@ -105,7 +115,9 @@ ALL_MPS: Final = (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS)
 ALL_MIG: Final = (Way.MIG, Way.MIG_MPS, Way.MIG_TIMESLICE)
 # Several programs on one device at the same time.
 CONCURRENT: Final = (Way.STREAMS, Way.TIMESLICE, Way.SLICES, *ALL_MPS, *ALL_MIG, Way.VGPU)
-# Without the two answers that are not a way of sharing: measure it, fix the application.
+# Jobs that do not fit at the same time: one leaves the GPU with all of its memory, and comes back.
+LEAVING: Final = (Way.TURNS, Way.SWAP)
+# What can be measured against each other: without the two answers that are not a way of sharing, and without LEAVING.
 SHARING: Final = (Way.WHOLE, *CONCURRENT)
 
 

@@ -29,7 +29,7 @@ from gpushare.host.identity import boot_id, pid_space
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.pause.record import paused_since
-from gpushare.units import GIB, MIB, format_bytes
+from gpushare.units import MIB, format_bytes
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ _SAY_SECONDS: Final = 2.0
 # What ends a job waits for so long for the swap that another gpushare, or its guard, does.
 _END_SECONDS: Final = 30.0
 _TEXT: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
-# Left free in host memory, and on the GPU, besides the copy itself.
-_HOST_MARGIN_BYTES: Final = GIB
-_HOST_MARGIN_SHARE: Final = 0.05
+# Left free on the GPU besides the job itself.
 GPU_MARGIN_BYTES: Final = 256 * MIB
 
 
@@ -264,10 +262,11 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
             code="several_gpus",
         )
     _check_stopped(host, title, processes)
+    from gpushare.memory.cost import host_bytes
+
     for one in processes:
         free = host.machine.free_memory(one.pid)
-        need = sum(other.memory_bytes for other in processes)
-        most = need + max(_HOST_MARGIN_BYTES, int(need * _HOST_MARGIN_SHARE))
+        most = host_bytes(sum(other.memory_bytes for other in processes))
         if free is not None and most > free:
             raise InUse(
                 f"{title} needs {format_bytes(most)} of host memory, and {format_bytes(free)} are available to it",
@@ -616,6 +615,8 @@ def _laid_down(host: Host, swap: Swap, pids: Sequence[int]) -> None:
     chosen = [pid for pid in pids if pid in restored]
     if not chosen:
         return
+    from gpushare.memory.cost import HOST_MARGIN_BYTES
+
     checkpoint = host.open_checkpoint()
     # A stopped process hangs the lock.
     for pid, started in known(host.processes, chosen).items():
@@ -623,7 +624,7 @@ def _laid_down(host: Host, swap: Swap, pids: Sequence[int]) -> None:
             signal_known(host.processes, pid, started, signal.SIGCONT)
     for pid in chosen:
         free = or_none(lambda pid=pid: host.machine.free_memory(pid))  # type: ignore[misc]
-        if free is not None and free < restored[pid] + _HOST_MARGIN_BYTES:
+        if free is not None and free < restored[pid] + HOST_MARGIN_BYTES:
             continue
         with contextlib.suppress(GpushareError):
             if checkpoint.state(pid) == RUNNING:

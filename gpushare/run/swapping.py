@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
 from gpushare.host.process import cpu_time
+from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import client_limit
 from gpushare.memory.swap import (
@@ -39,8 +40,6 @@ _LOOK_SECONDS: Final = 0.5
 _WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
-# Without one given, a turn is this many times as long as the measured switch: nine tenths of the time are work.
-TURN_FACTOR: Final = 9.0
 _FIRST_TURN_SECONDS: Final = 30.0
 # CPU time since it left that counts as work: more than a timer tick and a heartbeat.
 _WAKING_SECONDS: Final = 0.1
@@ -48,9 +47,6 @@ _IDLE_CPU_SHARE: Final = 0.02
 # Growth is seen over this time, and in at least so many looks.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
-# How long a job takes to leave (H200: 2.7 GiB 1.5 to 1.7 s, 16.7 GiB 9 to 10 s).
-_LEAVING_SECONDS: Final = 1.0
-_OUT_BYTES_PER_SECOND: Final = 1.5 * GIB
 
 
 class Look(NamedTuple):
@@ -153,7 +149,7 @@ class Turns:
         if self._warned or self.seconds is None or switch is None or self.seconds >= TURN_FACTOR * switch:
             return
         self._warned = True
-        loss = 100 * switch / (self.seconds + switch)
+        loss = 100 * (1 - kept_share(self.seconds, switch))
         self.say(
             f"turns of {self.seconds:g} s lose about {loss:.0f} % of the time to switches of {switch:.1f} s; "
             f"give --turns {TURN_FACTOR * switch:.0f}s or more"
@@ -176,7 +172,7 @@ class ForProduction:
         """Return whether production waits, or is about to run out of memory."""
         self._free_since = None
         self._seen = [*(one for one in self._seen if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
-        leaving = _LEAVING_SECONDS + look.held_bytes / _OUT_BYTES_PER_SECOND
+        leaving = most_out_seconds(look.held_bytes)
         return look.production_waits or look.free_bytes - self._growth() * leaving < self.margin_bytes
 
     def _growth(self) -> float:

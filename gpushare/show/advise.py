@@ -75,10 +75,10 @@ def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
 def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "answer", data["answer"]
     yield from _measured(data)
-    for text in data["why"]:
-        yield "why", text
-    for text in data["risks"]:
-        yield "risk", text
+    cost = [data["cost"]["sentence"]] if data["cost"] else []
+    for item, texts in (("why", data["why"]), ("risk", data["risks"]), ("cost", cost)):
+        for text in texts:
+            yield item, text
     yield "confidence", f"{data['confidence']}: {data['confidence_why']}"
     if data["memory"]["sentence"]:
         yield "memory", data["memory"]["sentence"]
@@ -143,6 +143,8 @@ def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
         lines += _wrapped(text, width, "  ")
     for text in data["risks"]:
         lines += _wrapped(f"risk: {text}", width, "  ", style="yellow")
+    if data["cost"]:
+        lines += _wrapped(f"cost: {data['cost']['sentence']}", width, "  ", "    ")
     lines += _wrapped(f"{data['confidence']} confidence: {data['confidence_why']}", width, "  ", style="dim")
     if data["memory"]["sentence"]:
         lines += _wrapped(f"memory: {data['memory']['sentence']}", width, "  ", style="dim")

@@ -11,11 +11,11 @@ from benchmarks.advice_cases import GOALS, Judged, figures, judge, load, met, ta
 HERE = Path(__file__).parent
 WAYS = {
     "error", "fix-app", "measure", "mig", "mig+mps", "mig+timeslice", "mps", "mps+streams", "mps-priority",
-    "mps-static", "none", "slices", "streams", "timeslice", "vgpu", "whole-gpu",
+    "mps-static", "none", "slices", "streams", "swap", "timeslice", "turns", "vgpu", "whole-gpu",
 }  # fmt: skip
 
 
-FILES = {"held_out.yaml": 60, "held_out_2.yaml": 30, "held_out_3.yaml": 60}
+FILES = {"held_out.yaml": 60, "held_out_2.yaml": 30, "held_out_3.yaml": 60, "held_out_4.yaml": 24}
 
 
 @pytest.fixture(scope="module", params=FILES)

@@ -14,7 +14,7 @@ from gpushare.advice.advise import QUESTIONS, advise, answer_of, next_question, 
 from gpushare.advice.case import workload_of
 from gpushare.advice.rules import Outcome, verdicts, winner
 from gpushare.advice.table import load_table, table_of
-from gpushare.advice.ways import Way
+from gpushare.advice.ways import CONCURRENT, LEAVING, Way
 from tests.advice.conftest import situation_of
 
 HOSTS = ("a100-80gb", "t4", "h200", "a30")
@@ -87,6 +87,19 @@ def test_the_winner_is_never_refused_and_always_has_lines(words: dict[str, Any],
     assert all(change.way is not advice.best.way for change in advice.changes)
 
 
+@settings(max_examples=150)
+@given(base, st.booleans() | st.none(), st.sampled_from(HOSTS))
+def test_leaving_is_never_preferred_to_what_fits(words: dict[str, Any], progress: bool | None, host: str) -> None:
+    made = situation_of({**words, **({} if progress is None else {"progress": progress})}, host=host)
+    found = {one.way: one for one in verdicts(made)}
+    best = winner(found.values())
+    if best is None or best.way not in LEAVING:
+        return
+    assert made.plain.may_fit is made.under_mps.may_fit is False
+    # Only in waves, the others waiting.
+    assert all(found[way].refused or made.in_turns(way) for way in CONCURRENT if way is not Way.VGPU)
+
+
 @settings(max_examples=25)
 @given(base, st.sampled_from(HOSTS))
 def test_a_question_is_asked_only_while_it_decides(words: dict[str, Any], host: str) -> None:
@@ -106,7 +119,8 @@ def test_a_question_is_asked_only_while_it_decides(words: dict[str, Any], host: 
 @given(base, st.sampled_from(HOSTS))
 def test_more_memory_never_makes_a_way_fit(words: dict[str, Any], host: str) -> None:
     less = {**words, "memory": "4G"}
-    assert refused(less, host) <= refused({**words, "memory": "40G"}, host) | {Way.MEASURE}
+    # Jobs leave the GPU only because not all of them fit.
+    assert refused(less, host) <= refused({**words, "memory": "40G"}, host) | {Way.MEASURE, *LEAVING}
 
 
 @settings(max_examples=60)

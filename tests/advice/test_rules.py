@@ -26,6 +26,7 @@ from gpushare.advice.ways import Way
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import ComputeInstance, GpuInstance
 from gpushare.model import ComputeMode, Holder, TimeSlice
+from gpushare.units import GIB
 from tests.advice.conftest import facts_of, situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}
@@ -55,6 +56,17 @@ def one(facts: dict[str, Any] | None = None, **more: Any) -> Example:
     return Example(({"processes": 1, **more},), facts=facts or {})
 
 
+def short(**more: Any) -> Example:
+    """Return two jobs that do not fit at the same time."""
+    return Example(({"processes": 2, "memory": "60G", "users": "same", **more},))
+
+
+def short_on(facts: dict[str, Any]) -> Example:
+    return replace(short(), facts=facts)
+
+
+SHORT = short()
+SHORT_PAIR = of(*({**job, "memory": "60G", "users": "same"} for job in PAIR))
 OLD = {"compute_capability": (6, 0)}
 NEW = {"driver": "595.45.04", "driver_major": 595, "mps_version": 13020}
 ON = {"mig_enabled": True}
@@ -202,6 +214,44 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "runs-already": ("timeslice", four(running=True), four()),
     "queue-of-people": ("whole-gpu", four(pattern="interactive"), four()),
     "one-process-shares": ("mps", one(), four()),
+    # -- jobs that leave the GPU
+    "leaving-one": ("turns", one(), SHORT),
+    "leaving-fits": ("turns", of({"processes": 2, "memory": "6G"}), SHORT),
+    "leaving-driver": ("turns", short_on({"driver_major": 565}), SHORT),
+    "leaving-instance": ("swap", short_on({"instance": "MIG-1"}), SHORT),
+    "leaving-peers": ("turns", short(nccl=True), SHORT),
+    "leaving-ipc": ("turns", short(ipc=True), SHORT),
+    "leaving-managed": ("swap", short(managed_memory=True), SHORT),
+    "leaving-together": ("turns", short(cooperating=True), SHORT),
+    "leaving-vms": ("turns", short(vms=True), SHORT),
+    "leaving-containers": ("turns", short(containers=True), SHORT),
+    "leaving-running": ("swap", short(running=True), SHORT),
+    "leaving-host-memory": ("turns", short_on({"host_memory_bytes": 100 * GIB}), SHORT),
+    "leaving-latency": ("turns", short(latency="20ms"), SHORT),
+    "leaving-apart": ("turns", short(trusted=False), SHORT),
+    "leaving-refused": ("turns", SHORT, short(nccl=False, ipc=False, managed_memory=False)),
+    "leaving-untried": ("turns", short(graphics=True), SHORT),
+    "leaving-quota": ("swap", short(isolation="quota"), SHORT),
+    "leaving-cost": ("turns", SHORT, of({"processes": 2, "memory": "6G"})),
+    "turns-production": ("turns", SHORT_PAIR, SHORT),
+    "turns-progress": ("turns", short(progress=True), SHORT),
+    "turns-people": ("turns", short(users="different", pattern="steady"), short(pattern="steady")),
+    "turns-interactive": ("turns", short(pattern="interactive"), SHORT),
+    "turns-short": ("turns", short(pattern="bursty"), SHORT),
+    "queue-shortest": ("whole-gpu", SHORT, short(progress=True)),
+    "swap-who": ("swap", SHORT, SHORT_PAIR),
+    "swap-foreign-production": (
+        "swap",
+        of(*({**job, "user": user} for job, user in zip(SHORT_PAIR.workloads, ("ann", "bob"), strict=True))),
+        SHORT_PAIR,
+    ),
+    "swap-production": ("swap", SHORT_PAIR, SHORT),
+    "swap-production-too-large": (
+        "swap",
+        of({**SHORT_PAIR.workloads[0], "processes": 2}, SHORT_PAIR.workloads[1]),
+        SHORT_PAIR,
+    ),
+    "swap-idle": ("swap", short(pattern="interactive"), SHORT),
     # of the engine itself
     "nothing-decides": ("measure", of({"processes": 2, "users": "same", "pattern": "steady"}), four()),
     "nothing-to-compare": ("measure", four(memory="30G", cooperating=True), four()),

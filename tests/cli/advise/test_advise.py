@@ -71,7 +71,7 @@ def test_verbose_prints_every_rule_with_its_source(cli: Any) -> None:
 def test_json_has_all_of_it(cli: Any) -> None:
     data = cli("advise", *FARM, host="sim:a100-80gb", output="json").ok().data
     assert data["winner"] == "mps"
-    assert len(data["verdicts"]) == 14
+    assert len(data["verdicts"]) == 16
     assert {one["outcome"] for one in data["verdicts"]} == {"fits", "fits with a condition", "refused"}
     assert all(reason["source"] for one in data["verdicts"] for reason in one["reasons"])
     assert data["memory"]["fits"] is True
@@ -90,7 +90,7 @@ def test_plain_output_is_one_item_a_line(cli: Any) -> None:
 def test_csv_is_the_table_of_verdicts(cli: Any) -> None:
     lines = cli("advise", *FARM, host="sim:t4", output="csv").ok().out.splitlines()
     assert lines[0] == "way,verdict,why"
-    assert len(lines) == 15
+    assert len(lines) == 17
 
 
 def test_the_order_of_flags_does_not_matter(cli: Any) -> None:

@@ -1,0 +1,191 @@
+"""The ways for jobs that do not fit at the same time: the answer, its cost, and what is printed, run as printed."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.advice.ways import Way, way_of
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+from tests.cli.run.test_memory import JOB
+
+A30 = "sim:a30"
+TWO = ("--processes", "2", "--users", "same", "--saturating")
+
+
+def job(size: str, seconds: float) -> str:
+    return shlex.join((*JOB, "--footprint", size, "--seconds", str(seconds)))
+
+
+def asked(cli: Cli, *words: str, host: str = A30) -> dict[str, Any]:
+    found: dict[str, Any] = cli("advise", "-y", *words, host=host, output="json").ok().data
+    return found
+
+
+def commands(data: dict[str, Any]) -> list[str]:
+    return [one["command"] for one in data["commands"] if one["command"]]
+
+
+def words_of(command: str, **instead: str) -> list[str]:
+    """Return the words of a printed command after ``gpushare``, with a shorter time in a test."""
+    for old, new in instead.items():
+        option, value = new.split("=")
+        assert f"--{option} {old.removeprefix('_')}" in command
+        command = command.replace(f"--{option} {old.removeprefix('_')}", f"--{option} {value}")
+    first, *rest = shlex.split(command)
+    assert first == "gpushare"
+    return rest
+
+
+def on_gpu(world: World) -> None:
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+
+
+def pair(tmp_path: Path, *, users: tuple[str, str] | None = None, seconds: float = 30) -> Path:
+    file = tmp_path / "pair.yaml"
+    ones = [("serve", "production", "12G", 2.0), ("batch", "opportunistic", "16G", seconds)]
+    lines = [
+        f"  - {{name: {name}, role: {role}, memory: {size}, command: '{job(size, time)}', "
+        + (f"user: {users[number]}}}" if users else "users: same}")
+        for number, (name, role, size, time) in enumerate(ones)
+    ]
+    file.write_text("\n".join(["workloads:", *lines]))
+    return file
+
+
+# -- the answer ----------------------------------------------------------------------------------------
+
+
+def test_the_cost_is_a_number_with_its_source(cli: Cli) -> None:
+    assert asked(cli, *TWO, "--memory", "60G", "--needs", "progress", host="sim:h200")["cost"] is None
+    data = asked(cli, *TWO, "--memory", "80G", "--needs", "progress", host="sim:h200")
+    assert data["winner"] == "turns"
+    cost = data["cost"]
+    assert cost["kept_share"] == pytest.approx(0.9)
+    assert cost["switch_seconds"] == pytest.approx(cost["out_seconds"] + cost["in_seconds"])
+    assert cost["turn_seconds"] == pytest.approx(9 * cost["switch_seconds"])
+    assert cost["wait_seconds"] == pytest.approx(10 * cost["switch_seconds"])
+    assert cost["host_bytes"] > 2 * 80 << 30
+    assert "H200" in cost["source"]
+    assert data["memory"]["fits"] is False
+    assert any("90 % of one after another" in line for line in [cost["sentence"]])
+
+
+def test_the_screen_says_the_cost_and_how_to_see_it(cli: Cli) -> None:
+    words = ("advise", "-y", *TWO, "--memory", "16G", "--needs", "progress")
+    out = " ".join(cli(*words, host=A30, output="table").ok().out.split())
+    assert "cost: a switch takes about 13 s" in out
+    assert "gpushare swap list" in out
+    assert "gpushare swap in JOB" in out
+    plain = cli(*words, host=A30, output="plain").ok().out
+    assert [line for line in plain.splitlines() if line.startswith(("cost\t", "cost "))]
+
+
+@pytest.mark.parametrize("way", ["turns", "swap"])
+def test_a_way_is_explained(cli: Cli, way: str) -> None:
+    out = cli("advise", *TWO, "--memory", "2G", "--mechanism", way, host=A30, output="table").ok().out
+    assert "all of them fit at the same time" in " ".join(out.split())
+    assert "host memory" in cli("explain", way, host=None).ok().out
+
+
+def test_the_table_of_mechanisms_has_no_column_for_them(refused: Callable[..., str]) -> None:
+    assert "gpushare explain turns" in refused("compare", "turns", code="no_mechanism", exit_code=2)
+
+
+def test_other_words_for_them() -> None:
+    assert [way_of(text) for text in ("by-turns", "swapping", "idle")] == [Way.TURNS, Way.SWAP, Way.SWAP]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "more", "rule"),
+    [
+        (("fault", "driver", "565.57.01"), (), "leaving-driver"),
+        (("fault", "host-memory", str(20 << 30)), (), "leaving-host-memory"),
+        ((), ("--needs", "nccl"), "leaving-peers"),
+        ((), ("--needs", "managed-memory"), "leaving-managed"),
+        ((), ("--latency", "50ms"), "leaving-latency"),
+    ],
+)
+def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str, ...], rule: str) -> None:
+    if prepare:
+        cli("sim", *prepare, host=A30).ok()
+    data = asked(cli, *TWO, "--memory", "16G", "--needs", "progress", *more)
+    assert data["winner"] not in {"turns", "swap"}
+    verdict = next(one for one in data["verdicts"] if one["way"] == "turns")
+    assert verdict["outcome"] == "refused"
+    assert rule in {one["rule"] for one in verdict["reasons"] if one["kind"] == "veto"}
+    if rule not in {"leaving-host-memory", "leaving-latency"}:
+        assert not any("--swappable" in command for command in commands(data))
+
+
+def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> None:
+    cli("sim", "add", "-g", "0", "--memory", "16G", "--user", "1001", host=A30).ok()
+    data = asked(cli, "--processes", "1", "--memory", "16G", "--command", "true")
+    assert commands(data) == ["gpushare run -g 0 --wait --job-memory 16884M -- true"]
+
+
+def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
+    answer = cli("advise", "-y", *TWO, "--memory", "16G", "--needs", "progress", "--apply", host=A30).ok()
+    assert "nothing to set up for in turns" in answer.out + answer.err
+    assert "--turns auto" in answer.out + answer.err
+
+
+# -- what is printed, run ------------------------------------------------------------------------------
+
+
+def test_turns_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
+    data = asked(cli, *TWO, "--memory", "14G", "--needs", "progress", "--command", job("14G", 60))
+    assert data["winner"] == "turns"
+    (command,) = commands(data)
+    first, *rest = words_of(command)
+    assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
+    both = [real(*words_of(command, auto="turns=0.5"), host=A30) for _ in range(2)]
+    for one in both:
+        one.says("out of the GPU: 14.0 GiB to host memory")
+        one.says("back on the GPU: 14.0 GiB")
+    for one in both:
+        one.signal(signal.SIGINT)
+    assert [one.result().code for one in both] == [0, 0]
+
+
+def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
+    from gpushare.sim.current import changing
+
+    program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
+    data = asked(cli, *TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
+    assert data["winner"] == "swap"
+    (command,) = commands(data)
+    world = World(A30)
+    first = real(*words_of(command, _10m="idle=1s"), host=A30)
+    on_gpu(world)
+    with changing(world.file) as (state, _):
+        state.processes[0].sm_percent = 0
+    first.says("out of the GPU")
+    listed = cli("swap", "list", host=A30, output="json").ok().data
+    assert [one["state"] for one in listed["jobs"]] == ["out"]
+    # Its place is free for the next.
+    second = real(*words_of(command), host=A30)
+    second.says("runs on GPU 0")
+
+
+@pytest.mark.parametrize("users", [None, ("web", "ann")])
+def test_production_first_as_printed(
+    cli: Cli, real: Callable[..., Started], tmp_path: Path, users: tuple[str, str] | None
+) -> None:
+    data = asked(cli, "-f", str(pair(tmp_path, users=users)))
+    assert data["winner"] == "swap"
+    serve, batch = commands(data)
+    other = real(*(words_of(batch) if users is None else words_of(batch, _60s="turns=0.5")), host=A30)
+    on_gpu(World(A30))
+    web = real(*words_of(serve), host=A30)
+    other.says("out of the GPU: 16.0 GiB")
+    assert web.result().code == 0
+    other.signal(signal.SIGINT)
+    assert other.result().code == 0
