@@ -192,19 +192,18 @@ class Cgroups:
         text = (read_proc(f"/proc/{pid}/cgroup", _MOST_BYTES) or b"").decode(errors="replace")
         return re.search(rf"^0::/{re.escape(name)}(?:/|$)", text, re.MULTILINE) is not None
 
-    def left(self) -> list[JobCgroup]:
-        """Return the cgroups of gpushares that are gone."""
+    def jobs(self) -> list[JobCgroup]:
+        """Return all cgroups of jobs."""
         try:
             with self.opened() as root:
-                names = [name for name in os.listdir(root) if name.startswith(PREFIX)]
+                names = os.listdir(root)
         except OSError:
             return []
-        return [JobCgroup(self, name) for name in names if _is_left(name)]
+        return [JobCgroup(self, name) for name in names if _NAME.fullmatch(name)]
 
-
-def _is_left(name: str) -> bool:
-    match = _NAME.fullmatch(name)
-    return match is not None and identity_of(int(match[1])) != Identity(int(match[1]), int(match[2]))
+    def left(self) -> list[JobCgroup]:
+        """Return the cgroups of gpushares that are gone."""
+        return [one for one in self.jobs() if identity_of(one.maker.pid) != one.maker]
 
 
 @dataclass(frozen=True)
@@ -217,6 +216,12 @@ class JobCgroup:
     @property
     def path(self) -> str:
         return f"{self.tree.root}/{self.name}"
+
+    @property
+    def maker(self) -> Identity:
+        """Return the gpushare that made it."""
+        pid, started, _ = self.name.removeprefix(PREFIX).split("-")
+        return Identity(int(pid), int(started))
 
     def enter(self, pid: int) -> None:
         """Move a process in.

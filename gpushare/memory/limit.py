@@ -108,7 +108,7 @@ class JobMemory:
         spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
         found = self._processes()
-        counted = None if self._driver is None else self._driver.used_bytes()
+        counted = self._counted()
         if found is None:
             self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
@@ -126,6 +126,11 @@ class JobMemory:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
+
+    def _counted(self) -> int | None:
+        """Return what the driver counts for the job; a number that it would have refused is in another unit."""
+        counted = None if self._driver is None else self._driver.used_bytes()
+        return None if counted is None or self.limit_bytes is None or counted > self.limit_bytes else counted
 
     def _check_driver(self, found: list[GpuProcess], held: int, limit: int) -> None:
         """See whether the driver still limits all of the job; if not, what NVML lists counts from now on."""

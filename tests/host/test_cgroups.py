@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -31,9 +32,9 @@ def mounted() -> str | None:
     return None
 
 
-@pytest.fixture
-def tree() -> Iterator[Cgroups]:
-    """Return the tree of this machine."""
+@contextlib.contextmanager
+def real_tree() -> Iterator[Cgroups]:
+    """Yield the tree of this machine, and remove what this process made in it; skip where there is none to write."""
     root = mounted()
     if root is None:
         pytest.skip("no cgroup v2 is mounted here")
@@ -44,6 +45,12 @@ def tree() -> Iterator[Cgroups]:
     for name in os.listdir(root):
         if name.startswith(f"{PREFIX}{os.getpid()}-"):
             os.rmdir(f"{root}/{name}")
+
+
+@pytest.fixture
+def tree() -> Iterator[Cgroups]:
+    with real_tree() as found:
+        yield found
 
 
 def wait_empty(cgroup: JobCgroup) -> None:

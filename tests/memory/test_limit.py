@@ -162,6 +162,14 @@ def test_the_peak_is_what_the_driver_counts(told: Told) -> None:
     assert memory.peak_bytes == 5 * GIB
 
 
+def test_what_the_driver_cannot_have_counted_is_no_peak(told: Told) -> None:
+    memory, _, limit = by_driver(told)
+    limit.used = 5 * GIB << 20
+    told.memory = {10: 4 * GIB}
+    memory.look()
+    assert memory.peak_bytes == 4 * GIB
+
+
 def test_a_process_outside_the_cgroup_is_added_up(told: Told) -> None:
     memory, said, limit = by_driver(told)
     limit.inside = {10}

@@ -15,6 +15,7 @@ from gpushare.sim.cgroups import FAULTS
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import CRASHED, H200, Started, World, until
+from tests.host.test_cgroups import real_tree
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 SMALL = (*JOB, "--footprint", "4G", "--seconds", "0.5")
@@ -165,6 +166,18 @@ def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli
     job.result()
 
 
+def test_a_job_that_the_driver_limits_is_not_swapped(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    words = ("--job-memory", "8G", "--name", "train", "--slice", "1ms")
+    job = real("run", *words, "--", *JOB, "--footprint", "4G", "--seconds", "60")
+    until(lambda: running(world), "the job is on the GPU")
+    text = refused("swap", "out", "train", code="limited_by_driver", exit_code=3)
+    assert "gpushare run --swappable" in text
+    job.signal(signal.SIGINT)
+    job.result()
+
+
 def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Started], world: World) -> None:
     job = real("run", "--job-memory", "8G", "--", "sleep", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
@@ -199,6 +212,24 @@ def test_a_plain_run_removes_what_a_killed_one_left(cli: Cli, world: World) -> N
     cli("run", "--", "true", "--dry-run")
     assert cli("run", "--", "true").code == 0
     assert cgroups(world) == []
+
+
+def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is simulated, the cgroup is the kernel's."""
+    with real_tree() as tree:
+        monkeypatch.setattr("gpushare.sim.SimulatedHost.open_cgroups", lambda _: tree)
+        monkeypatch.setattr("gpushare.memory.driver_limit._set", lambda *_: True)
+        if (why := tree.why_not()) is not None:
+            pytest.skip(f"the cgroup of the tests may not be left: {why}")
+        out = tmp_path / "out"
+        script = f"grep ^0:: /proc/self/cgroup > {out}; sh -c 'grep ^0:: /proc/self/cgroup' >> {out}; exit 7"
+        answer = cli("run", "--job-memory", "8G", "--", "sh", "-c", script)
+        assert answer.code == 7
+        assert not any("is not in the job's cgroup" in line for line in answer.lines("note"))
+        own, child = out.read_text().splitlines()
+        assert own == child
+        assert own.startswith(f"0::/gpushare-job-{os.getpid()}-")
+        assert not [name for name in os.listdir(tree.root) if name.startswith(f"gpushare-job-{os.getpid()}-")]
 
 
 def test_a_container_is_added_up(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
