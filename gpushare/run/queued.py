@@ -72,8 +72,10 @@ def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
     held = "" if peak_bytes is None else f" (it held {format_bytes(peak_bytes)} at most)"
     size = format_bytes(limit_bytes)
     if short:
-        return f"it ran out of memory at its limit of {size}, set in the driver{held}; give it more: --job-memory SIZE"
-    return f"if it ran out of memory: its limit is {size}, set in the driver{held}; to raise it: --job-memory SIZE"
+        return (
+            f"it ran out of GPU memory at its limit of {size}, set in the driver{held}; give it more: --job-memory SIZE"
+        )
+    return f"if it ran out of GPU memory: its limit is {size}, set in the driver{held}; to raise it: --job-memory SIZE"
 
 
 def _write_all(descriptor: int, text: bytes) -> None:

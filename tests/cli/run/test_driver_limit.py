@@ -44,7 +44,7 @@ def test_an_allocation_above_the_limit_fails(cli: Cli, world: World) -> None:
     assert answer.lines("error") == []
     (note,) = [line for line in answer.lines("note") if "limit" in line]
     assert note == (
-        "note: if it ran out of memory: its limit is 8.0 GiB, set in the driver (it held 512 MiB at most); to raise it: "
+        "note: if it ran out of GPU memory: its limit is 8.0 GiB, set in the driver (it held 512 MiB at most); to raise it: "
         "--job-memory SIZE"
     )
     assert cgroups(world) == []
@@ -184,7 +184,7 @@ def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Start
     job.signal(signal.SIGINT)
     answer = job.result()
     assert answer.code == 130
-    assert "ran out of memory" not in answer.err + "".join(job.said)
+    assert "ran out of" not in answer.err + "".join(job.said)
     assert cgroups(world) == []
 
 

@@ -15,7 +15,7 @@ from gpushare.errors import InUse
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
-from gpushare.run.queued import ErrorTail, _more
+from gpushare.run.queued import ErrorTail, _at_limit, _more
 from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.units import GIB
@@ -390,3 +390,11 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
         text = text[os.write(tail.descriptor, text) :]
     assert tail.ran_out_of_memory()
     assert len(capfd.readouterr().err) == 200_020
+
+
+def test_what_a_failed_program_is_told_of_its_limit() -> None:
+    known = _at_limit(8 * GIB, 7 * GIB, short=True)
+    assert known.startswith(
+        "it ran out of GPU memory at its limit of 8.0 GiB, set in the driver (it held 7.0 GiB at most)"
+    )
+    assert "if it ran out" in _at_limit(8 * GIB, None, short=False)
