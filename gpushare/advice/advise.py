@@ -590,9 +590,9 @@ def _cost_data(situation: Situation, way: Way) -> dict[str, Any] | None:
     cost = situation.leaving_cost(way) if way in LEAVING else None
     if cost is None:
         return None
+    known = {**vars(cost), "switch_seconds": cost.switch_seconds}
     return {
-        **vars(cost),
-        "switch_seconds": cost.switch_seconds,
+        **{name: round(value, 1) if name.endswith("_seconds") and value else value for name, value in known.items()},
         "host_free_bytes": situation.host.host_memory_bytes,
         "sentence": cost.sentence(),
     }

@@ -638,7 +638,7 @@ CONDITIONS: Final = (
         "NVIDIA table 2022 (when idle); MIG User Guide",
         _in_the_way, unknown="the GPU must be idle before it can be partitioned",
         words=lambda s, _: {"count": _count_here(s)}),
-    _condition("mps-serves", (Way.TIMESLICE, Way.SLICES, *ALL_MIG),
+    _condition("mps-serves", (*LEAVING, Way.TIMESLICE, Way.SLICES, *ALL_MIG),
         "an MPS daemon serves the GPU: stop it first, after its programs have ended",
         "NVIDIA MPS guide; MIG User Guide (when idle)", when_way=Situation.mps_in_the_way),
     _condition("mig-profiles-unknown", ALL_MIG,

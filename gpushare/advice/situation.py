@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import mps_clients
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MIG, Way
+from gpushare.advice.ways import ALL_MIG, LEAVING, Way
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
+from gpushare.model import ComputeMode
 from gpushare.units import MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -634,6 +635,9 @@ class Situation:
         """
         if not self.mps_serves or (self.case.any("running") and way is Way.TIMESLICE):
             return False
+        if way in LEAVING:
+            # In another mode its server has the GPU alone.
+            return self.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
         return way in {Way.TIMESLICE, Way.SLICES, *ALL_MIG}
 
     @cached_property

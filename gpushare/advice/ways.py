@@ -52,7 +52,7 @@ class Way(str, Enum):
 
 _TITLES: Final = {
     Way.WHOLE: "whole GPU, or a queue",
-    Way.TURNS: "in turns, each with the whole GPU",
+    Way.TURNS: "turns, each with the whole GPU",
     Way.SWAP: "swap to host memory",
     Way.STREAMS: "CUDA streams",
     Way.TIMESLICE: "time-slicing",

@@ -1,0 +1,60 @@
+"""What it costs to move jobs: between what was measured, and beyond."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.memory.cost import (
+    HOST_MARGIN_BYTES,
+    MEASURED,
+    TURN_FACTOR,
+    beyond_measured,
+    host_bytes,
+    kept_share,
+    most_out_seconds,
+    moved,
+)
+from gpushare.units import GIB
+
+
+def test_what_was_measured_is_returned_as_it_was() -> None:
+    assert sorted(MEASURED) == list(MEASURED)
+    for one in MEASURED:
+        assert moved(one.memory_bytes) == pytest.approx(one)
+        assert not beyond_measured(one.memory_bytes)
+
+
+def test_a_small_job_takes_as_long_as_the_smallest_measured() -> None:
+    assert moved(GIB // 4)[1:] == MEASURED[0][1:]
+
+
+def test_beyond_the_largest_the_last_two_go_on() -> None:
+    before, last = MEASURED[-2:]
+    size = 2 * last.memory_bytes - before.memory_bytes
+    assert moved(size).out_seconds == pytest.approx(2 * last.out_seconds - before.out_seconds)
+    assert beyond_measured(size)
+
+
+@given(st.integers(0, 300 * GIB), st.integers(0, 100 * GIB))
+def test_a_larger_job_never_takes_less(size: int, more: int) -> None:
+    one, larger = moved(size), moved(size + more)
+    assert 0 < one.out_seconds <= larger.out_seconds
+    assert 0 < one.in_seconds <= larger.in_seconds
+    assert most_out_seconds(size) < most_out_seconds(size + more) or not more
+
+
+@pytest.mark.parametrize("one", MEASURED)
+def test_who_must_be_out_in_time_plans_with_more(one: tuple[float, float, float]) -> None:
+    assert most_out_seconds(one[0]) > one[1]
+
+
+def test_turns_of_nine_switches_keep_nine_tenths() -> None:
+    assert kept_share(TURN_FACTOR * 2.5, 2.5) == pytest.approx(0.9)
+    assert kept_share(10.0, 2.5) == pytest.approx(0.8)
+
+
+def test_host_memory_has_a_margin() -> None:
+    assert host_bytes(GIB) == GIB + HOST_MARGIN_BYTES
+    assert host_bytes(100 * GIB) == 105 * GIB
