@@ -37,11 +37,12 @@ SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - op
 EXCLUSIVE: Final = "gpushare-claim-"
 _TEXT: Final = re.compile(
     rb"gpushare claim 1\nboot ([0-9a-f-]{1,36})\nspace (\d{1,20})\nkey ([\w.:/-]{1,160})\n"
-    rb"process (\d{1,10}) (\d{1,20})\n((?:(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,2000})\n){0,64})",
+    rb"process (\d{1,10}) (\d{1,20})\n((?:(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,8000})\n){0,64})",
     re.ASCII,
 )
 _LINE: Final = re.compile(rb"(ticket|process|fact) ([^\n]+)\n", re.ASCII)
-_MOST_BYTES: Final = 4096
+# A job may name all MIG instances of a host.
+_MOST_BYTES: Final = 16384
 # Besides the creator.
 _MOST_PROCESSES: Final = 8
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

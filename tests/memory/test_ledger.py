@@ -150,6 +150,14 @@ def test_a_claim_that_we_would_not_write_counts_for_nothing(host: Host, facts: l
     place.leave()
 
 
+def test_a_job_may_name_all_instances_of_a_large_host(host: Host) -> None:
+    keys = tuple(f"MIG-{number:08x}-0000-0000-0000-000000000000" for number in range(16 * 7))
+    place = Place(host, Request(memory_bytes=GIB, keys=keys, client=True, name="n" * 64))
+    (one,) = reservations(host) or []
+    assert one.keys == keys
+    place.leave()
+
+
 def test_the_first_want_counts(host: Host) -> None:
     place = enter(host, 2 * GIB)
     place.claim.tell("want 5 0 GPU-1")
