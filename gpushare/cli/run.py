@@ -781,7 +781,17 @@ def _queued(
         limits=kept_limits(host),
     )
     if settings.dry_run:
-        return start(devices[0], queued.plan())
+        device, metered, found, reasons = queued.plan()
+        planned = start(device, metered)
+        if found is None:
+            return planned
+        from gpushare.memory.room import outlook_data, outlook_text
+
+        return replace(
+            planned,
+            data={**planned.data, "room": outlook_data(found, reasons)},
+            notes=(*planned.notes, outlook_text(found, reasons)),
+        )
     return queued.run()
 
 

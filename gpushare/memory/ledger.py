@@ -223,11 +223,38 @@ def line_of(
     )
 
 
-def within_limit(line: Line, one: Reservation, limits: Mapping[int, int]) -> bool:
-    """Return whether a job stays within what its user may reserve on a device."""
-    limit = limits.get(one.claim.uid)
-    size = line.room.memory_bytes if one.memory_bytes is None else one.memory_bytes
-    return limit is None or line.granted.get(one.claim.uid, 0) + size <= limit
+def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mapping[int, int]) -> bool:
+    limit = limits.get(uid)
+    size = line.room.memory_bytes if memory_bytes is None else memory_bytes
+    return limit is None or line.granted.get(uid, 0) + size <= limit
+
+
+def _in_line(one: Reservation, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
+    return _waiting(one.id, one.claim.uid, one, lines, limits)
+
+
+def _waiting(
+    name: str, uid: int, one: Reservation | Request, lines: Mapping[str, Line], limits: Mapping[int, int]
+) -> Waiting:
+    # A job that its user's limit holds back delays nobody.
+    keys = tuple(
+        key for key in one.keys if key not in lines or _within_limit(lines[key], uid, one.memory_bytes, limits)
+    )
+    return Waiting(name=name, memory_bytes=one.memory_bytes, keys=keys, client=one.client, uid=uid)
+
+
+def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str, str]:
+    rooms = {key: line.room for key, line in lines.items()}
+    return admitted(rooms, {key: line.running for key, line in lines.items()}, waiting)
+
+
+def would_take(
+    found: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: Mapping[int, int]
+) -> str | None:
+    """Return the device that a job would take if it came now; None: it would wait."""
+    by_key = {line.device.uuid: line for line in lines}
+    before = [_in_line(one, by_key, limits) for one in found if one.key is None]
+    return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("")
 
 
 def _is_on(process: GpuProcess, device: Device) -> bool:
@@ -344,20 +371,11 @@ class Place:
             self._before = frozenset(one.path.name for one in claims if one.ticket is not None and one.rank < mine.rank)
         lines = self._lines(found, devices, clients, limits)
         waiting = [
-            Waiting(
-                name=one.id,
-                memory_bytes=one.memory_bytes,
-                # A job that its user's limit holds back delays nobody.
-                keys=tuple(key for key in one.keys if key not in lines or within_limit(lines[key], one, limits)),
-                client=one.client,
-                uid=one.claim.uid,
-            )
+            _in_line(one, lines, limits)
             for one in found
             if one.id == own or (one.key is None and one.id in self._before and one.id not in self._passed)
         ]
-        rooms = {key: line.room for key, line in lines.items()}
-        running = {key: line.running for key, line in lines.items()}
-        taken = admitted(rooms, running, waiting)
+        taken = _admitted(lines, waiting)
         self._watch({name for name in taken if name != own})
         return taken.get(own)
 

@@ -23,7 +23,7 @@ def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None
     """Return a snapshot with what jobs have reserved, who waits for room, and who is swapped out."""
     found = reservations(host)
     gpus = snapshot.gpus if found is None else tuple(_with_reserved(host, gpu, found, limits) for gpu in snapshot.gpus)
-    waiting = tuple(_waiting_jobs(host, snapshot.gpus, found or ()))
+    waiting = tuple(waiting_jobs(host, snapshot.gpus, found or ()))
     here = _indexes(snapshot.gpus)
     out = tuple(_swapped(here, one) for one in swaps(host) if one.state != BACK and one.gpu_uuid in here)
     limited = tuple(_limited(here, found or ()))
@@ -47,7 +47,8 @@ def _reserved(host: Host, device: Device, found: Sequence[Reservation], limits: 
     return None if line is None else line.reserved_bytes
 
 
-def _waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) -> list[WaitingJob]:
+def waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) -> list[WaitingJob]:
+    """Return the jobs that wait for room on some of these GPUs, in their order."""
     indexes = _indexes(gpus)
     now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     waiting = [one for one in found if one.key is None]

@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.host.claims import why_unreadable
-from gpushare.memory.ledger import PREFIX, Line, Place, Request, line_of, never_fits, position, reservations
-from gpushare.model import ComputeMode
+from gpushare.memory.ledger import (
+    PREFIX,
+    Line,
+    Place,
+    Request,
+    Reservation,
+    line_of,
+    never_fits,
+    position,
+    reservations,
+    would_take,
+)
+from gpushare.memory.look import waiting_jobs
+from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
-from gpushare.units import format_bytes
+from gpushare.units import GIB, counted, format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -21,6 +34,8 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.5
 # How often a waiting job says that it still waits.
 _SAY_SECONDS: Final = 60.0
+# Less is a context or what the driver has for itself.
+_WORTH_NAMING: Final = GIB
 
 
 def read_lines(host: Host, devices: Sequence[Device], limits: Mapping[int, int]) -> list[Line]:
@@ -115,6 +130,122 @@ def wait_for_room(
     except BaseException:
         place.leave()
         raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What would happen to a job that came now: the device that it would take, or whom it would wait for."""
+
+    # None: it would wait.
+    device: Device | None
+    request: Request
+    # The jobs that came before it for one of its devices.
+    before: tuple[WaitingJob, ...]
+    # What its devices have, those that can be used now, and the jobs that have a place there.
+    lines: tuple[Line, ...]
+    holders: tuple[WaitingJob, ...]
+    # Why its user's limit would hold it back.
+    held_back: str = ""
+
+
+def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Mapping[int, int]) -> Outlook:
+    """Return what would happen to a job that came now; nothing is entered anywhere."""
+    now = _again(host, [device.uuid for device in devices], client=request.client)
+    found = reservations(host) or []
+    clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
+    possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
+    lines = tuple(line for line in possible if line is not None)
+    key = would_take(found, lines, request, os.geteuid(), limits)
+    gpus = list({one.gpu.index: one.gpu for one in devices}.values())
+    before = [one for one in waiting_jobs(host, gpus, found) if not set(one.device_uuids).isdisjoint(request.keys)]
+    holders = [_holder(host, line, one) for line in lines for one in line.holders]
+    return Outlook(
+        device=next((one for one in now if one.uuid == key), None),
+        request=request,
+        before=tuple(before),
+        lines=lines,
+        holders=tuple(holders),
+        held_back=_held_back(lines, request, limits.get(os.geteuid())) if lines else "",
+    )
+
+
+def _holder(host: Host, line: Line, one: Reservation) -> WaitingJob:
+    """Return a job that has a place on a device."""
+    info = host.processes.describe(one.claim.pid)
+    return WaitingJob(
+        pid=one.claim.pid,
+        user=None if info is None else info.user,
+        name=one.name,
+        place=0,
+        memory_bytes=one.memory_bytes,
+        gpu_indexes=(line.device.gpu.index,),
+        device_uuids=(line.device.uuid,),
+        production=one.production,
+        waiting_since=None,
+    )
+
+
+_MOST_NAMED: Final = 4
+
+
+def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
+    """Return in a sentence what would happen; ``reasons`` are why a device is good for it, by UUID."""
+    free = {line.device.uuid: line.free_bytes for line in found.lines}
+    if found.device is not None:
+        why = reasons.get(found.device.uuid) or f"{format_bytes(free[found.device.uuid])} free"
+        return f"now it would start at once, on {found.device.title}: {why}"
+    if not found.lines:
+        return "now it would wait: none of its GPUs can be used (no answer, or another program has it alone)"
+    parts = []
+    for line in found.lines[:_MOST_NAMED]:
+        held = [_named(one) for one in found.holders if one.device_uuids == (line.device.uuid,)]
+        held += [f"other programs ({format_bytes(line.others_bytes)})"] if line.others_bytes >= _WORTH_NAMING else []
+        by = f", held by {_listed(held)}" if held else ""
+        parts.append(f"{line.device.title} has {format_bytes(line.free_bytes)} free{by}")
+    text = f"now it would wait for {size_text(found.request)}: {'; '.join(parts)}"
+    if found.before:
+        text += f"; before it {'waits' if len(found.before) == 1 else 'wait'} {_listed([_named(one) for one in found.before])}"
+    return text + found.held_back
+
+
+def _named(one: WaitingJob) -> str:
+    title = f"process {one.pid}" if one.name is None else f"'{one.name}' (process {one.pid})"
+    of = "" if one.user is None else f" of {one.user}"
+    size = "a whole GPU" if one.memory_bytes is None else format_bytes(one.memory_bytes)
+    return f"{title}{of} with {size}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {counted(more, 'more job')}" if more > 0 else "")
+
+
+def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
+    """Return the same as JSON types."""
+
+    def job(one: WaitingJob) -> dict[str, Any]:
+        return {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": one.memory_bytes}
+
+    return {
+        "starts_now": found.device is not None,
+        "gpu": None if found.device is None else found.device.gpu.index,
+        "device_uuid": None if found.device is None else found.device.uuid,
+        "why": outlook_text(found, reasons),
+        "memory_bytes": found.request.memory_bytes,
+        "behind": [job(one) for one in found.before],
+        "devices": [
+            {
+                "gpu": line.device.gpu.index,
+                "device_uuid": line.device.uuid,
+                "free_bytes": line.free_bytes,
+                "reserved_bytes": line.reserved_bytes,
+                "others_bytes": line.others_bytes,
+                "why": reasons.get(line.device.uuid),
+                "held_by": [job(one) for one in found.holders if one.device_uuids == (line.device.uuid,)],
+            }
+            for line in found.lines
+        ],
+    }
 
 
 def _again(host: Host, uuids: Sequence[str], *, client: bool) -> list[Device]:

@@ -7,7 +7,7 @@ import os
 import re
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,16 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import best_first, check_ever, check_limit, read_lines, size_text, wait_for_room
+from gpushare.memory.room import (
+    Outlook,
+    best_first,
+    check_ever,
+    check_limit,
+    outlook,
+    read_lines,
+    size_text,
+    wait_for_room,
+)
 from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.swapping import ForProduction, Idle, Policy, Swapping, Turns
@@ -151,8 +160,10 @@ class Queued:
             size = _more(size)
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
 
-    def plan(self) -> RunOptions:
-        """Return the options of a dry run, which show what this adds to the program; nothing is changed.
+    def plan(self) -> tuple[Device, RunOptions, Outlook | None, Mapping[str, str]]:
+        """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
+
+        The options show what this adds to the program. The reasons for devices are by UUID. Nothing is changed.
 
         Raises:
             BadUsage, NoPermission: as `run`.
@@ -166,15 +177,18 @@ class Queued:
         lines = read_lines(self.host, devices, self.limits)
         check_ever(lines, request)
         check_limit(lines, request, limit)
+        found = outlook(self.host, devices, request, self.limits) if self.memory.wait else None
+        where = devices[0] if found is None or found.device is None else found.device
         before = [_step(one) for one in self._before(request, devices)]
         limit_bytes = self.memory.job_bytes
-        by_driver = limit_bytes is not None and self._may_limit(devices[0])
+        by_driver = limit_bytes is not None and self._may_limit(where)
         if limit_bytes is not None and by_driver:
             from gpushare.memory.driver_limit import command, words
 
-            before.append(_step(words(limit_bytes), command(devices[0], limit_bytes)))
+            before.append(_step(words(limit_bytes), command(where, limit_bytes)))
         meanwhile = tuple(_step(one) for one in self._meanwhile(size, by_driver=by_driver))
-        return replace(self.options, before=tuple(before), meanwhile=meanwhile)
+        options = replace(self.options, before=tuple(before), meanwhile=meanwhile)
+        return where, options, found, {one.uuid: what for one, what in ordered}
 
     def _may_limit(self, device: Device) -> bool:
         """Return whether the driver may limit the job: it can only refuse, and only what runs in a cgroup of ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import sys
@@ -299,6 +300,53 @@ def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[s
     assert said in text
     assert "run true" in text
     assert reservations(world.host) == []
+
+
+def test_a_dry_run_says_that_a_job_would_start_now_and_where(cli: Cli) -> None:
+    world = World("sim:2xa30")
+    place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(0),), client=False))
+    place.take(world.uuid(0))
+    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "10G", "--", "true")
+    room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
+    assert (room["starts_now"], room["gpu"], room["behind"]) == (True, 1, [])
+    answer = cli(*words, host=world.spec).ok()
+    assert any("would start at once, on GPU 1: no production job" in line for line in answer.lines("note"))
+    # The steps are those of the GPU that it would take.
+    assert "run true as a client of the MPS daemon of GPU 1" in answer.out
+    place.leave()
+
+
+def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
+    world = World()
+    key = world.uuid(0)
+    holder = Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False, name="train"))
+    holder.take(key)
+    first = Place(world.host, Request(memory_bytes=100 * GIB, keys=(key,), client=False, name="large"))
+    words = ("run", "-n", "--wait", "--job-memory", "60G", "--", "true")
+    room = cli("-o", "json", *words).ok().data["room"]
+    assert (room["starts_now"], room["gpu"]) == (False, None)
+    (before,) = room["behind"]
+    assert (before["pid"], before["user"], before["name"]) == (os.getpid(), getpass.getuser(), "large")
+    assert room["devices"][0]["held_by"][0]["name"] == "train"
+    (note,) = [line for line in cli(*words).lines("note") if "would wait" in line]
+    assert "held by 'train' (process" in note
+    assert "before it waits 'large' (process" in note
+    # It fits next to the one that runs, and delays nobody.
+    small = cli("-o", "json", "run", "-n", "--wait", "--job-memory", "10G", "--", "true").ok().data["room"]
+    assert small["starts_now"]
+    assert [one.name for one in reservations(world.host) or []] == ["train", "large"]
+    for place in (holder, first):
+        place.leave()
+
+
+def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
+    world = World("sim:a30")
+    pid = admin.add_process(world.spec, memory_bytes=GIB, name="alone")
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    words = ("run", "-n", "--turns", "auto", "--job-memory", "4G", "--", "true")
+    answer = cli(*words, host=world.spec).ok()
+    assert any("none of its GPUs can be used" in line for line in answer.lines("note"))
+    admin.end_process(world.spec, pid)
 
 
 def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
