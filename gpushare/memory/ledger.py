@@ -178,7 +178,7 @@ def line_of(
     reserved = (device.gpu.memory_reserved_bytes or 0) if device.mig is None else 0
     room = Room(memory_bytes=max(0, total - reserved), clients=clients)
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
-    processes = [one for one in device.gpu.processes or () if _is_on(one, device)]
+    processes = [one for one in device.gpu.processes or () if is_on(one, device)]
     here = [one for one in found if one.key == device.uuid]
     owners = _owners(host, here, processes)
     running, holders, counted = [], [], 0
@@ -257,7 +257,7 @@ def would_take(
     return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("")
 
 
-def _is_on(process: GpuProcess, device: Device) -> bool:
+def is_on(process: GpuProcess, device: Device) -> bool:
     mig = device.mig
     return mig is None or (process.gpu_instance_id, process.compute_instance_id) == (
         mig.gpu_instance_id,
@@ -394,7 +394,7 @@ class Place:
         used: set[str] = set()
         for device in devices:
             here = [one for one in found if one.key == device.uuid]
-            processes = [one for one in device.gpu.processes or () if _is_on(one, device)]
+            processes = [one for one in device.gpu.processes or () if is_on(one, device)]
             used |= set(_owners(self._host, here, processes).values())
         self._unused = {
             one.id: self._unused.get(one.id, now)

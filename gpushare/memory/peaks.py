@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -71,6 +71,37 @@ def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile 
     if not is_trusted_directory(host.state_directory, _DIRECTORY):
         return None
     return _read(_path(host, device, command))
+
+
+class Known:
+    """The commands of this user of which something is known, found by the command lines of running processes."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._names = host, frozenset[str]()
+        if is_trusted_directory(host.state_directory, _DIRECTORY):
+            with contextlib.suppress(OSError):
+                self._names = frozenset(os.listdir(host.state_directory / _DIRECTORY))
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def find(self, device: Device, words: Sequence[str]) -> tuple[str, Profile] | None:
+        """Return the digest and the profile of the command that a process runs; None: it is not known."""
+        for command in _commands(words):
+            digest = digest_of(device, command)
+            if f"{digest}.json" in self._names:
+                found = _read(self._host.state_directory / _DIRECTORY / f"{digest}.json")
+                if found is not None:
+                    return digest, found
+        return None
+
+
+def _commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield what a user may have typed for a command line: the kernel puts the interpreter before a script."""
+    yield words
+    if len(words) > 1 and "/" in words[1]:
+        yield words[1:]
+        yield (os.path.basename(words[1]), *words[2:])
 
 
 def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Profile) -> None:

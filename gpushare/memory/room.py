@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.host.claims import why_unreadable
+from gpushare.memory.harm import Command, There, in_words, order
 from gpushare.memory.ledger import (
     PREFIX,
     Line,
     Place,
     Request,
     Reservation,
+    is_on,
     line_of,
     never_fits,
     position,
@@ -23,6 +25,7 @@ from gpushare.memory.ledger import (
     would_take,
 )
 from gpushare.memory.look import waiting_jobs
+from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
 from gpushare.units import GIB, counted, format_bytes
@@ -58,27 +61,82 @@ def best_first(
     devices: Sequence[Device],
     productions: Callable[[Device], Sequence[str]],
     limits: Mapping[int, int] | None = None,
+    command: Sequence[str] = (),
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
-    A GPU without a production job first, then the one whose jobs keep it least busy, then the one with the most room.
-    ``productions`` returns the names of the production jobs on a device.
+    A GPU without a production job first, then the one where the job and those there slow each other down least (`harm`),
+    then the one with the most room. ``productions`` returns the names of the production jobs on a device.
     """
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {})}
+    known = Known(host)
     found = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names = productions(device)
-        busy = device.gpu.utilization_percent if device.mig is None else None
+        names, there = productions(device), _there(host, line, known)
+        profile = find_profile(host, device, command) if command else None
+        job = None if profile is None else Command(digest_of(device, command), profile)
         what = f"production job '{names[0]}' runs there" if names else "no production job"
-        if busy is not None:
-            what += f", {busy} % busy"
-        what += f", {format_bytes(line.free_bytes)} free"
-        rank = (len(names), -1 if busy is None else busy // 10, -line.free_bytes, device.gpu.index)
+        what += f"; {in_words(job, there)}; {format_bytes(line.free_bytes)} free"
+        rank = (len(names), order(job, there), -line.free_bytes, device.gpu.index)
         found.append((rank, device, what))
     return [(device, what) for _, device, what in sorted(found, key=lambda one: one[0])]
+
+
+# Of more jobs, the rest is only seen in the utilization of the GPU.
+_MOST_LOOKED_UP: Final = 64
+_MOST_PARENTS: Final = 16
+
+
+def _there(host: Host, line: Line, known: Known) -> There:
+    """Return the jobs on a device. Only this user's own processes are looked up: others' profiles cannot be read."""
+    from gpushare.mps.control import is_server
+
+    device = line.device
+    processes = [one for one in device.gpu.processes or () if is_on(one, device) and (one.compute or one.mps)]
+    # In another PID namespace than the host's, NVML's PIDs are of other processes.
+    blind = host.processes.namespace_is_host() is False
+    commands: dict[int, Command] = {}
+    others, families = 0, set[int]()
+    for process in processes:
+        info = None if blind else host.processes.describe(process.pid)
+        if info is not None and is_server(info.name):
+            continue
+        family = [] if info is None else list(_family(host, process.pid))
+        families.update(family)
+        mine = family if info is not None and info.uid == host.uid and len(commands) < _MOST_LOOKED_UP else []
+        found = next(((pid, one) for pid in mine if (one := _command(host, device, pid, known)) is not None), None)
+        if found is None:
+            others += 1
+        else:
+            # Once for all processes of a job.
+            commands[found[0]] = found[1]
+    coming = [one for one in line.holders if families.isdisjoint(process.pid for process in one.claim.processes)]
+    return There(
+        known=tuple(commands.values()),
+        others=others,
+        coming=0 if blind else len(coming),
+        busy_percent=device.gpu.utilization_percent if device.mig is None else None,
+    )
+
+
+def _family(host: Host, pid: int | None) -> Iterator[int]:
+    """Yield a process and those above it."""
+    for _ in range(_MOST_PARENTS):
+        if pid is None or pid <= 1:
+            return
+        yield pid
+        pid = host.processes.parent(pid)
+
+
+def _command(host: Host, device: Device, pid: int, known: Known) -> Command | None:
+    info = host.processes.describe(pid) if known else None
+    if info is None or info.uid != host.uid or not info.command_line:
+        return None
+    found = known.find(device, info.command_line)
+    return None if found is None else Command(*found)
 
 
 def wait_for_room(

@@ -170,7 +170,7 @@ class Queued:
         """
         size = self._size()
         limit = self.limits.get(os.geteuid())
-        ordered = best_first(self.host, self.devices, self._productions, self.limits) if len(self.devices) > 1 else []
+        ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
         request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name)
@@ -307,7 +307,7 @@ class Queued:
         return ForProduction() if self.memory.for_production else None
 
     def _placed(self, size: int | None) -> tuple[Device, Place]:
-        ordered = best_first(self.host, self.devices, self._productions, self.limits) if len(self.devices) > 1 else []
+        ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
         request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name, production=self.production)
@@ -325,6 +325,12 @@ class Queued:
             reasons = {one.uuid: what for one, what in ordered}
             self.say(f"{device.title}: {reasons[device.uuid]}; {size_text(place.request)} reserved")
         return device, place
+
+    def _ordered(self) -> list[tuple[Device, str]]:
+        """Return the devices, best first, with the reasons; empty if there is only one."""
+        if len(self.devices) < 2:
+            return []
+        return best_first(self.host, self.devices, self._productions, self.limits, self.command)
 
     def _productions(self, device: Device) -> list[str]:
         return [

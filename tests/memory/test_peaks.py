@@ -11,7 +11,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory import peaks
-from gpushare.memory.peaks import Profile, digest_of, find_profile, keep_profile
+from gpushare.memory.peaks import Known, Profile, digest_of, find_profile, keep_profile
 from gpushare.selection import Device, select
 from gpushare.units import GIB
 
@@ -122,6 +122,25 @@ def test_a_file_of_an_older_gpushare_is_read(host: Host, device: Device) -> None
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
     path_of(host).write_text('{"memory_bytes": 5, "short": true}')
     assert find_profile(host, device, COMMAND) == Profile(memory_bytes=5, short=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        (("python", "train.py"), ("python", "train.py")),
+        (("./train.sh", "-x"), ("/bin/sh", "./train.sh", "-x")),
+        (("torchrun", "train.py"), ("/usr/bin/python3", "/usr/local/bin/torchrun", "train.py")),
+    ],
+)
+def test_a_command_is_known_by_the_command_line_of_its_process(
+    host: Host, device: Device, typed: tuple[str, ...], seen: tuple[str, ...]
+) -> None:
+    assert not Known(host)
+    keep_profile(host, device, typed, Profile(sm_percent=40.0))
+    found = Known(host).find(device, seen)
+    assert found == (digest_of(device, typed), Profile(sm_percent=40.0))
+    assert Known(host).find(device, ("/bin/sh", "other")) is None
+    assert Known(host).find(device, ()) is None
 
 
 def test_the_file_of_another_user_is_not_believed(host: Host, device: Device) -> None:

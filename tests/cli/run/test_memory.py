@@ -14,6 +14,7 @@ import pytest
 
 from gpushare.errors import InUse
 from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
 from gpushare.run.queued import ErrorTail, _at_limit, _more
@@ -176,6 +177,38 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Star
     assert any("GPU 1: no production job" in line for line in answer.lines("note"))
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(20)
+
+
+def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[..., Started], cli: Cli) -> None:
+    world = World("sim:2xa30")
+    # The commands that run there are found by their command lines.
+    heavy = (*JOB, "--footprint", "2G", "--seconds", "60", "--need", "90")
+    light = (*JOB, "--footprint", "9G", "--seconds", "60", "--need", "20")
+    mine = (*JOB, "--footprint", "2G", "--seconds", "0.2")
+    device = select("0", world.host.nvml.sweep())[0]
+    for command, use in ((heavy, 90.0), (light, 20.0), (mine, 50.0)):
+        keep_profile(world.host, device, command, Profile(memory_bytes=2 * GIB, sm_percent=use))
+    jobs = [
+        real("run", "-g", "0", "--", *heavy, host=world.spec),
+        real("run", "-g", "1", "--slice", "2ms", "--", *light, host=world.spec),
+    ]
+    sizes = [2 * GIB, 9 * GIB]
+    until(lambda: sorted(one.memory_bytes for one in world.state.processes) == sizes, "both are on their GPUs")
+    words = ("run", "-n", "--wait", "-g", "any", "--", *mine)
+    room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
+    assert room["gpu"] == 1
+    # Although there is less room.
+    assert [one["why"].split("; ")[1] for one in room["devices"]] == [
+        "by profile: it uses 50 %, what runs there 20 %",
+        "by profile: it uses 50 %, what runs there 90 %, and 40 % has to wait",
+    ]
+    # Of a command that is not known, only how busy the GPUs are.
+    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "2G", "--", "true")
+    room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
+    assert all("; not measured: " in one["why"] for one in room["devices"])
+    for job in jobs:
+        job.process.send_signal(signal.SIGTERM)
+        job.process.wait(20)
 
 
 A30 = "sim:a30"
