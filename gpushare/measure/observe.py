@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gpushare.errors import GpushareError, OperationFailed, no_gpu
@@ -12,6 +13,7 @@ from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
 from gpushare.host.process import SAME_START_SECONDS
 from gpushare.measure.recording import (
+    IDLE_SAMPLES,
     GpuSample,
     Header,
     ProcessSample,
@@ -22,12 +24,16 @@ from gpushare.measure.recording import (
     Sample,
     Tally,
 )
+from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.model import Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
+from gpushare.selection import Device
 from gpushare.snapshot import BLIND
 
 # How many processes that are gone are remembered, in case they come back.
 _REMEMBERED: Final = 1000
+# A process was alone if it was in so many of its samples: the first and the last may show another one.
+_ALONE_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,9 @@ class Sampler:
     indexes: frozenset[int]
     interval_seconds: float
     clock: Clock = field(default_factory=Clock)
+    # The command lines of this user's own processes outside containers and MIG, by the id of their record. They are not
+    # in the recording: they may hold a secret.
+    commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
     _known: dict[_Place, _Known] = field(default_factory=dict)
     _next_id: int = 0
@@ -198,6 +207,9 @@ class Sampler:
             mig=_instance_uuid(gpu, process),
         )
         self._next_id += 1
+        own = info is not None and info.uid == self.host.uid and recorded.container is None and recorded.mig is None
+        if own and info is not None and info.command_line and len(self.commands) < _REMEMBERED:
+            self.commands[recorded.id] = info.command_line
         # Moved to the end, so that the oldest are forgotten first.
         self._known.pop(place, None)
         self._known[place] = _Known(recorded)
@@ -267,7 +279,34 @@ def observe(
     finally:
         run.sampler.close()
     file.end(run.tally.seconds, run.reason, run.missed)
-    return run.tally.recording(missed=run.missed, reason=run.reason)
+    recording = run.tally.recording(missed=run.missed, reason=run.reason)
+    if host.processes.namespace_is_host() is not False:
+        _keep_profiles(host, recording, run.sampler.commands)
+    return recording
+
+
+def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequence[str]]) -> None:
+    """Keep the peak and the use of this user's commands that were alone on their GPU; a failure to do so changes nothing."""
+    gpus = {gpu.index: gpu for gpu in recording.header.gpus}
+    for use in recording.processes:
+        command, gpu = commands.get(use.process.id), gpus[use.process.gpu]
+        if command is None or use.samples < IDLE_SAMPLES or use.contended_share:
+            continue
+        # SM activity is only known while it was alone.
+        if use.sm is None or use.sm.samples < _ALONE_SHARE * use.samples:
+            continue
+        device = Device(gpu=Gpu(index=gpu.index, uuid=gpu.uuid, name=gpu.name))
+        before = find_profile(host, device, command)
+        profile = Profile(memory_bytes=use.memory_peak_bytes or None)
+        if before is None or before.dram_percent is None:
+            # `bench` and `tune` measure the memory bandwidth too, and know that nothing else ran.
+            profile = replace(
+                profile,
+                sm_percent=round(min(100.0, use.sm.mean), 1),
+                busy_percent=None if use.utilization is None else round(min(100.0, use.utilization.mean), 1),
+            )
+        with contextlib.suppress(GpushareError):
+            keep_profile(host, device, command, profile)
 
 
 class _Run:

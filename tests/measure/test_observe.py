@@ -19,7 +19,9 @@ from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.measure.observe import Clock, Sampler, header_for, observe
 from gpushare.measure.recording import ProcessUse, Recording, RecordingFile, read_recording, workloads_of
+from gpushare.memory.peaks import find_profile
 from gpushare.mps.control import SERVER_PROGRAM
+from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedHostState, StateFile, parse_spec
 from gpushare.units import GIB
@@ -340,6 +342,31 @@ def test_a_disk_that_fills_up_ends_it_and_keeps_the_rest(tmp_path: Path, monkeyp
         recorded("sim:h200", tmp_path, events={4: lambda: monkeypatch.setattr(RecordingFile, "sample", full)})
     found = read_recording(tmp_path / "r.jsonl")
     assert (found.samples, found.reason) == (4, None)
+
+
+@pytest.mark.parametrize("seconds", [10, 40])
+def test_the_use_of_ones_own_commands_is_kept_after_a_while(tmp_path: Path, seconds: int) -> None:
+    host = connect("sim:h200")
+    admin.add_process("sim:h200", memory_bytes=3 * GIB, sm_percent=40, command_line=("python", "train.py"))
+    recorded(host, tmp_path, seconds=seconds)
+    (device,) = select("0", host.nvml.sweep())
+    found = find_profile(host, device, ("python", "train.py"))
+    if seconds < 30:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.memory_bytes == 3 * GIB
+        assert found.use_percent == pytest.approx(40, abs=1)
+    assert "train.py" not in (tmp_path / "r.jsonl").read_text()
+
+
+def test_the_use_of_others_and_next_to_others_is_not_kept(tmp_path: Path) -> None:
+    host = connect("sim:2xh100")
+    admin.add_process("sim:2xh100", gpu="0", memory_bytes=GIB, command_line=("python", "a.py"), user="nobody")
+    for name in ("b.py", "c.py"):
+        admin.add_process("sim:2xh100", gpu="1", memory_bytes=GIB, command_line=("python", name))
+    recorded(host, tmp_path, seconds=40)
+    assert not (host.state_directory / "peaks").exists()
 
 
 def test_only_the_chosen_gpus_are_recorded(tmp_path: Path) -> None:
