@@ -23,7 +23,7 @@ from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import claims, identity
 from gpushare.host.claims import Claim, HeldClaim, live_claims, take_claim
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity, boot_id, identity_of, lives
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space
 from gpushare.mig.holders import claimed_instances
 
 ROOT = Path(__file__).parents[2]
@@ -269,7 +269,7 @@ def text(
     one = one or identity_of(os.getpid())
     assert one is not None
     drawn = "" if ticket is None else f"ticket {ticket}\n"
-    head = f"gpushare claim 1\nboot {boot or boot_id()}\nspace {claims._pid_space()}\nkey {key}\n"
+    head = f"gpushare claim 1\nboot {boot or boot_id()}\nspace {pid_space()}\nkey {key}\n"
     return f"{head}process {one.pid} {one.started}\n{drawn}{more}"
 
 
@@ -346,7 +346,7 @@ def test_a_claim_of_another_boot_is_worth_nothing(host: Host) -> None:
 
 
 def test_a_claim_of_another_pid_namespace_is_neither_believed_nor_removed(host: Host) -> None:
-    path = put(host, text().replace(f"space {claims._pid_space()}", "space 7"))
+    path = put(host, text().replace(f"space {pid_space()}", "space 7"))
     taken(host).release()
     assert path.exists()
 
