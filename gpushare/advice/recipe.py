@@ -590,7 +590,8 @@ def _whole_lines(situation: Situation) -> Recipe:
 
 
 def _queue(situation: Situation) -> Recipe:
-    if len(situation.gpus_to_have) > 1 and situation.case.processes is not None:
+    gpus, processes = len(situation.gpus_to_have), situation.case.processes
+    if gpus > 1 and processes is not None and (processes <= gpus or not _lacks_only_memory(situation)):
         return _queues(situation)
     case, lines = situation.case, _off_first(situation)
     if _may_pause(situation):
@@ -619,16 +620,27 @@ def _lacks_only_memory(situation: Situation) -> bool:
 
 def _by_room(situation: Situation) -> Recipe:
     """Return the lines that start each program when the GPU has room for it."""
-    how = ["--wait"] if cannot_leave(situation) else ["--wait", "--swappable"]
+    # What can be swapped is not limited by the driver itself.
+    stays = cannot_leave(situation) or Isolation.QUOTA in situation.isolation
+    how = ["--wait"] if stays else ["--wait", "--swappable"]
     lines = _off_first(situation)
     for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
-        lines.append(_run_in(situation, _which(count, _label(one), "as many at a time as fit"), one, *how))
+        if one.running:
+            lines.append(_as_it_is(one, count))
+        else:
+            lines.append(_run_in(situation, _which(count, _label(one), "as many at a time as fit"), one, *how))
     return Recipe(lines=tuple(lines), measure=("the total time of all",))
+
+
+def _as_it_is(one: Workload, count: int | None) -> Line:
+    return Line(_which(count, _label(one), "runs already, and stays as it is"), None)
 
 
 def _run_in(situation: Situation, what: str, one: Workload, *how: str) -> Line:
     """Return the line that runs a program with a place in the ledger of memory."""
-    gpu = "any" if len(situation.gpus_to_have) > 1 and not situation.pair else situation.gpu.selector
+    # Others take the GPU where they harm least: one without production.
+    anywhere = len(situation.gpus_to_have) > 1 and one.role is not Role.PRODUCTION
+    gpu = "any" if anywhere else situation.gpu.selector
     # The limit counts the CUDA context, too.
     size = [] if one.memory is None else [f"--job-memory {-(-(one.memory + situation.plain.context_bytes) // MIB)}M"]
     return Line(what, " ".join(["gpushare run -g", gpu, *how, *size, "--", _program(one)]))
@@ -678,8 +690,11 @@ def _swap_lines(situation: Situation) -> Recipe:
     foreign = situation.case.same_user is False
     whose = ", by its own user" if foreign else ""
     number = 0
+    running = any(one.running for one, _ in ones)
     for one, count in ones:
-        if one.role is Role.PRODUCTION:
+        if one.running:
+            lines.append(_as_it_is(one, count))
+        elif one.role is Role.PRODUCTION:
             number += 1
             # Without an MPS program, production runs outside MPS as well.
             role = f"--production {_service(one, number)}"
@@ -688,14 +703,16 @@ def _swap_lines(situation: Situation) -> Recipe:
             lines.append(_run_in(situation, _which(count, _label(one), how), one, role, "--wait"))
         else:
             how = f"out while production has the GPU{whose}"
-            out = "--turns 60s" if foreign else "--opportunistic --swap"
+            # Production that runs already waits for nobody: only its growth tells.
+            out = "--turns 60s" if foreign and not running else "--opportunistic --swap"
             lines.append(_run_in(situation, _which(count, _label(one), how), one, out))
+    first = "" if running else "if production stays: start it first, without --wait and --job-memory. "
     grows = (
-        "if production stays and its memory grows and shrinks: start it first, without --wait and --job-memory. The other job "
-        f"leaves in time for steady growth; a large allocation at once, before it has left{leaving}, is refused"
+        f"{first}The other job leaves in time for steady growth of production; a large allocation at once, before it has "
+        f"left{leaving}, is refused"
     )
     return Recipe(
-        lines=(*lines, *(() if foreign else (Line(grows, None),))),
+        lines=(*lines, *(() if foreign and not running else (Line(grows, None),))),
         undo=(_BROUGHT_BACK,),
         measure=(_LISTED, "how long production waits when it starts, and how much of the time the other job runs"),
     )

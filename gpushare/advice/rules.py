@@ -360,71 +360,27 @@ _SWAP_DOCS: Final = "cuCheckpointProcess (CUDA driver API); NVIDIA/cuda-checkpoi
 _SWAP_MEASURED: Final = "measured on an H200 (driver 580.159.04, 2026-11-22; docs/measurements.md, Memory)"
 _FIRST_CHECKPOINT: Final = 570
 # Why a job cannot leave the GPU at all: id, text, source, when, and the condition where that is unknown.
+# fmt: off
 _STAYS: Final[tuple[tuple[str, str, str, When, str | None], ...]] = (
-    (
-        "leaving-driver",
-        "only driver 570 or later can copy a job out of the GPU and back",
-        "cuCheckpointProcess (CUDA 12.8)",
+    ("leaving-driver", "only driver 570 or later can copy a job out of the GPU and back", "cuCheckpointProcess (CUDA 12.8)",
         lambda s: None if s.host.driver_major is None else s.host.driver_major < _FIRST_CHECKPOINT,
-        "only with driver 570 or later; the version of this one is unknown",
-    ),
-    (
-        "leaving-instance",
-        "the driver does not copy jobs on a MIG instance",
-        "NVIDIA/cuda-checkpoint; gpushare swap",
-        lambda s: s.gpu.instance is not None,
-        None,
-    ),
-    (
-        "leaving-peers",
-        "jobs with NCCL or on several GPUs cannot leave",
-        "NVIDIA/cuda-checkpoint; gpunap",
-        said("nccl", "p2p"),
-        None,
-    ),
-    (
-        "leaving-ipc",
-        "jobs that share GPU memory through CUDA IPC cannot leave",
-        "NVIDIA/cuda-checkpoint",
-        said("ipc"),
-        None,
-    ),
-    (
-        "leaving-managed",
-        "jobs with managed memory (UVM) cannot leave",
-        "NVIDIA/cuda-checkpoint",
-        said("managed_memory"),
-        None,
-    ),
-    (
-        "leaving-together",
-        "the processes depend on each other: one that is out holds up all of them",
-        "MPI and NCCL: a collective operation waits for every rank",
-        lambda s: s.together,
-        None,
-    ),
-    (
-        "leaving-vms",
-        "a virtual machine has a driver of its own: its programs cannot be moved from here",
-        "NVIDIA table 2022",
-        said("vms"),
-        None,
-    ),
-    (
-        "leaving-containers",
-        "gpushare does not move jobs in containers",
-        "gpushare run --container",
-        said("containers", "kubernetes"),
-        None,
-    ),
-    (
-        "leaving-running",
-        "they already run: gpushare moves by itself only what it started (by hand: gpushare swap out JOB)",
-        "gpushare swap",
-        said("running"),
-        None,
-    ),
+        "only with driver 570 or later; the version of this one is unknown"),
+    ("leaving-instance", "the driver does not copy jobs on a MIG instance", "NVIDIA/cuda-checkpoint; gpushare swap",
+        lambda s: s.gpu.instance is not None, None),
+    ("leaving-peers", "jobs with NCCL or on several GPUs cannot leave", "NVIDIA/cuda-checkpoint; gpunap",
+        said("nccl", "p2p"), None),
+    ("leaving-ipc", "jobs that share GPU memory through CUDA IPC cannot leave", "NVIDIA/cuda-checkpoint",
+        said("ipc"), None),
+    ("leaving-managed", "jobs with managed memory (UVM) cannot leave", "NVIDIA/cuda-checkpoint",
+        said("managed_memory"), None),
+    ("leaving-together", "the processes depend on each other: one that is out holds up all of them",
+        "MPI and NCCL: a collective operation waits for every rank", lambda s: s.together, None),
+    ("leaving-vms", "a virtual machine has a driver of its own: its programs cannot be moved from here",
+        "NVIDIA table 2022", said("vms"), None),
+    ("leaving-containers", "gpushare does not move jobs in containers", "gpushare run --container",
+        said("containers", "kubernetes"), None),
 )
+# fmt: on
 
 # fmt: off
 VETOES: Final = (
@@ -536,6 +492,9 @@ VETOES: Final = (
         "the copies need {needed} of host memory, and {free} are available", f"arithmetic; {_SWAP_DOCS}",
         when_way=_host_too_small, unknown="only if there is enough free host memory for the copies; how much is free is unknown",
         words=_host_words),
+    _veto("leaving-running", LEAVING,
+        "they already run: gpushare moves by itself only what it started (by hand: gpushare swap out JOB)",
+        "gpushare swap", when_way=lambda s, way: any_of(one.running for one, _ in s.leavers(way))),
     _veto("leaving-latency", LEAVING,
         "there is a latency target, and a job that is out answers only after seconds", _SWAP_MEASURED,
         when_way=_waits_for_answers),
@@ -735,7 +694,9 @@ CONDITIONS: Final = (
     _condition("swap-foreign-production", (Way.SWAP,),
         "the jobs belong to different users, and no other user's word on what is production counts: the other job takes "
         "turns of a minute instead, and when production starts it waits that long, too",
-        "gpushare run --turns", lambda s: s.pair and s.case.same_user is False),
+        "gpushare run --turns",
+        lambda s: negated(s.case.same_user) if s.pair and not s.case.any("running") else False,
+        unknown="only if both belong to the same user, or production to root (otherwise: --users different)"),
     _condition("measure-needs-program", (Way.MEASURE,),
         "only if the program can be run several times on this GPU",
         "H200 study (2026): the order of MPS and time-slicing flips with the workload",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpushare.advice.ways import Way, way_of
+from tests.cli.advise.test_advise import on_a_terminal
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 from tests.cli.run.test_memory import JOB
@@ -201,3 +202,56 @@ def test_an_mps_server_that_has_the_gpu_alone_is_stopped_first(cli: Cli) -> None
     assert data["winner"] == "turns"
     assert commands(data)[0] == "gpushare mps stop -g 0"
     assert any("compute mode" in text for text in data["conditions"])
+
+
+def test_production_that_runs_already_stays_as_it_is(cli: Cli, tmp_path: Path) -> None:
+    file = pair(tmp_path)
+    file.write_text(file.read_text().replace("role: production", "role: production, running: yes"))
+    data = asked(cli, "-f", str(file))
+    assert data["winner"] == "swap"
+    (batch,) = commands(data)
+    assert "--opportunistic --swap" in batch
+    assert any("steady growth" in one["what"] for one in data["commands"])
+    file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
+    assert asked(cli, "-f", str(file))["winner"] != "swap"
+
+
+def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The numbers are given; of the questions, only the one about advancing is answered.
+    words = (
+        "--processes",
+        "2",
+        "--memory",
+        "12G",
+        "--users",
+        "same",
+        "--saturating",
+        "--isolation",
+        "none",
+        "--latency",
+        "none",
+    )
+    out, said = on_a_terminal(monkeypatch, "steady\nyes\n", *words)
+    assert "Does each of them have to advance, instead of one after another?" in said
+    assert "--turns auto" in out
+
+
+def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
+    words = ("--processes", "5", "--users", "same", "--saturating", "--memory", "16G", "--command", "true")
+    queue = asked(cli, *words, host="sim:2xa30")
+    assert queue["winner"] == "whole-gpu"
+    assert commands(queue) == ["gpushare run -g any --wait --swappable --job-memory 16884M -- true"]
+    turns = asked(cli, *words, "--needs", "progress", host="sim:2xa30")
+    assert commands(turns) == ["gpushare run -g any --turns auto --job-memory 16884M -- true"]
+    # Two have a GPU each.
+    fits = asked(cli, *("2" if word == "5" else word for word in words), host="sim:2xa30")
+    assert [command.split("=")[0] for command in commands(fits)] == ["CUDA_VISIBLE_DEVICES"] * 2
+
+
+@pytest.mark.parametrize("users", [None, ("web", "ann")])
+def test_next_to_production_that_runs_only_its_growth_tells(
+    cli: Cli, tmp_path: Path, users: tuple[str, str] | None
+) -> None:
+    file = pair(tmp_path, users=users)
+    file.write_text(file.read_text().replace("role: production", "role: production, running: yes"))
+    assert "--opportunistic --swap" in commands(asked(cli, "-f", str(file)))[0]
