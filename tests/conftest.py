@@ -6,12 +6,17 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Thousands of processes import gpushare, and each of them would compile it; workers would compile every test.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No test depends on the clock: a busy machine must not fail one.
 settings.register_profile("gpushare", deadline=None, suppress_health_check=[HealthCheck.too_slow])

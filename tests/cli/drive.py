@@ -328,7 +328,7 @@ def alive(pid: int) -> bool:
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a real gpushare."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 @dataclass

@@ -68,7 +68,7 @@ def taker() -> Iterator[Start]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         started.append(process)
         return process
