@@ -52,11 +52,14 @@ _rows = {row.name: row for row in rows()}
 @functools.cache
 def _world(real_program: str | None) -> World:
     """Return the world of this process, which is removed at its end."""
-    # Short: the pipe directory of a daemon lies below it. In memory where there is such a place: no fsync waits.
-    place = next(one for one in ("/dev/shm", "/tmp") if os.access(one, os.W_OK))  # noqa: S108
-    world = World(MPS_HOST, Path(tempfile.mkdtemp(prefix="gc", dir=place)), real_program)
+    world = World(MPS_HOST, Path(tempfile.mkdtemp(prefix="gc", dir=_place())), real_program)
     multiprocessing.util.Finalize(None, _remove, args=(world, os.getpid()), exitpriority=1)
     return world
+
+
+def _place() -> str:
+    # Short: the pipe directory of a daemon lies below it. In memory where there is such a place: no fsync waits.
+    return next(one for one in ("/dev/shm", "/tmp") if os.access(one, os.W_OK))  # noqa: S108
 
 
 def _remove(world: World, owner: int) -> None:
@@ -113,7 +116,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(arguments.names))
         return 0
     names = _chosen(arguments, parser)
-    warm()
+    with tempfile.TemporaryDirectory(prefix="gc", dir=_place()) as directory:
+        warm(Path(directory))
     if arguments.at is not None:
         faults = arguments.fault or [KILL]
         found = [_hits(name, arguments.real_daemon).try_one(arguments.at, fault) for name in names for fault in faults]

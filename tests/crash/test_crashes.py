@@ -24,12 +24,12 @@ PARTS = {
     "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 4),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
-    "run": (["run", "run, its guard too", "run --mig"], 4),
-    "the ledger of memory": (["run --wait", "run --wait, its guard too", "run --job-memory*", "run --turns"], 2),
-    "slices of programs": (
-        ["run --production --slice", "run --opportunistic --way slices", "run --name", "timeslice keep"],
-        2,
-    ),
+    "run": (["run", "run --mig"], 4),
+    "run, its guard too": (["run, its guard too"], 4),
+    "waiting for memory": (["run --wait", "run --wait, its guard too"], 2),
+    "the ledger of memory": (["run --job-memory*", "run --turns"], 2),
+    "slices of programs": (["run --production --slice", "run --opportunistic --way slices"], 2),
+    "slices of jobs": (["run --name", "timeslice keep"], 2),
 }
 
 
@@ -54,8 +54,8 @@ def crashes(directory: Path, *words: str, before: Path | None = None) -> tuple[i
 def test_one_more_command_brings_back_the_old_or_the_new_state(part: str, tmp_path: Path) -> None:
     names, points = PARTS[part]
     words = [word for name in names for word in ("--verb", name)]
-    jobs = "4" if part in {"run", "swap", "the ledger of memory", "slices of programs"} else "1"
-    code, said, found = crashes(tmp_path, *words, "--sample", str(points), "--brief", "--jobs", jobs)
+    # One at a time: each job would prepare the host of each row for itself.
+    code, said, found = crashes(tmp_path, *words, "--sample", str(points), "--brief", "--jobs", "1")
     assert code == 0, said
     assert all(0 < row["kills"] + row["errors"] <= points for row in found["rows"])
 
