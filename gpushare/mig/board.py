@@ -64,6 +64,7 @@ class Board:
         self._free: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._lost: dict[tuple[int, tuple[int, ...]], int] = {}
         self._arrangements: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
+        self._reachable: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._complete: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
 
     def mask(self, profile: int, start: int) -> int:
@@ -103,6 +104,33 @@ class Board:
             pairs = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
             known = self._lost[mask, members] = sum(size * (empty - left) for size, empty, left in pairs)
         return known
+
+    def reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
+        """Return the most compute slices, and the most memory slices, that further instances can take."""
+        known = self._reachable.get((mask, members))
+        if known is None:
+            known = self._reachable[mask, members] = self._reach(mask, members)
+        return known
+
+    def _reach(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        used = sum(self.slices[n] for n in members)
+        most = (self.compute_slices - used, self.axis - mask.bit_count())
+        compute = memory = 0
+        waiting = [(mask, members)]
+        while waiting and (compute, memory) != most:
+            state = waiting.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            taken, present = state
+            compute = max(compute, sum(self.slices[n] for n in present) - used)
+            memory = max(memory, (taken & ~mask).bit_count())
+            for number, room in enumerate(self.rooms(present)):
+                if room:
+                    grown = tuple(sorted((*present, number)))
+                    waiting += [(taken | place, grown) for _, place in self.places[number] if not taken & place]
+        return compute, memory
 
     def _packed(self, profile: int, mask: int) -> int:
         known = self._most.get((profile, mask))
@@ -182,9 +210,21 @@ def _board(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Boa
     return Board(profiles, axis, compute_slices)
 
 
+# The boards of the same profiles, not only of equal ones: to compare all profiles takes longer than most plans.
+_same: Final[dict[int, tuple[tuple[Profile, ...], Board]]] = {}
+_MOST_SAME: Final = 64
+
+
 def board_of(layout: Layout) -> Board:
     """Return the board of a GPU; GPUs with equal profiles share it and its cache."""
-    return _board(layout.profiles, layout.axis, layout.compute_slices)
+    profiles = layout.profiles
+    # What is kept here keeps its profiles, so no other tuple gets their id.
+    known = _same.get(id(profiles))
+    if known is None:
+        if len(_same) >= _MOST_SAME:
+            _same.clear()
+        known = _same[id(profiles)] = (profiles, _board(profiles, layout.axis, layout.compute_slices))
+    return known[1]
 
 
 def occupied(layout: Layout) -> int:
@@ -201,6 +241,7 @@ def members_of(layout: Layout) -> tuple[int, ...]:
 def forget() -> None:
     """Drop all boards and their caches, to measure a cold start."""
     _board.cache_clear()
+    _same.clear()
 
 
 class ComputeChange(NamedTuple):

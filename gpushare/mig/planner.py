@@ -591,33 +591,11 @@ def lost_slices(layout: Layout) -> LostSlices:
     """Return the free slices that nothing can use: two 3g on a GPU of seven slices lose one compute slice."""
     board = board_of(layout)
     mask, members = occupied(layout), members_of(layout)
-    compute, memory = _reachable(board, mask, members)
+    compute, memory = board.reachable(mask, members)
     used = sum(one.profile.slices for one in layout.instances)
     return LostSlices(
         compute=max(0, board.compute_slices - used - compute), memory=board.axis - mask.bit_count() - memory
     )
-
-
-def _reachable(board: Board, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
-    """Return the most compute slices, and the most memory slices, that further instances can take."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    used = sum(board.slices[n] for n in members)
-    most = (board.compute_slices - used, board.axis - mask.bit_count())
-    compute = memory = 0
-    waiting = [(mask, members)]
-    while waiting and (compute, memory) != most:
-        state = waiting.pop()
-        if state in seen:
-            continue
-        seen.add(state)
-        taken, present = state
-        compute = max(compute, sum(board.slices[n] for n in present) - used)
-        memory = max(memory, (taken & ~mask).bit_count())
-        for number, room in enumerate(board.rooms(present)):
-            if room:
-                grown = tuple(sorted((*present, number)))
-                waiting += [(taken | place, grown) for _, place in board.places[number] if not taken & place]
-    return compute, memory
 
 
 def capacity_lost(layout: Layout) -> int:

@@ -116,6 +116,13 @@ class SimulatedFiles:
         self._opened: dict[int, int] = {}
         self._next = 1000
         self._state: SimulatedHostState | None = None
+        # The state and PID that were asked about last, with the client's handle and its objects.
+        self._asked: tuple[SimulatedHostState | None, int, int | None, Mapping[int, tuple[int, int]]] = (
+            None,
+            0,
+            None,
+            {},
+        )
 
     def check(self) -> None:
         """Raise if the kernel or sandbox of the host does not have the call."""
@@ -173,11 +180,15 @@ class SimulatedFiles:
     def _control(self, pid: int, client: int, thing: int, command: int, parameters: bytearray) -> int:
         # A scan asks thousands of times: the state is read once for it, and again after each change.
         state = self._state if self._state is not None else current(self._state_file)
-        if client != client_of(state, pid):
+        if state is not self._asked[0] or pid != self._asked[1]:
+            self._asked = (state, pid, client_of(state, pid), _objects(owner_of(state, pid)))
+        if client != self._asked[2]:
             return INVALID_CLIENT
-        forced = state.channel_statuses.get(hex(command))
+        forced = state.channel_statuses.get(hex(command)) if state.channel_statuses else None
         if forced is not None:
             return forced
+        if command == HANDLE_INFO:
+            return _info(client, self._asked[3], thing, parameters)
         call = _CALLS.get(command)
         if call is None:
             return NOT_SUPPORTED
@@ -240,17 +251,14 @@ def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
     return {**_OBJECTS, _MPS_OBJECT: (CLASS_MPS, 0)} if client else _OBJECTS
 
 
-def _info(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
+def _info(client: int, objects: Mapping[int, tuple[int, int]], thing: int, parameters: bytearray) -> int:
     asked, index, _ = INFO.unpack(parameters)
-    client = client_of(state, pid) or 0
-    kind, parent = _objects(owner_of(state, pid)).get(asked, (None, 0))
-    if asked == client:
-        kind, parent = CLASS_ROOT_CLIENT, 0
-    if thing != client or kind is None:
+    found = (CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
+    if thing != client or found is None:
         return OBJECT_NOT_FOUND
     if index not in {PARENT, CLASS}:
         return INVALID_ARGUMENT
-    INFO.pack_into(parameters, 0, asked, index, kind if index == CLASS else parent or client)
+    INFO.pack_into(parameters, 0, asked, index, found[0] if index == CLASS else found[1] or client)
     return OK
 
 
@@ -345,7 +353,6 @@ def _gpu(state: SimulatedHostState, pid: int) -> str:
 
 _Call = Callable[[SimulatedHostState, int, int, bytearray], int]
 _CALLS: Final[Mapping[int, _Call]] = {
-    HANDLE_INFO: _info,
     CHILD_HANDLE: _child,
     GET_TIMESLICE: _read,
     SET_TIMESLICE: _set,

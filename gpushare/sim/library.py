@@ -576,7 +576,7 @@ class SimulatedLibrary:
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         try:
-            status = self.file.path.stat()
+            status = os.stat(self.file.path)
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino

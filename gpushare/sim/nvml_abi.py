@@ -6,6 +6,7 @@ Written against nvml.h; needs no pynvml, because structs and arrays are always t
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
@@ -102,6 +103,7 @@ class Handle:
         return self.kind << 24 | self.index << 16 | self.gpu_instance << 8 | self.compute_instance
 
     @staticmethod
+    @functools.cache
     def unpack(value: int) -> Handle:
         """Return the handle of a pointer value.
 

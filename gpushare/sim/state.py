@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.gpu_models import GpuModel, find_model
@@ -300,10 +300,10 @@ class StateFile:
         try:
             # A link or a FIFO there is neither followed nor waited for.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(descriptor, encoding="utf-8") as file:
+            with open(descriptor, "rb", buffering=0) as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise self._broken("it is not a regular file")
-                return file.read()
+                return file.readall().decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
@@ -385,19 +385,35 @@ def now() -> float:
 def _decode(raw: dict[str, Any]) -> SimulatedHostState:
     gpus = [_decode_gpu(gpu) for gpu in raw["gpus"]]
     daemons = [
-        SimulatedDaemon(**{**daemon, "servers": [SimulatedServer(**server) for server in daemon["servers"]]})
+        _made(SimulatedDaemon, {**daemon, "servers": [_made(SimulatedServer, server) for server in daemon["servers"]]})
         for daemon in raw["daemons"]
     ]
-    processes = [SimulatedProcess(**process) for process in raw["processes"]]
-    return SimulatedHostState(**{**raw, "gpus": gpus, "daemons": daemons, "processes": processes})
+    processes = [_made(SimulatedProcess, process) for process in raw["processes"]]
+    return _made(SimulatedHostState, {**raw, "gpus": gpus, "daemons": daemons, "processes": processes})
 
 
 def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
-    mig = [SimulatedMigInstance(**one) for one in raw["mig"]]
-    bare = [SimulatedGpuInstance(**one) for one in raw.get("bare", [])]
-    nodes = {place: SimulatedNode(**one) for place, one in raw.get("nodes", {}).items()}
-    vgpus = [SimulatedVgpu(**one) for one in raw.get("vgpus", [])]
-    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare, "nodes": nodes, "vgpus": vgpus})
+    mig = [_made(SimulatedMigInstance, one) for one in raw["mig"]]
+    bare = [_made(SimulatedGpuInstance, one) for one in raw.get("bare", [])]
+    nodes = {place: _made(SimulatedNode, one) for place, one in raw.get("nodes", {}).items()}
+    vgpus = [_made(SimulatedVgpu, one) for one in raw.get("vgpus", [])]
+    return _made(SimulatedGpu, {**raw, "mig": mig, "bare": bare, "nodes": nodes, "vgpus": vgpus})
+
+
+T = TypeVar("T")
+_NAMES: Final[dict[type[Any], frozenset[str]]] = {}
+
+
+def _made(cls: type[T], raw: dict[str, Any]) -> T:
+    """Return ``cls(**raw)``, which takes three times as long: each NVML call may read the state."""
+    if cls not in _NAMES:
+        _NAMES[cls] = frozenset(cls.__annotations__)
+    if raw.keys() != _NAMES[cls]:
+        # Written by an older version, or by hand.
+        return cls(**raw)
+    made = cls.__new__(cls)
+    vars(made).update(raw)
+    return made
 
 
 PREFIX: Final = "sim:"
