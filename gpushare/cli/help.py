@@ -122,6 +122,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Four processes of one user", "advise --processes 4 --memory 6G --no-saturating"),
         ("Users who do not trust each other", "advise --processes 3 --users different --untrusted"),
         ("Notebooks of five people", "advise --like jupyter --processes 5 --users different"),
+        ("Two that do not fit at the same time", "advise --processes 2 --memory 60G --needs progress"),
         ("What runs now", "advise -g 0 --live"),
         ("Measure first", "advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py"),
     ),
