@@ -240,7 +240,7 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
 
 
 def test_the_document_has_the_figures_of_memory() -> None:
-    first, second, third, fourth = (
+    first, second, third, fourth, fifth = (
         json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory-h200-*.json"))
     )
     (line,) = document_lines("`--job-memory 8G`")
@@ -263,6 +263,30 @@ def test_the_document_has_the_figures_of_memory() -> None:
     turns = fourth["turns"]
     assert f"{turns['reached']:.3f}; expected {turns['expected']:.2f}".replace("0.", ".") in line
     assert f"{len(turns['back_seconds'])} switches" in line
+    (line,) = document_lines("a pair of 40 GiB")
+    pair = fifth["large"]
+    assert pair["exit_codes"] == [0, 0]
+    out, back = pair["out_seconds"], pair["back_seconds"]
+    assert f"{out[0]} s out (both), {back[0]} and {back[1]} s back" in line
+    assert f"both {pair['seconds']:.1f} s: {pair['reached']:.3f}".replace("0.", ".") in line
+    (line,) = document_lines("`run --idle 5s`")
+    assert (
+        f"took {fifth['idle']['first_call_seconds'][1]:.1f} and {fifth['idle']['first_call_seconds'][2]:.1f} s" in line
+    )
+    assert fifth["idle"]["least_gib_held"] == 0
+    (line,) = document_lines("`run --opportunistic --swap`")
+    served = fifth["production"]
+    assert f"started after {served['production_started_after_seconds']:.1f} s" in line
+    assert f"back {served['batch_back_after_seconds']:.1f} s after" in line
+    assert (served["production_exit_code"], served["growing_exit_code"]) == (0, 0)
+
+
+def test_the_document_has_what_adapt_kept() -> None:
+    (line,) = document_lines("`run --opportunistic --adapt --keep 97%`")
+    for number in (1, 2):
+        found = json.loads(BENCHMARKS.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]
+        assert f"{found['kept']:.3f}".lstrip("0") in line
+        assert f"{found['train_steps_per_second']:.1f}" in line
 
 
 def test_the_document_has_what_tune_found_on_the_same_day() -> None:

@@ -30,6 +30,7 @@ SOURCE: Final = "measured on an H200 (driver 580.159.04, 2026-11-22; docs/measur
 MEASURED: Final = (
     Moved(2.7 * GIB, 1.6, 0.75),
     Moved(16.7 * GIB, 9.5, 3.5),
+    Moved(40.5 * GIB, 21.2, 8.6),
 )
 
 _LEAVING_SECONDS: Final = 1.0

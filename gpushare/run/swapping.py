@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
 from gpushare.host.process import cpu_time
-from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds
+from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds, moved
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import client_limit
 from gpushare.memory.swap import (
@@ -40,6 +40,7 @@ _LOOK_SECONDS: Final = 0.5
 _WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
+# The first turn, where it is not known what the job holds.
 _FIRST_TURN_SECONDS: Final = 30.0
 # CPU time since it left that counts as work: more than a timer tick and a heartbeat.
 _WAKING_SECONDS: Final = 0.1
@@ -121,6 +122,7 @@ class Turns:
     say: Callable[[str], None] = lambda _: None
     _switches: list[float] = field(default_factory=list)
     _warned: bool = False
+    _held_bytes: int = 0
 
     @property
     def switch_seconds(self) -> float | None:
@@ -132,10 +134,16 @@ class Turns:
         """Return how long a turn is now."""
         if self.seconds is not None:
             return self.seconds
-        return _FIRST_TURN_SECONDS if self.switch_seconds is None else TURN_FACTOR * self.switch_seconds
+        if self.switch_seconds is not None:
+            return TURN_FACTOR * self.switch_seconds
+        if not self._held_bytes:
+            return _FIRST_TURN_SECONDS
+        expected = moved(self._held_bytes)
+        return TURN_FACTOR * (expected.out_seconds + expected.in_seconds)
 
     def leaves(self, look: Look) -> bool:
         """Return whether its turn is over."""
+        self._held_bytes = look.held_bytes
         return look.others_wait and look.now - look.since >= self.turn_seconds
 
     def returns(self, _look: Look) -> bool:
