@@ -222,7 +222,7 @@ _gpushare_node() {
       positional='@jobs'
       ;;
     'swap in')
-      options='--wait --wait-timeout -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--wait --wait-timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--wait-timeout --host -o --output'
       positional='@jobs'
       ;;

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpushare.errors import BadUsage
-from gpushare.host.host import Host, local_host
+from gpushare.host.host import Host, UserDirectory, local_host
 from gpushare.host.nvml import NvmlReader
 from gpushare.units import quoted
+
+
+def _users() -> Sequence[UserDirectory]:
+    from gpushare.host.users import user_directories
+
+    return user_directories()
 
 
 def connect(spec: str) -> Host:
     """Return the host that ``--host`` names, without reading it."""
     if spec == "local":
-        return local_host()
+        return local_host(_users)
     if not spec.strip().lower().startswith("sim:"):
         raise BadUsage(
             f"{quoted(spec)} is not a host",
@@ -35,6 +43,8 @@ def connect(spec: str) -> Host:
         cgroup_root=simulated.state_file.directory / "cgroup",
         makes_vgpus=simulated.makes_vgpus,
         origin=simulated.processes.origin,
+        user_directories=simulated.user_directories,
+        shared_run_directories=simulated.shared_run_directories,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,
         uid=simulated.uid,

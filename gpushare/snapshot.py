@@ -334,17 +334,20 @@ def _slices(host: Host) -> dict[int, int]:
 
 def has_records(host: Host, name: str) -> bool:
     """Return whether there is a directory of records of this kind: most hosts need not load what reads them."""
-    directories = (host.run_directory, *host.shared_run_directories)
-    return any(os.path.isdir(os.path.join(directory, name)) for directory in directories)
+    return any(os.path.isdir(os.path.join(directory, name)) for directory in _run_directories(host))
 
 
 def has_files(host: Host, name: str) -> bool:
     """Return whether there is a record of this kind, where the directory stays when the last one is gone."""
-    for directory in (host.run_directory, *host.shared_run_directories):
+    for directory in _run_directories(host):
         with contextlib.suppress(OSError):
             if any(one.endswith(".json") for one in os.listdir(os.path.join(directory, name))):
                 return True
     return False
+
+
+def _run_directories(host: Host) -> tuple[Path, ...]:
+    return (host.run_directory, *host.shared_run_directories, *(one.path for one in host.user_directories()))
 
 
 def has_claims(host: Host, prefix: str) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import AskingCommand, ChangingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, InUse, NotFound, NotSupported, OperationFailed
+from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
+from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="swap", cls=Group, short_help="Move a job out of the GPU into host memory, and back.")
     group.command("out", cls=AskingCommand, short_help="Move a job into host memory.")(out)
-    group.command("in", cls=ChangingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
+    group.command("in", cls=AskingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
     group.command("list", cls=Command, short_help="List the jobs that are out.")(listed)
 
 
@@ -105,12 +105,12 @@ def back_in(
     """Bring a job back to its GPU and let it continue.
 
     Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
-    nothing happens (exit code 19), or with --wait it waits.
+    nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
     """
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Place, Request
     from gpushare.memory.room import wait_for_room
-    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked
+    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked, taken_over
     from gpushare.plan import Plan, Step
     from gpushare.selection import select_for_change
     from gpushare.units import format_bytes, parse_seconds
@@ -121,7 +121,8 @@ def back_in(
     host = settings.connect()
     gone = ended_swap(host, job)
     _repair(host)
-    swap = _out_now(host, job, gone)
+    swap = taken_over(host, _out_now(host, job, gone))
+    losses = _consent(host, swap)
     if swap.state == LOST:
         raise OperationFailed(
             f"{swap.title} is lost: the driver could not put it back",
@@ -138,7 +139,7 @@ def back_in(
         wait_for_room(host, place, [device], seconds, kept_limits(host).without(os.geteuid()), note)
         try:
             with guarded(host), locked(host, say=note):
-                done.append(come_in(host, _out_now(host, job, swap), host.open_checkpoint()))
+                done.append(come_in(host, taken_over(host, _out_now(host, job, swap)), host.open_checkpoint()))
         finally:
             place.leave()
 
@@ -151,12 +152,12 @@ def back_in(
         undo=undo,
         do=act,
     )
-    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo))
+    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo, consent=losses))
     return _with_job(result, done[0] if done else swap)
 
 
 def listed() -> Any:
-    """List the jobs that are out, this user's and root's."""
+    """List the jobs that are out: this user's, and those that root has swapped out. Root sees those of all users."""
     from gpushare.memory.swap import BACK, swaps
     from gpushare.show.result import Column, Result, Table
     from gpushare.units import format_bytes
@@ -166,6 +167,7 @@ def listed() -> Any:
     columns = (
         Column(key="pid", title="pid", right=True),
         Column(key="name", title="name", optional=True),
+        Column(key="user", title="user", rank=2),
         Column(key="state", title="state"),
         Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
         Column(key="gpu_uuid", title="gpu", rank=2),
@@ -178,11 +180,33 @@ def listed() -> Any:
     )
 
 
+def _consent(host: Host, swap: Swap) -> Any:
+    """Return what to ask before another user's job comes back, as root."""
+    from gpushare.run.jobs import Job, consent_to
+
+    pids = [pid for pid, _ in swap.living(host)]
+    info = host.processes.describe(pids[0]) if pids else None
+    job = Job(
+        pid=swap.pid,
+        started=swap.started,
+        started_at=None,
+        uid=None if info is None else info.uid,
+        user=None if info is None else info.user,
+        name=swap.name,
+    )
+    return consent_to(host, job, "swaps in", pids)
+
+
 def _row(swap: Swap) -> dict[str, Any]:
+    from gpushare.host.capabilities import user_name
+
     return {
         "pid": swap.pid,
         "name": swap.name,
         "uid": swap.uid,
+        "user": None if swap.uid is None else user_name(swap.uid),
+        # Who has swapped it out; None: this user.
+        "by": None if swap.keeper_uid is None else user_name(swap.keeper_uid),
         "state": swap.state,
         "memory_bytes": swap.memory_bytes,
         "gpu_uuid": swap.gpu_uuid,
@@ -224,9 +248,16 @@ def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
     from gpushare.run.jobs import find_job
 
     # By its record first: the process that it is named after may have ended before the others.
-    named = next((one for one in swaps(host) if one.state != BACK and one.is_named(text)), None)
-    if named is not None:
-        return named
+    named = [one for one in swaps(host) if one.state != BACK and one.is_named(text)]
+    ours = [one for one in named if one.keeper_uid in {None, 0}]
+    if len(ours or named) > 1:
+        raise BadUsage(
+            f"{len(named)} users have a job '{text}' that is out",
+            f"give a PID: {', '.join(str(one.pid) for one in named[:5])}",
+            code="ambiguous_job",
+        )
+    if named:
+        return (ours or named)[0]
     try:
         job = find_job(host, text)
     except NotFound:

@@ -559,6 +559,16 @@ def _units(seen: Examination) -> Iterator[Check]:
         yield Check.passed("units.consent", seen=f"{counted(len(found), 'systemd unit')} of gpushare, none asks")
 
 
+def _as_keeper(uid: int | None, record: Path, words: str) -> str:
+    """Return what to type about a record of this user (None), of root, or for root of another user."""
+    if uid is None or uid == 0:
+        return f"{'' if uid is None else 'sudo '}gpushare {words}"
+    from gpushare.host.capabilities import user_name
+    from gpushare.host.users import as_user
+
+    return as_user(user_name(uid), record.parent.parent, words)
+
+
 # A pause without a timeout is mentioned after this time.
 _LONG_PAUSE_SECONDS: Final = 86400.0
 
@@ -569,8 +579,7 @@ def _pauses(seen: Examination) -> Iterator[Check]:
 
     jobs, wrong = paused_jobs(seen.host), False
     for job in jobs:
-        sudo = "" if job.ours else "sudo "
-        remedy = f"{sudo}gpushare resume {job.pause.pid}"
+        remedy = _as_keeper(job.keeper_uid, job.path, f"resume {job.pause.pid}")
         age = time.time() - job.pause.since
         if not job.kept(seen.host):
             wrong = True
@@ -617,21 +626,21 @@ def _swaps(seen: Examination) -> Iterator[Check]:
                 "swap.lost",
                 seen=f"{one.title} is lost: the driver could not put it back on the GPU",
                 why="the driver never repeats a failed restore, so the job cannot continue",
-                remedy=f"end it: kill -9 {one.pid}",
+                remedy=f"end it: {'' if one.keeper_uid is None else 'sudo '}kill -9 {one.pid}",
             )
         elif one.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
             finding = Check.warning(
                 "swap.interrupted",
                 seen=f"{one.title} has been {one.state} for {counted(int(age // 60), 'minute')}",
                 why="a swap takes seconds: gpushare and its guard have died",
-                remedy=f"gpushare swap in {one.selector}",
+                remedy=_as_keeper(one.keeper_uid, one.path, f"swap in {one.pid}"),
             )
         elif one.state == OUT and age > _LONG_OUT_SECONDS:
             finding = Check.warning(
                 "swap.long",
                 seen=f"{one.title} has been out of the GPU for {counted(int(age // 86400), 'day')}",
                 why="it does no work and keeps its host memory",
-                remedy=f"gpushare swap in {one.selector}; or end it",
+                remedy=f"{'sudo ' if one.keeper_uid == 0 else ''}gpushare swap in {one.selector}; or end it",
             )
         if finding is not None:
             wrong = True

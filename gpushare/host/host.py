@@ -8,7 +8,7 @@ import shlex
 import stat
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpushare.errors import NoPermission
 from gpushare.host.capabilities import Capabilities, LocalCapabilities
@@ -49,6 +49,18 @@ def _local_origin(pid: int, *, command: bool = True) -> Origin | None:
     from gpushare.host.origin import origin_of
 
     return origin_of(pid, command=command)
+
+
+class UserDirectory(NamedTuple):
+    """The run directory of a user. ``owner`` is who its files belong to: that user, or on a simulated host this one."""
+
+    uid: int
+    path: Path
+    owner: int
+
+
+def _nobody_else() -> Sequence[UserDirectory]:
+    return ()
 
 
 # The module of NVIDIA's vGPU host driver; a look at it costs no call of NVML.
@@ -100,6 +112,8 @@ class Host:
     makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
     origin: Callable[..., Origin | None] = field(default=_local_origin)
+    # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
+    user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_nobody_else)
     shared_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
 
@@ -112,7 +126,8 @@ class Host:
         return self.spec.startswith("sim:")
 
 
-def local_host() -> Host:
+def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody_else) -> Host:
+    """Return this machine. ``user_directories`` is `users.user_directories`, which only root asks."""
     uid = os.geteuid()
     run_directory = local_run_directory(uid)
     state_directory = local_state_directory(uid)
@@ -127,6 +142,7 @@ def local_host() -> Host:
         run_directory=run_directory,
         state_directory=state_directory,
         uid=uid,
+        user_directories=user_directories if uid == 0 else _nobody_else,
         shared_run_directories=shared,
         shared_state_directories=shared_state,
     )

@@ -52,7 +52,11 @@ def read_understood(path: Path) -> Any:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, too large, or not JSON; the message says which.
     """
-    text = read_bounded(path)
+    return json_of(read_bounded(path))
+
+
+def json_of(text: bytes) -> Any:
+    """Return the JSON of a record; raises ValueError if it is none."""
     try:
         return json.loads(text, parse_int=_whole)
     except (ValueError, RecursionError):
@@ -91,6 +95,16 @@ def record_from(kind: type[T], raw: Any) -> T | None:
     return kind(**found)
 
 
+def is_shown(text: str | None) -> bool:
+    """Return whether a name or UUID of a record that others may have written can be shown: short, plain, or none."""
+    return text is None or (len(text) <= 64 and re.fullmatch(r"[\w.-]+", text, re.ASCII) is not None)
+
+
+def is_time(seconds: float) -> bool:
+    """Return whether a number of a record can be a time in seconds since 1970."""
+    return 0 <= seconds < 1 << 36
+
+
 def _whole(text: str) -> int:
     """Return a whole number of at most 64 bits; we never write a longer one."""
     if len(text) > 20:
@@ -108,10 +122,10 @@ def read_bounded(path: Path) -> bytes:
     return _checked_bytes(_opened(path))
 
 
-def _checked_bytes(descriptor: int) -> bytes:
+def _checked_bytes(descriptor: int, owner: int | None = None) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        why = _distrusted(found) or _open_to_others(found, 0o022)
+        why = _distrusted(found, owner) or _open_to_others(found, 0o022)
         if why is not None:
             raise ValueError(why)
         text = file.read(_MOST_BYTES + 1)
@@ -120,8 +134,8 @@ def _checked_bytes(descriptor: int) -> bytes:
         return text
 
 
-def read_own(path: str, *, directory: int) -> bytes:
-    """Return the bytes of a file in an open directory that root wrote, or, unless this is root, this user.
+def read_own(path: str, *, directory: int, owner: int | None = None) -> bytes:
+    """Return the bytes of a file in an open directory that root or this user wrote, or with ``owner`` that user alone.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
@@ -133,7 +147,7 @@ def read_own(path: str, *, directory: int) -> bytes:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a symbolic link") from None
         raise
-    return _checked_bytes(descriptor)
+    return _checked_bytes(descriptor, owner)
 
 
 def read_tail(path: Path, most: int) -> str:
@@ -174,11 +188,12 @@ def _open_to_others(found: os.stat_result, forbidden: int) -> str | None:
     return f"others may write it (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & forbidden else None
 
 
-def _distrusted(found: os.stat_result) -> str | None:
-    """Return why an open file cannot be one of ours, or None."""
+def _distrusted(found: os.stat_result, owner: int | None = None) -> str | None:
+    """Return why an open file cannot be one of ours, or with ``owner`` of that user, or None."""
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
-    return None if found.st_uid in {os.geteuid(), 0} else f"it belongs to user {found.st_uid}"
+    owners = {os.geteuid(), 0} if owner is None else {owner}
+    return None if found.st_uid in owners else f"it belongs to user {found.st_uid}"
 
 
 @contextlib.contextmanager

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import re
 import select
 import signal
 import subprocess
@@ -22,12 +20,22 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import gpushare
-from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut, or_none
+from gpushare.errors import (
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    TimedOut,
+    or_none,
+)
+from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.host.process import known, signal_known
-from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import directory_locked, is_shown, is_time, read_trusted, record_from, replace_file, writing
 from gpushare.pause.record import paused_since
 from gpushare.units import MIB, format_bytes
 from gpushare.values import dataclass
@@ -48,7 +56,6 @@ _ROUNDS: Final = 3
 _SAY_SECONDS: Final = 2.0
 # What ends a job waits for so long for the swap that another gpushare, or its guard, does.
 _END_SECONDS: Final = 30.0
-_TEXT: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # Left free on the GPU besides the job itself.
 GPU_MARGIN_BYTES: Final = 256 * MIB
 
@@ -85,6 +92,8 @@ class Swap:
     boot: str | None = None
     space: int | None = None
     path: Path = Path()
+    # Who has swapped it, if that is not this user: root, or for root another user.
+    keeper_uid: int | None = None
 
     @property
     def title(self) -> str:
@@ -133,26 +142,58 @@ class _Record:
 def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     """Return the jobs with a record, each with its processes that still run: this user's, and with ``shared`` root's.
 
-    This user's records of jobs that have ended are removed.
+    Root sees those of all users. A job that its user and root have swapped has two records: the later one counts. This
+    user's records of jobs that have ended are removed.
     """
-    found: list[Swap] = []
-    for run_directory in (host.run_directory, *(host.shared_run_directories if shared else ())):
-        records = _records(run_directory)
-        found += [replace(one, images=living) for one in records if (living := one.living_images(host))]
-        if run_directory == host.run_directory and not all(one.living_images(host) for one in records):
-            forget_ended(host)
-    return found
+    own = _records(host.run_directory)
+    if not all(one.living_images(host) for one in own):
+        forget_ended(host)
+    found = own if not shared else [*own, *_records_of_others(host)]
+    there = [replace(one, images=living) for one in found if (living := one.living_images(host))]
+    counted: list[Swap] = []
+    # What root has done counts where the times are the same: it has put back what its user had taken out.
+    for one in sorted(there, key=lambda one: (-one.since, not _is_of_root(host, one), one.state == BACK)):
+        if not any(_same(one, other) for other in counted):
+            counted.append(one)
+    return [one for one in there if one in counted]
 
 
-def _records(run_directory: Path) -> list[Swap]:
+def _is_of_root(host: Host, swap: Swap) -> bool:
+    return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.uid == 0)
+
+
+def _same(one: Swap, other: Swap) -> bool:
+    """Return whether two records are of one job."""
+    return not {image[:2] for image in one.images}.isdisjoint(image[:2] for image in other.images)
+
+
+def _records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
     """Return the records in a run directory, without those whose PIDs are of another PID namespace."""
     if not is_trusted_directory(run_directory, _DIRECTORY):
         return []
     try:
-        read = [_read(path) for path in sorted((run_directory / _DIRECTORY).glob("*.json"))]
+        paths = sorted((run_directory / _DIRECTORY).glob("*.json"))
     except OSError:
         return []
+    read = [_parsed(read_trusted(path), path, keeper_uid) for path in paths]
     return [one for one in read if one is not None and one.space in {None, pid_space()}]
+
+
+def _records_of_others(host: Host) -> list[Swap]:
+    """Return root's records, and for root those of all users that speak of nothing but their own processes."""
+    found = [one for directory in host.shared_run_directories for one in _records(directory, 0)]
+    for user in host.user_directories():
+        # Only root has such users.
+        from gpushare.host.users import records_of
+
+        theirs = [_parsed(raw, path, user.uid) for path, raw in records_of(user, _DIRECTORY)]
+        found += [one for one in theirs if one is not None and _is_of_user(host, one, user.uid)]
+    return found
+
+
+def _is_of_user(host: Host, swap: Swap, uid: int) -> bool:
+    infos = [host.processes.describe(pid) for pid, _, _ in swap.living_images(host)]
+    return swap.uid == uid and swap.space == pid_space() and all(one is not None and one.uid == uid for one in infos)
 
 
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
@@ -160,8 +201,7 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
 
     A job that went out while it started has gpushare's PID in its record: then one of its processes, or its name, tells.
     """
-    # One that was swapped by its user and by root has two records: what is not on the GPU counts.
-    found = sorted(swaps(host), key=lambda one: one.state == BACK)
+    found = swaps(host)
     by_pid = next((one for one in found if one.pid == pid), None)
     inside = next((one for one in found if any(image == pid for image, _, _ in one.images)), None)
     named = None if name is None else next((one for one in found if one.name == name), None)
@@ -169,17 +209,20 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
 
 
 def _read(path: Path) -> Swap | None:
-    raw: Any = read_trusted(path)
+    return _parsed(read_trusted(path), path)
+
+
+def _parsed(raw: Any, path: Path, keeper_uid: int | None = None) -> Swap | None:
     record = record_from(_Record, raw)
     images = raw.get("images") if record is not None else None
     if record is None or record.pid <= 0 or not isinstance(images, list) or not all(_is_image(one) for one in images):
         return None
-    if record.state not in _STATES or not math.isfinite(record.since) or not 0 <= record.since < 1 << 40:
+    if record.state not in _STATES or not is_time(record.since):
         return None
-    if not all(one is None or _TEXT.fullmatch(one) for one in (record.name, record.gpu_uuid)):
+    if not is_shown(record.name) or not is_shown(record.gpu_uuid):
         return None
     values = {name: value for name, value in vars(record).items() if name != "schema"}
-    return Swap(**values, images=tuple(tuple(one) for one in images), path=path)
+    return Swap(**values, images=tuple(tuple(one) for one in images), path=path, keeper_uid=keeper_uid)
 
 
 def _is_image(raw: Any) -> bool:
@@ -195,7 +238,7 @@ def write(swap: Swap) -> None:
     make_private_directory(swap.path.parent.parent)
     make_private_directory(swap.path.parent)
     here = replace(swap, boot=boot_id(), space=pid_space())
-    document = {name: value for name, value in asdict(here).items() if name != "path"}
+    document = {name: value for name, value in asdict(here).items() if name not in {"path", "keeper_uid"}}
     with writing(swap.path, WHAT):
         replace_file(swap.path, json.dumps({**document, "schema": SCHEMA}), durable=True)
 
@@ -351,7 +394,9 @@ def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], S
     """
     began = time.monotonic()
     _sweep(host)
+    before = _read(swap.path)
     write(swap)
+    _check_alone(host, swap, before)
     try:
         inside: set[int] = set()
         for number in range(_ROUNDS + 1):
@@ -382,6 +427,43 @@ def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], S
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
     write_if_living(host, done)
     return done
+
+
+def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
+    """Step back if root, or for root the job's user, is swapping it too: each has a lock of its own.
+
+    Both write what they are about to do before they read what the other has written, so never do both go on.
+
+    Raises:
+        InUse: one does (code ``swap_busy``); the record is as it was before.
+    """
+    for other in _records_of_others(host):
+        if other.state in {LEAVING, RETURNING} and _same(swap, other) and other.living_images(host):
+            if before is None:
+                forget(swap)
+            else:
+                write(before)
+            whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
+            raise InUse(
+                f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
+            )
+
+
+def taken_over(host: Host, swap: Swap) -> Swap:
+    """Return a job that is out as this user may bring it in: root notes in its own record what a user has taken out.
+
+    Raises:
+        NoPermission: root has taken it out (code ``swapped_by_root``).
+    """
+    if swap.keeper_uid is None:
+        return swap
+    if host.uid != 0:
+        raise NoPermission(
+            f"{swap.title} was swapped out by root",
+            f"ask root: sudo gpushare swap in {swap.selector}",
+            code="swapped_by_root",
+        )
+    return replace(swap, path=path_of(host, swap.pid), keeper_uid=None)
 
 
 @contextlib.contextmanager
@@ -421,9 +503,11 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     living = swap.living(host)
     if not living:
         raise _ended(swap)
+    before, returning = _read(swap.path), replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
-        write(replace(swap, state=RETURNING))
+        write(returning)
+    _check_alone(host, returning, before)
     try:
         for pid, size in reversed(living):
             if checkpoint.state(pid) == CHECKPOINTED:

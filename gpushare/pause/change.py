@@ -20,8 +20,10 @@ from typing import IO, TYPE_CHECKING, Final, cast
 
 import gpushare
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.capabilities import user_name
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed
+from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
 from gpushare.pause.record import (
     PAUSED,
@@ -147,8 +149,8 @@ class JobPause:
         for one in paused_jobs(self._host):
             if self._pid not in {one.pause.pid, *(channels.pid for channels in one.channels)}:
                 continue
-            if not one.ours:
-                raise NoPermission(f"{one.title} was paused by root", "run as root", code="paused_by_root")
+            if one.keeper_uid == 0:
+                raise paused_by_root(one)
             if one.pause.by_run and one.kept(self._host):
                 raise paused_by_run(one)
             # A pause or resume that died half way, or whose guard is gone, is made whole.
@@ -423,9 +425,14 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
     with host.open_channels() as control:
         for job in jobs:
             with contextlib.suppress(GpushareError):
-                if not job.ours:
+                if job.keeper_uid == 0:
                     # Root's record goes with the job.
                     put_back(control, job.living(host))
+                    continue
+                if job.keeper_uid is not None:
+                    # What a user's record says of channels is not believed.
+                    found = [control.find(one.pid, one.started, probe=False) for one in job.living(host)]
+                    put_back(control, found)
                     continue
                 with locked(job.path.parent):
                     current = read(job.path)
@@ -443,13 +450,29 @@ def find_paused(host: Host, text: str) -> PausedJob:
     """
     named = [one for one in paused_jobs(host) if _is(one, text)]
     ours = [one for one in named if one.ours]
-    if len(ours) < len(named):
-        theirs = next(one for one in named if not one.ours)
-        raise NoPermission(f"{theirs.title} was paused by root", "run as root", code="paused_by_root")
+    for theirs in named:
+        if theirs.keeper_uid == 0:
+            raise paused_by_root(theirs)
+        if theirs.keeper_uid is not None and not ours:
+            raise _paused_by_user(theirs, theirs.keeper_uid)
     if not ours:
         raise _not_paused(host, text)
     refuse_run(host, ours[0])
     return ours[0]
+
+
+def paused_by_root(job: PausedJob) -> NoPermission:
+    return NoPermission(f"{job.title} was paused by root", "run as root", code="paused_by_root")
+
+
+def _paused_by_user(job: PausedJob, uid: int) -> NoPermission:
+    # Its guard would go on, and root writes nothing into the directory of a user.
+    user = user_name(uid)
+    return NoPermission(
+        f"{job.title} was paused by {user}, whose gpushare resumes it",
+        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.pause.pid}')}",
+        code="paused_by_user",
+    )
 
 
 def _not_paused(host: Host, text: str) -> NotFound:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.errors import NotSupported
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity
-from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
+from gpushare.host.records import directory_locked, is_shown, is_time, read_trusted, record_from, replace_file, writing
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.channels import Channels
-    from gpushare.host.host import Host
+    from gpushare.host.host import Host, UserDirectory
 
 
 SCHEMA: Final = 1
@@ -31,6 +31,7 @@ PAUSING: Final = "pausing"
 PAUSED: Final = "paused"
 RESUMING: Final = "resuming"
 RUNNING: Final = "running"
+_STATES: Final = frozenset({PAUSING, PAUSED, RESUMING, RUNNING})
 WHAT: Final = "the record of a pause"
 _NAME: Final = "pause"
 # Less than what `read_trusted` reads.
@@ -62,12 +63,20 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class PausedJob:
-    """A record, the file it is in, and the channels to be enabled. ``ours``: this user's, not root's."""
+    """A record, the file it is in, and the channels to be enabled.
+
+    ``keeper_uid`` is who paused it, if that is not this user: root, or for root another user.
+    """
 
     pause: Pause
     channels: tuple[Channels, ...] = field(repr=False)
     path: Path
-    ours: bool = True
+    keeper_uid: int | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Return whether this user has paused it."""
+        return self.keeper_uid is None
 
     @property
     def title(self) -> str:
@@ -152,28 +161,50 @@ def forget(job: PausedJob) -> None:
         job.path.unlink(missing_ok=True)
 
 
-def read(path: Path, *, ours: bool = True) -> PausedJob | None:
+def read(path: Path, *, keeper_uid: int | None = None) -> PausedJob | None:
     """Return the record in a file, or None."""
+    return _parsed(read_trusted(path), path, keeper_uid)
+
+
+def _parsed(raw: Any, path: Path, keeper_uid: int | None) -> PausedJob | None:
     from gpushare.host.channels import from_record
 
-    raw: Any = read_trusted(path)
     pause = record_from(Pause, raw)
     listed = raw.get("channels") if pause is not None else None
     channels = [from_record(one) for one in listed] if isinstance(listed, list) else [None]
     if pause is None or pause.pid <= 0 or None in channels:
         return None
-    return PausedJob(pause=pause, channels=tuple(one for one in channels if one), path=path, ours=ours)
+    return PausedJob(pause=pause, channels=tuple(one for one in channels if one), path=path, keeper_uid=keeper_uid)
 
 
 def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
-    """Return the jobs with a record that still run, this user's first; with ``shared`` also root's."""
-    found = []
-    for run_directory in (host.run_directory, *(host.shared_run_directories if shared else ())):
-        for path in _files(run_directory):
-            job = read(path, ours=run_directory == host.run_directory)
-            if job is not None and job.lives(host):
-                found.append(job)
-    return found
+    """Return the jobs with a record that still run, this user's first; with ``shared`` also root's, and for root others'."""
+    found = [read(path) for path in _files(host.run_directory)]
+    for run_directory in host.shared_run_directories if shared else ():
+        found += [read(path, keeper_uid=0) for path in _files(run_directory)]
+    for user in host.user_directories() if shared else ():
+        theirs = [_parsed(raw, path, user.uid) for path, raw in _of_user(user)]
+        found += [one for one in theirs if one is not None and is_of_user(host, one, user.uid)]
+    return [one for one in found if one is not None and one.lives(host)]
+
+
+def _of_user(user: UserDirectory) -> Sequence[tuple[Path, Any]]:
+    # Only root has such users.
+    from gpushare.host.users import records_of
+
+    return records_of(user, _NAME)
+
+
+def is_of_user(host: Host, job: PausedJob, uid: int) -> bool:
+    """Return whether a user's record speaks of nothing but that user's own processes, in words that can be shown."""
+    pause = job.pause
+    if pause.uid != uid or pause.by_uid != uid or not is_shown(pause.name) or pause.state not in _STATES:
+        return False
+    if not all(one is None or is_time(one) for one in (pause.since, pause.until)):
+        return False
+    pids = {pause.pid, *(one.pid for one in job.channels)}
+    infos = [host.processes.describe(pid) for pid in pids]
+    return all(one is None or one.uid == uid for one in infos)
 
 
 def by_root(host: Host) -> set[Identity]:
@@ -181,14 +212,15 @@ def by_root(host: Host) -> set[Identity]:
     return {
         identity
         for job in paused_jobs(host)
-        if not job.ours and job.pause.state in {PAUSING, PAUSED}
+        if job.keeper_uid == 0 and job.pause.state in {PAUSING, PAUSED}
         for identity in job.identities
     }
 
 
 def any_record(host: Host) -> bool:
     """Return whether there may be paused jobs; costs nothing where none was ever paused."""
-    return any(_files(one) for one in (host.run_directory, *host.shared_run_directories))
+    directories = (host.run_directory, *host.shared_run_directories)
+    return any(_files(one) for one in directories) or any(_of_user(one) for one in host.user_directories())
 
 
 def paused_since(host: Host) -> dict[int, float]:

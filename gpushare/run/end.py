@@ -92,7 +92,9 @@ def end_programs(
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
-    if (host.run_directory / "swap").is_dir():
+    from gpushare.snapshot import has_files
+
+    if has_files(host, "swap"):
         from gpushare.memory.swap import lay_down
 
         lay_down(host, list(pids))

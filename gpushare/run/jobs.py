@@ -368,11 +368,12 @@ def find_job(host: Host, text: str) -> Job:
     number = pid_of(text)
     if number is not None:
         pid = number
-        record = next((one for one in records(host) if one.pid == pid and is_running(host, one)), None)
+        known = (one for one in (*records(host), *_of_users(host)) if one.pid == pid)
+        record = next((one for one in known if is_running(host, one)), None)
     else:
         record = find_record(host, check_job_name(text))
         if record is None or not is_running(host, record):
-            raise _no_job(host, text)
+            record = _of_a_user(host, text)
         pid = record.pid
     identity = host.processes.identity(pid) if pid > 0 else None
     info = None if identity is None else host.processes.describe(pid)
@@ -389,6 +390,39 @@ def find_job(host: Host, text: str) -> Job:
         role=None if record is None else record.role,
         device_uuid=None if record is None else record.device_uuid,
     )
+
+
+def _of_users(host: Host) -> list[JobRecord]:
+    """Return, to root, the running jobs of other users by name, where the process is really that user's."""
+    found = []
+    for user in host.user_directories():
+        # Only root has such users.
+        from gpushare.host.users import records_of
+
+        for _, raw in records_of(user, _DIRECTORY):
+            one = record_from(JobRecord, raw)
+            if one is None or one.pid <= 0 or not _NAME.fullmatch(one.name) or not is_running(host, one):
+                continue
+            info = host.processes.describe(one.pid)
+            if info is not None and info.uid == user.uid:
+                found.append(one)
+    return found
+
+
+def _of_a_user(host: Host, name: str) -> JobRecord:
+    """Return, to root, the running job of another user with this name.
+
+    Raises:
+        NotFound: there is none.
+        BadUsage: several users have one (code ``ambiguous_job``).
+    """
+    found = [one for one in _of_users(host) if one.name == name]
+    if not found:
+        raise _no_job(host, name)
+    if len(found) > 1:
+        pids = ", ".join(str(one.pid) for one in found[:5])
+        raise BadUsage(f"{len(found)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
+    return found[0]
 
 
 def _no_job(host: Host, text: str) -> NotFound:

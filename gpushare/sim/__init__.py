@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from gpushare.host.cgroups import Cgroups
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
+    from gpushare.host.host import UserDirectory
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
@@ -31,6 +34,22 @@ class SimulatedHost(NamedTuple):
     # What outlives a reboot of the simulated host.
     state_directory: Path
     uid: int
+
+    def user_directories(self) -> Sequence[UserDirectory]:
+        """Return the run directories of its other users, to root: those below ``users/UID``, if there are any."""
+        users = self.state_file.directory / _USERS
+        if self.uid != 0 or not users.is_dir():
+            return ()
+        from gpushare.host.host import UserDirectory
+
+        uids = sorted(int(one.name) for one in users.iterdir() if one.name.isdecimal())
+        return [UserDirectory(uid, users / str(uid) / "gpushare", os.geteuid()) for uid in uids]
+
+    @property
+    def shared_run_directories(self) -> Sequence[Path]:
+        """Return root's run directory, to a user who has one of his own."""
+        shared = self.state_file.directory / "run"
+        return () if self.run_directory == shared else (shared,)
 
     def open_channels(self) -> ChannelControl:
         """Open the channel groups of its processes."""
@@ -55,6 +74,15 @@ class SimulatedHost(NamedTuple):
         from gpushare.sim.checkpoint import SimulatedCheckpoint
 
         return Checkpoint(SimulatedCheckpoint(self.state_file))
+
+
+# A directory below it with the UID of a user makes that user's run directory another one than root's.
+_USERS: Final = "users"
+
+
+def _run_directory(directory: Path, uid: int) -> Path:
+    own = directory / _USERS / str(uid)
+    return own / "gpushare" if uid != 0 and own.is_dir() else directory / "run"
 
 
 def open_simulated(spec: str) -> SimulatedHost:
@@ -84,7 +112,7 @@ def open_simulated(spec: str) -> SimulatedHost:
         processes=SimulatedProcesses(state_file),
         capabilities=SimulatedCapabilities(state_file),
         machine=SimulatedMachine(state_file),
-        run_directory=state_file.directory / "run",
+        run_directory=_run_directory(state_file.directory, state.uid),
         state_directory=state_file.directory / "var",
         uid=state.uid,
     )

@@ -37,6 +37,7 @@ ASKING = (
     ("mps", "stop"),
     ("sim", "reset"),
     ("swap", "out"),
+    ("swap", "in"),
     ("timeslice", "set"),
     ("timeslice", "reset"),
 )

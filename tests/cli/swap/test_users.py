@@ -1,0 +1,214 @@
+"""``gpushare swap`` and ``pause`` by root next to users: whose records are seen, who may bring a job back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import InUse
+from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
+from gpushare.memory import swap as module
+from gpushare.memory.swap import LEAVING, find_swap, path_of, swaps
+from gpushare.run.jobs import record_of, write_record
+from gpushare.selection import select
+from gpushare.sim import admin
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+SPEC = "sim:h200"
+NOBODY = 65534
+
+
+@pytest.fixture
+def world() -> World:
+    world = World.new(SPEC)
+    for uid in (NOBODY, 1):
+        (world.directory / "users" / str(uid)).mkdir(parents=True)
+    return world
+
+
+def become(world: World, uid: int) -> None:
+    world.fault("user", uid)
+
+
+def job(world: World, uid: int = NOBODY, size: int = 20 * GIB, name: str | None = None) -> int:
+    """Give a user a job; with a name, as `gpushare run --name` notes it."""
+    pid = admin.add_process(SPEC, memory_bytes=size, name="train", user=str(uid))
+    if name is not None:
+        become(world, uid)
+        (device,) = select(None, world.host.nvml.sweep())
+        write_record(world.host, record_of(world.host, device, name, pid, "plain"))
+    return pid
+
+
+def checkpoint(world: World, pid: int) -> int:
+    return world.process(pid).checkpoint
+
+
+def listed(cli: Cli) -> list[tuple[int, str, str | None, str | None]]:
+    rows = cli("swap", "list", output="json").ok().data["jobs"]
+    return [(row["pid"], row["state"], row["user"], row["by"]) for row in rows]
+
+
+def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(
+    cli: Cli, refused: Callable[..., str], world: World
+) -> None:
+    pid = job(world, name="train")
+    cli("swap", "out", "train").ok()
+    assert listed(cli) == [(pid, "out", "nobody", None)]
+    become(world, 0)
+    assert listed(cli) == [(pid, "out", "nobody", "nobody")]
+    (shown,) = cli("status", output="json").ok().data["swapped_jobs"]
+    assert shown["pid"] == pid
+    refused("swap", "in", "train", code="needs_consent", exit_code=19, asks=True)
+    before = (world.directory / "users" / str(NOBODY) / "gpushare" / "swap" / f"{pid}.json").read_text()
+    cli("swap", "in", "train").ok()
+    assert checkpoint(world, pid) == RUNNING
+    # Root has written nothing into the user's directory, and the user sees it all the same.
+    assert (world.directory / "users" / str(NOBODY) / "gpushare" / "swap" / f"{pid}.json").read_text() == before
+    assert listed(cli) == []
+    become(world, NOBODY)
+    assert listed(cli) == []
+    assert cli("swap", "in", str(pid), output="json").error["code"] == "not_out"
+    cli("swap", "out", str(pid)).ok()
+    assert listed(cli) == [(pid, "out", "nobody", None)]
+    cli("swap", "in", str(pid)).ok()
+    assert checkpoint(world, pid) == RUNNING
+
+
+def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pid = job(world, name="train")
+    become(world, 0)
+    refused("swap", "out", "train", code="needs_consent", exit_code=19, asks=True)
+    cli("swap", "out", "train").ok()
+    become(world, NOBODY)
+    assert listed(cli) == [(pid, "out", "nobody", "root")]
+    text = refused("swap", "in", "train", code="swapped_by_root", exit_code=4)
+    assert "sudo gpushare swap in" in text
+    assert cli("swap", "out", "train", output="json").error["code"] == "already_out"
+    assert checkpoint(world, pid) == CHECKPOINTED
+    become(world, 0)
+    cli("swap", "in", str(pid)).ok()
+    assert checkpoint(world, pid) == RUNNING
+    become(world, NOBODY)
+    assert listed(cli) == []
+    # Its end still needs care.
+    module.lay_down(world.host, [pid])
+    assert checkpoint(world, pid) == CHECKPOINTED
+
+
+def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> None:
+    pid = job(world, name="train")
+    cli("swap", "out", "train").ok()
+    cli("swap", "in", "train").ok()
+    become(world, 0)
+    cli("swap", "out", "train").ok()
+    found = find_swap(world.host, pid)
+    assert found is not None
+    assert found.restored
+    become(world, NOBODY)
+    assert listed(cli) == [(pid, "out", "nobody", "root")]
+
+
+def test_of_two_who_swap_a_job_at_the_same_time_one_steps_back(cli: Cli, world: World) -> None:
+    pid = job(world)
+    become(world, NOBODY)
+    host = world.host
+    cli("swap", "out", str(pid)).ok()
+    cli("swap", "in", str(pid)).ok()
+    (swap,) = swaps(host)
+    module.write(replace(swap, state=LEAVING))
+    become(world, 0)
+    mine = replace(swap, state=LEAVING, path=path_of(world.host, pid))
+    with pytest.raises(InUse, match="nobody is swapping"):
+        module.go_out(world.host, mine, world.host.open_checkpoint())
+    assert checkpoint(world, pid) == RUNNING
+    assert not path_of(world.host, pid).exists()
+
+
+def record(world: World, uid: int, pid: int) -> Path:
+    return world.directory / "users" / str(uid) / "gpushare" / "swap" / f"{pid}.json"
+
+
+def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> None:
+    """What a user writes into its own directory never makes root touch, or show, what is another's."""
+    mine, others = job(world), job(world, uid=1)
+    become(world, NOBODY)
+    cli("swap", "out", str(mine)).ok()
+    path = record(world, NOBODY, mine)
+    document = json.loads(path.read_text())
+    (other,) = [one for one in world.state.processes if one.pid == others]
+    theirs = [others, round(other.started_at * 100), GIB]
+    become(world, 0)
+    for wrong in (
+        {"images": [theirs]},
+        {"images": [*document["images"], theirs]},
+        {"uid": 0},
+        {"name": "\x1b[2J"},
+        {"space": None},
+    ):
+        path.write_text(json.dumps({**document, **wrong}))
+        assert listed(cli) == []
+        assert cli("swap", "in", str(others), output="json").error["code"] == "not_out"
+    path.write_text(json.dumps(document))
+    assert listed(cli) == [(mine, "out", "nobody", "nobody")]
+
+
+def test_a_name_of_two_users_is_refused(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pids = [job(world, uid, name="train") for uid in (NOBODY, 1)]
+    become(world, 0)
+    text = refused("swap", "out", "train", code="ambiguous_job", exit_code=2)
+    assert str(pids[0]) in text
+    for uid in (NOBODY, 1):
+        become(world, uid)
+        cli("swap", "out", "train").ok()
+    become(world, 0)
+    refused("swap", "in", "train", code="ambiguous_job", exit_code=2)
+    cli("swap", "in", str(pids[1])).ok()
+    cli("swap", "in", "train").ok()
+    assert [checkpoint(world, pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+def test_root_sees_pauses_of_users_and_says_who_resumes_them(
+    cli: Cli, refused: Callable[..., str], world: World
+) -> None:
+    pid = job(world, name="train")
+    cli("pause", "train").ok()
+    become(world, 0)
+    (row,) = cli("pause", "list", output="json").ok().data["jobs"]
+    assert (row["pid"], row["by"]) == (pid, "nobody")
+    text = refused("resume", "train", code="paused_by_user", exit_code=4)
+    directory = world.directory / "users" / str(NOBODY) / "gpushare"
+    assert f"sudo -u nobody env GPUSHARE_RUN_DIR={directory} gpushare resume {pid}" in text
+    refused("swap", "out", str(pid), code="paused", exit_code=19)
+    become(world, NOBODY)
+    cli("resume", "train").ok()
+
+
+def test_root_pauses_a_job_of_a_user_by_name(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pid = job(world, name="train")
+    become(world, 0)
+    cli("pause", "train").ok()
+    become(world, NOBODY)
+    refused("resume", str(pid), code="paused_by_root", exit_code=4)
+    become(world, 0)
+    cli("resume", "train").ok()
+
+
+def test_doctor_tells_root_what_to_type_for_a_user(cli: Cli, world: World) -> None:
+    pid = job(world)
+    become(world, NOBODY)
+    cli("swap", "out", str(pid)).ok()
+    path = record(world, NOBODY, pid)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "state": LEAVING}))
+    os.utime(path, (1e9, 1e9))
+    become(world, 0)
+    checks = cli("doctor", output="json").data["checks"]
+    (found,) = [one for one in checks if one["id"] == "swap.interrupted"]
+    assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in found["remedy"]

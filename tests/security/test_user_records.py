@@ -1,0 +1,135 @@
+"""Root reads the records of users: only where the directory is that user's own, and never through what a user plants."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpushare.host import users
+from gpushare.host.host import UserDirectory
+from gpushare.host.users import records_of, user_directories
+from tests.security.conftest import Stranger
+
+
+@pytest.fixture
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what stands in for /run/user."""
+    directory = tmp_path_factory.mktemp("runtime")
+    for one in (directory, *directory.parents):
+        if one.stat().st_uid == os.geteuid() and str(one) not in {"/", "/tmp", "/dev/shm"}:
+            one.chmod(0o755)
+    return directory
+
+
+def found(runtime: Path, temporary: Path) -> list[tuple[int, Path]]:
+    return [(one.uid, one.path) for one in user_directories(str(runtime), str(temporary))]
+
+
+def own(runtime: Path, user: Stranger) -> Path:
+    """Give a user its directory below /run/user, as systemd does."""
+    directory = runtime / str(user.uid)
+    directory.mkdir(mode=0o700)
+    os.chown(directory, user.uid, user.uid)
+    return directory
+
+
+def write(directory: Path, name: str = "1.json", text: str = '{"a": 1}') -> Path:
+    (directory / "swap").mkdir(parents=True, exist_ok=True)
+    (directory / "swap" / name).write_text(text)
+    return directory
+
+
+def test_the_directories_of_users_are_found_where_gpushare_puts_them(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger
+) -> None:
+    home = own(runtime, alice)
+    temporary = sticky / f"gpushare-{mallory.uid}"
+    alice.does(lambda: write(home / "gpushare"))
+    mallory.does(lambda: write(temporary))
+    assert found(runtime, sticky) == [(alice.uid, home / "gpushare"), (mallory.uid, temporary)]
+    (first, second) = user_directories(str(runtime), str(sticky))
+    assert records_of(first, "swap") == [(home / "gpushare" / "swap" / "1.json", {"a": 1})]
+    assert records_of(second, "pause") == []
+
+
+def test_a_directory_in_the_name_of_another_counts_for_nothing(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger
+) -> None:
+    mallory.does(lambda: write(sticky / f"gpushare-{alice.uid}"))
+    mallory.does(lambda: write(sticky / "gpushare-0"))
+    mallory.does(lambda: write(sticky / "gpushare-00012"))
+    assert found(runtime, sticky) == []
+
+
+def test_links_are_not_followed(runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger) -> None:
+    alice.does(lambda: write(sticky / "real"))
+    home = own(runtime, mallory)
+    mallory.does(lambda: (home / "gpushare").symlink_to(sticky / "real"))
+    mallory.does(lambda: (sticky / f"gpushare-{mallory.uid}").symlink_to(sticky / "real"))
+    assert found(runtime, sticky) == []
+    directory = UserDirectory(mallory.uid, home / "below", mallory.uid)
+
+    def plant() -> None:
+        (home / "below").mkdir()
+        (home / "below" / "swap").symlink_to(sticky / "real" / "swap")
+
+    mallory.does(plant)
+    assert records_of(directory, "swap") == []
+
+
+def test_what_a_user_plants_is_not_read(runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger) -> None:
+    home = own(runtime, mallory)
+    secret = sticky / "secret.json"
+    secret.write_text('{"of": "root"}')
+
+    def plant() -> None:
+        directory = write(home / "gpushare") / "swap"
+        os.mkfifo(directory / "2.json")
+        (directory / "3.json").symlink_to(secret)
+        (directory / "4.json").write_text("{" * 100_000)
+        (directory / "5.json").write_bytes(b" " * (5 << 20))
+        (directory / "6.json").write_text('{"a": 6}')
+        (directory / "6.json").chmod(0o666)
+        (directory / "7.json").mkdir()
+        for number in range(1000):
+            (directory / f"x{number:04}.json").write_text("[]")
+
+    mallory.does(plant)
+    (directory,) = user_directories(str(runtime), str(sticky))
+    records = records_of(directory, "swap")
+    assert len(records) <= 256
+    assert [raw for _, raw in records if raw != []] == [{"a": 1}]
+
+
+def test_a_directory_that_others_may_write_counts_for_nothing(runtime: Path, sticky: Path, alice: Stranger) -> None:
+    path = sticky / f"gpushare-{alice.uid}"
+    alice.does(lambda: write(path))
+    path.chmod(0o777)
+    assert found(runtime, sticky) == []
+    path.chmod(0o755)
+    (path / "swap").chmod(0o777)
+    (directory,) = user_directories(str(runtime), str(sticky))
+    assert records_of(directory, "swap") == []
+
+
+def test_what_a_user_has_mounted_is_not_entered(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system of the user's own (FUSE) would never answer."""
+    homes = own(runtime, alice), own(runtime, mallory)
+    for user, home in zip((alice, mallory), homes, strict=True):
+        user.does(lambda home=home: write(home / "gpushare"))  # type: ignore[misc]
+    real = users._mounts()
+    fuse = {**real, str(homes[0]): "fuse.evil", str(homes[1] / "gpushare" / "swap"): "fuse.evil"}
+    monkeypatch.setattr(users, "_mounts", lambda: fuse)
+    assert found(runtime, sticky) == []
+    monkeypatch.setattr(users, "_mounts", lambda: {**real, str(homes[0]): "tmpfs"})
+    assert len(found(runtime, sticky)) == 2
+
+
+def test_mounts_are_read() -> None:
+    if subprocess.run(["findmnt", "-n", "/proc"], capture_output=True, check=False).returncode == 0:
+        assert users._mounts()["/proc"] == "proc"
