@@ -391,6 +391,12 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
 
 def _no_room(lines: Sequence[Line], request: Request, seconds: float) -> InUse:
     most = max((line.free_bytes for line in lines), default=0)
+    if seconds <= 0:
+        return InUse(
+            f"there is no room for {size_text(request)} now: at most {format_bytes(most)} are free",
+            "wait for it: --wait; see who holds the memory: gpushare status",
+            code="no_room",
+        )
     return InUse(
         f"there was no room for {size_text(request)} within {seconds:g} s: at most {format_bytes(most)} are free",
         "wait longer: --wait-timeout TIME; see who holds the memory: gpushare status",

@@ -314,10 +314,16 @@ class Queued:
         place = Place(self.host, request)
         if not self.memory.wait:
             try:
-                check_limit(read_lines(self.host, devices, self.limits), request, self.limits.get(os.geteuid()))
+                lines = read_lines(self.host, devices[:1], self.limits)
+                check_limit(lines, request, self.limits.get(os.geteuid()))
             except BaseException:
                 place.leave()
                 raise
+            if size and lines and lines[0].free_bytes < size:
+                self.say(
+                    f"{devices[0].title} has {format_bytes(lines[0].free_bytes)} free of the {format_bytes(size)} that this "
+                    f"job reserves: it may run out of memory; to start when there is room: --wait"
+                )
             place.take(devices[0].uuid)
             return devices[0], place
         device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, self.limits, self.say)

@@ -122,6 +122,15 @@ def test_a_killed_job_frees_its_place(real: Callable[..., Started], world: World
     until(lambda: world.state.processes == [] and reservations(world.host) == [], "both are gone")
 
 
+def test_a_job_that_does_not_wait_is_told_where_room_is_short(cli: Cli, world: World) -> None:
+    admin.add_process(world.spec, memory_bytes=100 * GIB)
+    answer = cli("run", "--job-memory", "60G", "--", *JOB, "--seconds", "0.1")
+    assert "GiB free of the 60.0 GiB that this job reserves: it may run out of memory" in answer.err
+    assert "--wait" in answer.err
+    answer = cli("run", "--job-memory", "30G", "--", *JOB, "--seconds", "0.1")
+    assert "it may run out" not in answer.err
+
+
 def test_the_peak_of_a_command_is_reserved_the_next_time(cli: Cli) -> None:
     words = ("run", "--wait", "--", *JOB, "--footprint", "9G", "--seconds", "0.6")
     first = cli(*words)
