@@ -318,7 +318,8 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
 
 def kill(bench: Bench, gib: float) -> dict[str, Any]:
     """Kill gpushare on the way out and on the way in, at several moments."""
-    steps = 2600
+    # As long as all the moments together.
+    steps = 7000
     plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=5)), "plain")
     job = bench.start(
         bench.gpushare(
@@ -333,7 +334,10 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
     )
     until(lambda: len(bench.text("killed").splitlines()) > 10)
     rows = []
-    for verb, after in (("out", 0.6), ("out", 0.9), ("out", 1.2), ("out", 1.6), ("in", 0.7), ("in", 1.0)):
+    moments = [("out", 0.4 + 0.2 * number) for number in range(9)] + [("in", 0.4 + 0.2 * number) for number in range(6)]
+    for verb, after in moments:
+        if job.poll() is not None:
+            break
         if verb == "in":
             bench.run("swap", "out", "train", "-y")
         one = bench.start(bench.gpushare("swap", verb, "train", "-y"), f"kill-{len(rows)}")
@@ -345,7 +349,9 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
         listed = bench.run("swap", "list", "-o", "json")
         state = [row["state"] for row in json.loads(listed.stdout)["data"]["jobs"]] if listed.returncode == 0 else ["?"]
         back = bench.run("swap", "in", "train", "-y") if state else None
-        rows.append({"verb": verb, "after": after, "state": state, "back": None if back is None else back.returncode})
+        rows.append(
+            {"verb": verb, "after": round(after, 1), "state": state, "back": None if back is None else back.returncode}
+        )
     code = job.wait(300)
     plain.wait(300)
     losses = [
