@@ -41,9 +41,11 @@ _SAY_SECONDS: Final = 60.0
 _WORTH_NAMING: Final = GIB
 
 
-def read_lines(host: Host, devices: Sequence[Device], limits: Mapping[int, int]) -> list[Line]:
-    """Return the ledger of devices that were read just now; those whose memory is unknown are left out."""
-    found = reservations(host) or []
+def read_lines(
+    host: Host, devices: Sequence[Device], limits: Mapping[int, int], but: Place | None = None
+) -> list[Line]:
+    """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
+    found = [one for one in reservations(host) or [] if but is None or one.id != but.claim.path.name]
     lines = (line_of(host, one, found, clients=client_limit(host, one), limits=limits) for one in devices)
     return [one for one in lines if one is not None]
 
@@ -62,13 +64,15 @@ def best_first(
     productions: Callable[[Device], Sequence[str]],
     limits: Mapping[int, int] | None = None,
     command: Sequence[str] = (),
+    but: Place | None = None,
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
     A GPU without a production job first, then the one where the job and those there slow each other down least (`harm`),
-    then the one with the most room. ``productions`` returns the names of the production jobs on a device.
+    then the one with the most room. ``productions`` returns the names of the production jobs on a device. ``but`` is the
+    place of the job itself.
     """
-    lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {})}
+    lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {}, but)}
     known = Known(host)
     found = []
     for device in devices:

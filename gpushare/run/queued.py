@@ -328,8 +328,10 @@ class Queued:
             return devices[0], place
         device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, self.limits, self.say)
         if ordered:
-            reasons = {one.uuid: what for one, what in ordered}
-            self.say(f"{device.title}: {reasons[device.uuid]}; {size_text(place.request)} reserved")
+            # As it is now: the job may have waited for long.
+            now = best_first(self.host, [device], self._productions, self.limits, self.command, place)
+            for _, what in now:
+                self.say(f"{device.title}: {what}; {size_text(place.request)} reserved")
         return device, place
 
     def _ordered(self) -> list[tuple[Device, str]]:

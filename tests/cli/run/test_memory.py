@@ -223,6 +223,21 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
 A30 = "sim:a30"
 
 
+def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -> None:
+    world = World("sim:2xa30")
+    both = [Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(gpu),), client=False)) for gpu in (0, 1)]
+    for gpu, place in enumerate(both):
+        place.take(world.uuid(gpu))
+    words = ("run", "--wait", "-g", "any", "--slice", "2ms", "--job-memory", "10G", "--", "true")
+    job = real(*words, host=world.spec)
+    job.says("waiting for 10.0 GiB")
+    admin.add_process(world.spec, "1", memory_bytes=2 * GIB, sm_percent=70)
+    both[1].leave()
+    assert "GPU 1: no production job; not measured: 70 % busy; 21.5 GiB free" in job.says("GPU 1: ")
+    assert job.result().code == 0
+    both[0].leave()
+
+
 @pytest.mark.parametrize(
     "words",
     [
