@@ -746,7 +746,19 @@ def _queued(
     from gpushare.selection import select_for_change
 
     anywhere = gpu is not None and gpu.strip().lower() == "any"
-    devices = select_for_change("all" if anywhere else gpu, gpus)
+    if memory.wait and gpu is None and len(gpus) > 1:
+        raise BadUsage(
+            f"this host has {len(gpus)} GPUs; say on which to run",
+            "name one: -g 0; or take the one where it harms least: -g any",
+            code="gpu_not_named",
+        )
+    if roles.production is not None:
+        from gpushare.run.jobs import check_job_name
+
+        check_job_name(roles.production)
+    # Any GPU is one that answers.
+    answering = [one for one in gpus if one.error is None] if anywhere else []
+    devices = select_for_change("all" if anywhere else gpu, answering or gpus)
     if memory.swappable:
         from gpushare.memory.swap import check_host
 

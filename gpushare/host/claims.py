@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - opened as a stranger's directory
 # Claims of one device by one job at a time.
 EXCLUSIVE: Final = "gpushare-claim-"
+_AFTER: Final = rb"(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,8000})\n"
+_LATER_LINE: Final = re.compile(_AFTER, re.ASCII)
 _TEXT: Final = re.compile(
     rb"gpushare claim 1\nboot ([0-9a-f-]{1,36})\nspace (\d{1,20})\nkey ([\w.:/-]{1,160})\n"
-    rb"process (\d{1,10}) (\d{1,20})\n((?:(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,8000})\n){0,64})",
+    rb"process (\d{1,10}) (\d{1,20})\n((?:" + _AFTER + rb"){0,64})",
     re.ASCII,
 )
 _LINE: Final = re.compile(rb"(ticket|process|fact) ([^\n]+)\n", re.ASCII)
@@ -108,7 +110,11 @@ class HeldClaim:
         Raises:
             NoPermission, OperationFailed: it cannot be written (code ``lease_unusable``).
         """
-        _append(self.path, f"fact {fact}\n")
+        line = f"fact {fact}\n"
+        if not _LATER_LINE.fullmatch(line.encode()):
+            # It would make the whole claim unreadable.
+            raise OperationFailed(f"{fact[:60]!r} cannot be noted in a claim", "see: gpushare doctor", code=_CODE)
+        _append(self.path, line)
 
     def draw_ticket(self) -> int:
         """Draw its ticket, now that everybody can see that it is choosing. Raises as `tell`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.connect import connect
-from gpushare.errors import InUse, NoPermission
+from gpushare.errors import InUse, NoPermission, OperationFailed
 from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host
 from gpushare.memory import ledger
@@ -156,6 +156,13 @@ def test_a_job_may_name_all_instances_of_a_large_host(host: Host) -> None:
     (one,) = reservations(host) or []
     assert one.keys == keys
     place.leave()
+
+
+def test_a_fact_that_nobody_could_read_is_not_written(host: Host) -> None:
+    for name in ("a b!", "a\nticket 1", "x" * 9000):
+        with pytest.raises(OperationFailed):
+            Place(host, Request(memory_bytes=GIB, keys=("GPU-1",), client=False, name=name))
+    assert files(host) == []
 
 
 def test_the_first_want_counts(host: Host) -> None:

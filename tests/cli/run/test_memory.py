@@ -43,6 +43,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
         (("--idle", "0", "--", "true"), "bad_duration", 2),
         (("--turns", "0", "--", "true"), "bad_duration", 2),
         (("--wait", "-g", "9", "--", "true"), "unknown_gpu", 6),
+        (("--wait", "--job-memory", "4G", "--production", "a b!", "--", "true"), "bad_name", 2),
         (("--wait", "--job-memory", "4G", "--", "no-such-program"), "command_not_found", 6),
     ],
 )
@@ -221,6 +222,21 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
 
 
 A30 = "sim:a30"
+
+
+def test_any_gpu_is_one_that_answers(cli: Cli, refused: Callable[..., str]) -> None:
+    world = World("sim:2xa30")
+    cli("status", host=world.spec).ok()
+    world.fault("lost", gpu="0")
+    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "4G", "--", "true")
+    assert cli("-o", "json", *words, host=world.spec).ok().data["room"]["gpu"] == 1
+    world.fault("lost", gpu="1")
+    refused(*words, code="gpu_lost", exit_code=6, host=world.spec)
+
+
+def test_several_gpus_and_none_named_hints_at_any(refused: Callable[..., str]) -> None:
+    text = refused("run", "--wait", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
+    assert "-g any" in text.split("hint: ")[1]
 
 
 def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -> None:
