@@ -29,6 +29,8 @@ PREFIX: Final = "gpushare-memory-"
 LAPSE_SECONDS: Final = 60.0
 # One that could take a place for this long, and does not, is passed: it may be stopped, or only look like a job.
 PATIENCE_SECONDS: Final = 10.0
+# How often a job may step back for others in one claim, which has at most 64 lines.
+_MOST_STEPS_BACK: Final = 24
 # How long to wait for jobs that are just entering the ledger.
 _CHOOSING_SECONDS: Final = 0.5
 # Further waiting jobs of one user are not in the line yet.
@@ -309,7 +311,12 @@ class Place:
             NoPermission, OperationFailed: it cannot be written.
         """
         self._host, self.request = host, request
-        self._claim: HeldClaim = make_claim(host, "memory", PREFIX)
+        self.key: str | None = None
+        self._enter()
+
+    def _enter(self) -> None:
+        request = self.request
+        self._claim: HeldClaim = make_claim(self._host, "memory", PREFIX)
         try:
             size = "-" if request.memory_bytes is None else str(request.memory_bytes)
             self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
@@ -321,7 +328,7 @@ class Place:
         except BaseException:
             self._claim.release()
             raise
-        self.key: str | None = None
+        self._steps_back = 0
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
         self._before: frozenset[str] | None = None
@@ -352,6 +359,11 @@ class Place:
             self.key = key
             return True
         self._claim.tell("back")
+        self._steps_back += 1
+        if self._steps_back >= _MOST_STEPS_BACK:
+            # A claim only grows, and a longer one would not be read any more.
+            self._claim.release()
+            self._enter()
         return False
 
     def _turn(

@@ -91,6 +91,18 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     assert late.key is None
 
 
+def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim only grows, and a long one cannot be read any more."""
+    place = enter(host, 20 * GIB)
+    monkeypatch.setattr(Place, "_still_fits", lambda *_: False)
+    for _ in range(100):
+        assert not take(host, place)
+    assert [one.id for one in reservations(host) or []] == [place.claim.path.name]
+    monkeypatch.undo()
+    assert take(host, place)
+    assert len(files(host)) == 1
+
+
 @pytest.mark.parametrize(("user", "others"), [("nobody", 12 * GIB), (None, 0)])
 def test_only_processes_of_a_claims_own_user_belong_to_it(
     host: Host, monkeypatch: pytest.MonkeyPatch, user: str | None, others: int
