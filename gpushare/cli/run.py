@@ -729,6 +729,22 @@ def _check_not_mig(devices: Sequence[Device], memory: MemoryOptions) -> None:
             )
 
 
+def _asked_for(gpus: Sequence[Gpu], gpu: str | None, *, anywhere: bool, wait: bool) -> tuple[Device, ...]:
+    """Return the devices that a job may have."""
+    from gpushare.selection import select_for_change
+
+    if wait and gpu is None and len(gpus) > 1:
+        raise BadUsage(
+            f"this host has {len(gpus)} GPUs; say on which to run",
+            "name one: -g 0; or take the one where it harms least: -g any",
+            code="gpu_not_named",
+        )
+    if not anywhere:
+        return select_for_change(gpu, gpus)
+    # Any GPU is one that answers.
+    return select_for_change("all", [one for one in gpus if one.error is None] or gpus)
+
+
 def _queued(
     host: Host,
     gpus: Sequence[Gpu],
@@ -743,22 +759,13 @@ def _queued(
     from gpushare.mps.limits import check_memory
     from gpushare.run.queued import Queued
     from gpushare.run.share import check_program
-    from gpushare.selection import select_for_change
 
-    anywhere = gpu is not None and gpu.strip().lower() == "any"
-    if memory.wait and gpu is None and len(gpus) > 1:
-        raise BadUsage(
-            f"this host has {len(gpus)} GPUs; say on which to run",
-            "name one: -g 0; or take the one where it harms least: -g any",
-            code="gpu_not_named",
-        )
     if roles.production is not None:
         from gpushare.run.jobs import check_job_name
 
         check_job_name(roles.production)
-    # Any GPU is one that answers.
-    answering = [one for one in gpus if one.error is None] if anywhere else []
-    devices = select_for_change("all" if anywhere else gpu, answering or gpus)
+    anywhere = gpu is not None and gpu.strip().lower() == "any"
+    devices = _asked_for(gpus, gpu, anywhere=anywhere, wait=memory.wait)
     if memory.swappable:
         from gpushare.memory.swap import check_host
 

@@ -31,6 +31,8 @@ LAPSE_SECONDS: Final = 60.0
 PATIENCE_SECONDS: Final = 10.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
+# A program that is started more often in one place: later ones hold it only together with gpushare.
+_MOST_ADDED: Final = 6
 # How long to wait for jobs that are just entering the ledger.
 _CHOOSING_SECONDS: Final = 0.5
 # Further waiting jobs of one user are not in the line yet.
@@ -328,7 +330,8 @@ class Place:
         except BaseException:
             self._claim.release()
             raise
-        self._steps_back = 0
+        self._steps_back = self._added = 0
+        self._told_limit: str | None = None
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
         self._before: frozenset[str] | None = None
@@ -447,11 +450,16 @@ class Place:
 
     def tell_limit(self, limit_bytes: int, above: str) -> None:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
-        self._claim.tell(f"limit {limit_bytes} {above}")
+        fact = f"limit {limit_bytes} {above}"
+        if fact != self._told_limit:
+            self._claim.tell(fact)
+            self._told_limit = fact
 
     def add(self, pid: int) -> None:
         """Let the program's process hold the place too: it counts until both have ended."""
-        self._claim.add(pid)
+        if self._added < _MOST_ADDED:
+            self._added += 1
+            self._claim.add(pid)
 
     def touch(self) -> None:
         """Say that the job uses its device; to be called every 20 s or so."""

@@ -15,7 +15,7 @@ from gpushare.units import format_duration
 
 if TYPE_CHECKING:
     from gpushare.run.production import ProductionJob
-    from gpushare.run.program import RunOptions
+    from gpushare.run.program import Meter, RunOptions
 
 _TICK_SECONDS: Final = 0.01
 _ALIVE_SECONDS: Final = 1.0
@@ -28,8 +28,11 @@ _EARLY_SECONDS: Final = 10.0
 class YieldMeter:
     """Watches production while the program runs, as `Meter`; ``yielded`` once it works."""
 
-    def __init__(self, production: ProductionJob, clock: Callable[[], float] = time.monotonic) -> None:
-        self._production, self._clock = production, clock
+    def __init__(
+        self, production: ProductionJob, clock: Callable[[], float] = time.monotonic, inner: Meter | None = None
+    ) -> None:
+        """``inner`` watches the program too: its memory."""
+        self._production, self._clock, self._inner = production, clock, inner
         self._due = self._alive_due = 0.0
         self._alive = True
         self.yielded = False
@@ -37,13 +40,18 @@ class YieldMeter:
     @property
     def seconds(self) -> float:
         """Return how long until the next look."""
-        return max(0.0, self._due - self._clock())
+        own = max(0.0, self._due - self._clock())
+        return own if self._inner is None else min(own, self._inner.seconds)
 
     def enter(self, pid: int) -> None:
-        """There is nothing to do."""
+        """Do what the inner one has to do in the new process."""
+        if self._inner is not None:
+            self._inner.enter(pid)
 
     def started(self, pid: int) -> None:
-        """Begin to watch; which program it is makes no difference."""
+        """Begin to watch a program."""
+        if self._inner is not None:
+            self._inner.started(pid)
 
     def works(self) -> bool:
         """Return whether production works now."""
@@ -57,16 +65,21 @@ class YieldMeter:
     def look(self) -> bool:
         """Return whether the program is to be ended now."""
         self.yielded = self.yielded or self.works()
-        return self.yielded
+        over = self._inner is not None and self._inner.seconds <= 0 and self._inner.look()
+        return self.yielded or over
 
     def release(self) -> None:
-        """There is nothing to release."""
+        """Let the program continue."""
+        if self._inner is not None:
+            self._inner.release()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Keep what the inner one holds: the program may start again."""
 
     def check(self) -> None:
-        """To be ended is no error."""
+        """Raise if the inner one has ended the program; to be ended for production is no error."""
+        if self._inner is not None:
+            self._inner.check()
 
 
 @dataclass
@@ -87,9 +100,17 @@ class Yielding:
 
     def run(self) -> Any:
         """Run it, and return its exit code."""
+        inner = self.options.meter
+        try:
+            return self._run(inner)
+        finally:
+            if inner is not None:
+                inner.close()
+
+    def _run(self, inner: Meter | None) -> Any:
         self._wait(first=True)
         while True:
-            meter, began = YieldMeter(self.production, self.clock), self.clock()
+            meter, began = YieldMeter(self.production, self.clock, inner), self.clock()
             code = self.start(replace(self.options, meter=meter))
             if not meter.yielded:
                 return code

@@ -103,6 +103,16 @@ def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, mon
     assert len(files(host)) == 1
 
 
+def test_a_program_that_is_started_again_and_again_keeps_its_place(host: Host) -> None:
+    place = enter(host, 20 * GIB)
+    place.take(devices(host)[0].uuid)
+    for _ in range(100):
+        place.tell_limit(GIB, "end")
+        place.add(os.getpid())
+    assert [one.key for one in reservations(host) or []] == [devices(host)[0].uuid]
+    place.leave()
+
+
 @pytest.mark.parametrize(("user", "others"), [("nobody", 12 * GIB), (None, 0)])
 def test_only_processes_of_a_claims_own_user_belong_to_it(
     host: Host, monkeypatch: pytest.MonkeyPatch, user: str | None, others: int

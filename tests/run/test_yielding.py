@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
+
+import pytest
 
 from gpushare.mps.limits import Limits
 from gpushare.run.production import ProductionJob
@@ -62,6 +66,33 @@ def yielding(
         clock=clock,
         sleep=clock.sleep,
     )
+
+
+class Memory:
+    """A meter of memory, and what was asked of it."""
+
+    def __init__(self, *, over: bool = False) -> None:
+        self.over, self.asked = over, Counter[str]()
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.asked.update([name])
+
+    def look(self) -> bool:
+        self.asked.update(["look"])
+        return self.over
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
+    clock, said, runs = Clock(), [], []
+    job, memory = yielding(clock, Production(clock, (20, 25)), 30, said, runs), Memory(over=over)
+    job.options = replace(job.options, meter=cast("Any", memory))
+    assert job.run() == (143 if over else 0)
+    assert len(runs) == (1 if over else 2)
+    # The reservation lasts until it does not start again.
+    assert memory.asked["look"] >= 1
+    assert memory.asked["close"] == 1
 
 
 def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> None:
