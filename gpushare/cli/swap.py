@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported, OperationFailed
+from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -110,7 +110,7 @@ def back_in(
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Place, Request
     from gpushare.memory.room import wait_for_room
-    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked, taken_over
+    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked, lost, taken_over
     from gpushare.plan import Plan, Step
     from gpushare.selection import select_for_change
     from gpushare.units import format_bytes, parse_seconds
@@ -124,11 +124,7 @@ def back_in(
     swap = taken_over(host, _out_now(host, job, gone))
     losses = _consent(host, swap)
     if swap.state == LOST:
-        raise OperationFailed(
-            f"{swap.title} is lost: the driver could not put it back",
-            f"end it: kill -9 {swap.pid}",
-            code="job_lost",
-        )
+        raise lost(swap)
     (device,) = select_for_change(swap.gpu_uuid, host.nvml.sweep())
     done: list[Swap] = []
 

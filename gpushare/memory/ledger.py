@@ -55,6 +55,9 @@ class Reservation:
     # Others have seen that it holds its place.
     sure: bool
     production: bool = False
+    # It leaves the GPU when production needs room; and has said that it cannot.
+    leaves: bool = False
+    stays: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
@@ -62,6 +65,11 @@ class Reservation:
     @property
     def id(self) -> str:
         return self.claim.path.name
+
+    @property
+    def title(self) -> str:
+        """Return the job for people."""
+        return f"process {self.claim.pid}" if self.name is None else f"'{self.name}' (process {self.claim.pid})"
 
     @property
     def waiting_since_ns(self) -> int | None:
@@ -119,6 +127,7 @@ def _reservation(claim: Claim) -> Reservation | None:
     want = name = key = above = None
     limit: int | None = None
     sure = production = False
+    words = {fact.partition(" ")[0] for fact in claim.facts}
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
         if word == "want" and want is None:
@@ -150,6 +159,8 @@ def _reservation(claim: Claim) -> Reservation | None:
         production=production,
         limit_bytes=limit,
         above=above,
+        leaves="leaves" in words,
+        stays="stays" in words,
     )
 
 
@@ -184,7 +195,7 @@ def line_of(
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     processes = [one for one in device.gpu.processes or () if is_on(one, device)]
     here = [one for one in found if one.key == device.uuid]
-    owners = _owners(host, here, processes)
+    owners = owners_of(host, here, processes)
     running, holders, counted = [], [], 0
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
@@ -269,7 +280,7 @@ def is_on(process: GpuProcess, device: Device) -> bool:
     )
 
 
-def _owners(host: Host, found: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
+def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
     """Return which reservation each process on a device belongs to: by ancestry, and only of the claim's own user."""
     roots = {process.pid: one for one in found for process in one.claim.processes}
     owners: dict[int, str] = {}
@@ -297,6 +308,8 @@ class Request:
     client: bool
     name: str | None = None
     production: bool = False
+    # It leaves the GPU when production needs room.
+    leaves: bool = False
 
 
 class Place:
@@ -326,6 +339,8 @@ class Place:
                 self._claim.tell(f"name {request.name}")
             if request.production:
                 self._claim.tell("role production")
+            if request.leaves:
+                self._claim.tell("leaves for production")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()
@@ -410,7 +425,7 @@ class Place:
         for device in devices:
             here = [one for one in found if one.key == device.uuid]
             processes = [one for one in device.gpu.processes or () if is_on(one, device)]
-            used |= set(_owners(self._host, here, processes).values())
+            used |= set(owners_of(self._host, here, processes).values())
         self._unused = {
             one.id: self._unused.get(one.id, now)
             for one in found
@@ -460,6 +475,10 @@ class Place:
         if self._added < _MOST_ADDED:
             self._added += 1
             self._claim.add(pid)
+
+    def tell_that_it_stays(self) -> None:
+        """Say that this job cannot leave the GPU for production."""
+        self._claim.tell("stays there")
 
     def touch(self) -> None:
         """Say that the job uses its device; to be called every 20 s or so."""

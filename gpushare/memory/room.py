@@ -342,7 +342,9 @@ def size_text(request: Request) -> str:
 def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
     room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)}" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
-    return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest)"
+    stays = [one.title for line in lines for one in line.holders if one.stays and place.request.production]
+    cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
+    return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest){cannot}"
 
 
 def check_ever(lines: Sequence[Line], request: Request) -> None:

@@ -476,6 +476,13 @@ def _unless_ended(host: Host, pid: int) -> Iterator[None]:
             raise
 
 
+def lost(swap: Swap) -> OperationFailed:
+    """Return the error about a job whose restore has failed for good."""
+    return OperationFailed(
+        f"{swap.title} is lost: the driver could not put it back", f"end it: kill -9 {swap.pid}", code="job_lost"
+    )
+
+
 def _ended(swap: Swap) -> NotFound:
     """Remove the record of a job that has ended, and return the error."""
     forget(swap)
@@ -503,6 +510,8 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     living = swap.living(host)
     if not living:
         raise _ended(swap)
+    if swap.state == LOST:
+        raise lost(swap)
     before, returning = _read(swap.path), replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):

@@ -28,7 +28,7 @@ from gpushare.memory.room import (
 )
 from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
-from gpushare.run.swapping import ForProduction, Idle, Policy, Swapping, Turns
+from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -304,13 +304,22 @@ class Queued:
             return Turns(self.memory.turn_seconds, self.say)
         if self.memory.idle_seconds is not None:
             return Idle(self.memory.idle_seconds)
-        return ForProduction() if self.memory.for_production else None
+        if self.memory.for_production:
+            return ForProduction()
+        return ByHand() if self.memory.swappable else None
 
     def _placed(self, size: int | None) -> tuple[Device, Place]:
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
-        request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name, production=self.production)
+        request = Request(
+            memory_bytes=size,
+            keys=keys,
+            client=self.client,
+            name=self.name,
+            production=self.production,
+            leaves=self.memory.for_production,
+        )
         place = Place(self.host, request)
         if not self.memory.wait:
             try:

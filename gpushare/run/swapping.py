@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
 from gpushare.host.process import cpu_time
 from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds, moved
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import Line, Place, Request, Reservation, line_of, owners_of, reservations
 from gpushare.memory.room import client_limit
 from gpushare.memory.swap import (
     BACK,
     GPU_MARGIN_BYTES,
+    LOST,
+    OUT,
+    RETURNING,
     Swap,
     come_in,
     find_swap,
@@ -25,21 +28,27 @@ from gpushare.memory.swap import (
     guarded,
     leaving,
     locked,
+    taken_over,
 )
 from gpushare.run.jobs import find_job, processes_to_swap
-from gpushare.selection import select
+from gpushare.selection import Device, select
 from gpushare.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.limit import JobMemory
-    from gpushare.selection import Device
+    from gpushare.model import Gpu
 
 _LOOK_SECONDS: Final = 0.5
 # While it waits for its place: nobody works in this time.
 _WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
+_MOST_AGAIN_SECONDS: Final = 600.0
+# A job that came earlier waits so long for those that leave before it, and for as long as their copies take.
+_PATIENCE_SECONDS: Final = 10.0
+# What ends the job waits so long for another swap.
+_RELEASE_SECONDS: Final = 10.0
 # The first turn, where it is not known what the job holds.
 _FIRST_TURN_SECONDS: Final = 30.0
 # CPU time since it left that counts as work: more than a timer tick and a heartbeat.
@@ -65,10 +74,21 @@ class Look(NamedTuple):
     production_waits: bool
     # What the job itself has, on the GPU or out of it.
     held_bytes: int = 0
+    # A production job waits, and has room only if this job leaves too.
+    production_needs: bool = False
+    # Somebody is on the device who does not leave for production, and so may be production.
+    others_stay: bool = False
+    # What jobs there have that came later, and so leave before this one.
+    later_bytes: int = 0
 
 
 class Policy(Protocol):
-    """Decides when a job leaves, and when it wants to come back."""
+    """Decides when a job leaves, and when it wants to come back.
+
+    ``waiting`` is what to say when it has to wait for room to come back; None: nothing.
+    """
+
+    waiting: str | None
 
     def leaves(self, look: Look) -> bool:
         """Return whether a job that is on the GPU should leave."""
@@ -81,10 +101,29 @@ class Policy(Protocol):
 
 
 @dataclass
+class ByHand:
+    """Leaves and comes back with `gpushare swap` only."""
+
+    waiting: str | None = None
+
+    def leaves(self, _look: Look) -> bool:
+        """Return False."""
+        return False
+
+    def returns(self, _look: Look) -> bool:
+        """Return False."""
+        return False
+
+    def switched(self, seconds: float) -> None:
+        """Do nothing."""
+
+
+@dataclass
 class Idle:
     """Leaves after some time without work on the GPU and on the CPU, and comes back at its first work."""
 
     seconds: float
+    waiting: str | None = "it works again, and waits for room on the GPU; its next CUDA call waits until it is back"
     _still_since: float | None = None
     _cpu: tuple[float, float] | None = None
     _cpu_out: float | None = None
@@ -120,6 +159,7 @@ class Turns:
 
     seconds: float | None
     say: Callable[[str], None] = lambda _: None
+    waiting: str | None = None
     _switches: list[float] = field(default_factory=list)
     _warned: bool = False
     _held_bytes: int = 0
@@ -173,15 +213,20 @@ class ForProduction:
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
+    waiting: str | None = None
     _free_since: float | None = None
     _seen: list[tuple[float, int]] = field(default_factory=list)
 
     def leaves(self, look: Look) -> bool:
-        """Return whether production waits, or is about to run out of memory."""
+        """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
         self._seen = [*(one for one in self._seen if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
         leaving = most_out_seconds(look.held_bytes)
-        return look.production_waits or look.free_bytes - self._growth() * leaving < self.margin_bytes
+        if look.production_needs:
+            return True
+        # Jobs that all leave for production do not leave for each other.
+        free = look.free_bytes + look.later_bytes - self._growth() * leaving
+        return look.others_stay and free < self.margin_bytes
 
     def _growth(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second. One allocation at once is no growth."""
@@ -229,10 +274,17 @@ class Swapping:
         self._place: Place | None = place
         self._reserved = place.request.memory_bytes
         self._swap: Swap | None = None
+        # Somebody else has taken it out, so the policy does not bring it back.
+        self._by_hand = False
         self._pid = 0
         self._since = clock()
         self._due = 0.0
         self._later = 0.0
+        # What was said last, and how long to wait after the next failure.
+        self._said: str | None = None
+        self._again = _AGAIN_SECONDS
+        self._needed_since: float | None = None
+        self._told_stays = False
         self.times_out = 0
 
     @property
@@ -271,18 +323,70 @@ class Swapping:
             return False
         self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
-            self._step(self._read(now))
+            self._notice()
+            if not self._by_hand and not isinstance(self._policy, ByHand):
+                self._step(self._read(now))
         except GpushareError as error:
-            self._later = self._clock() + _AGAIN_SECONDS
-            self._say(f"{error.message}; tried again in {_AGAIN_SECONDS:g} s")
+            self._failed(error)
         return False
+
+    def _failed(self, error: GpushareError) -> None:
+        """Try again later, and say why, once for each reason."""
+        if error.code == "swap_busy":
+            # Another job of this user is on its way: that takes as long as its copy.
+            return
+        self._later = self._clock() + self._again
+        self._again = min(2 * self._again, _MOST_AGAIN_SECONDS)
+        if error.message != self._said:
+            self._said = error.message
+            self._say(f"{error.message}; tried again from time to time")
+
+    def _notice(self) -> None:
+        """See whether the job was moved by hand, by its user or by root."""
+        found = find_swap(self._host, self._pid)
+        if found is None or found.state == BACK:
+            if self.out:
+                self._came_back()
+        elif found.state == LOST:
+            if not self._by_hand:
+                self._by_hand, self._swap = True, found
+                self._say(f"{found.title} is lost: the driver could not put it back; end it: Ctrl-C")
+        elif not self.out:
+            self._by_hand, self._swap = True, found
+            root = found.keeper_uid == 0
+            self._say(
+                f"out of the GPU, swapped out by {'root' if root else 'hand'}; it comes back with: "
+                f"{'sudo ' if root else ''}gpushare swap in {found.selector}"
+            )
+
+    def _came_back(self) -> None:
+        """Note that somebody else has brought it in, and hold its place again."""
+        self._say("back on the GPU, brought in by hand")
+        self._since = self._clock()
+        place = self._place
+        if place is None:
+            place = Place(self._host, Request(memory_bytes=self._reserved, keys=(self._device.uuid,), client=False))
+        if place.key is None:
+            place.take(self._device.uuid)
+            place.add(self._pid)
+        self._place, self._swap, self._by_hand = place, None, False
 
     def _step(self, look: Look) -> None:
         if self._swap is None:
             if self._policy.leaves(look):
-                self._leave()
+                try:
+                    self._leave()
+                except GpushareError:
+                    self._tell_that_it_stays(look)
+                    raise
         elif self._place is not None or self._policy.returns(look):
             self._return()
+
+    def _tell_that_it_stays(self, look: Look) -> None:
+        """Let production that waits know that this job does not make room for it."""
+        if look.production_waits and self._place is not None and not self._told_stays:
+            self._told_stays = True
+            self._place.tell_that_it_stays()
 
     def _read(self, now: float) -> Look:
         index = self._device.gpu.index
@@ -292,14 +396,19 @@ class Swapping:
         busy: Sequence[int | None] = [one.sm_percent for one in mine]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         total = gpu.memory_total_bytes or 0
+        found = reservations(self._host) or []
         waiting = [
             one
-            for one in reservations(self._host) or []
+            for one in found
             # What can never come is nothing to make room for.
             if one.key is None and self._device.uuid in one.keys and (one.memory_bytes or 0) <= total
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [one for one in waiting if one.id != own]
+        # What others call production is not ours.
+        production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
+        line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
+        later = 0 if line is None else self._later_bytes(line, own)
         times = [one.seconds for pid in family if (one := cpu_time(pid)) is not None]
         return Look(
             now=now,
@@ -308,12 +417,38 @@ class Swapping:
             cpu_seconds=sum(times),
             free_bytes=max(0, total - used),
             others_wait=bool(others),
-            # What others call production is not ours.
-            production_waits=any(one.production and one.claim.uid in {0, self._host.uid} for one in others),
+            production_waits=bool(production),
             held_bytes=sum(one.memory_used_bytes or 0 for one in mine)
             if self._swap is None
             else self._swap.memory_bytes,
+            production_needs=self._is_needed(production, line, later),
+            others_stay=line is None or _others_stay(self._host, gpu, line, family),
+            later_bytes=later,
         )
+
+    def _later_bytes(self, line: Line, own: str | None) -> int:
+        """Return what jobs there have that leave for production too, and came after this one."""
+        ids = [one.id for one in line.holders]
+        after = ids.index(own) + 1 if own in ids else len(ids)
+        return sum(
+            size.memory_bytes
+            for one, size in list(zip(line.holders, line.running, strict=False))[after:]
+            # Those of other users leave for their own production, and for root's.
+            if one.leaves and not one.stays and one.claim.uid == self._host.uid
+        )
+
+    def _is_needed(self, production: Sequence[Reservation], line: Line | None, later: int) -> bool:
+        """Return whether waiting production has room only if this job leaves, after those that came later."""
+        whole = 0 if line is None else line.room.memory_bytes
+        need = sum(whole if one.memory_bytes is None else one.memory_bytes for one in production)
+        short = bool(production) and (line is None or need > line.free_bytes)
+        if not short or line is None:
+            self._needed_since = None
+            return short
+        self._needed_since = self._clock() if self._needed_since is None else self._needed_since
+        # Those that came later may not be able to leave.
+        patient = self._clock() - self._needed_since < _PATIENCE_SECONDS + most_out_seconds(later)
+        return not patient or need > line.free_bytes + later
 
     def _leave(self) -> None:
         job = find_job(self._host, str(self._pid))
@@ -327,7 +462,7 @@ class Swapping:
             processes=processes_to_swap(self._host, job),
         )
         began = self._clock()
-        with guarded(self._host), locked(self._host):
+        with self._swapping():
             self._swap = go_out(
                 self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job)
             )
@@ -337,30 +472,46 @@ class Swapping:
             self._place.leave()
             self._place = None
 
-    def _return(self) -> None:
+    @contextlib.contextmanager
+    def _swapping(self, seconds: float = 0.0) -> Iterator[None]:
+        """Hold the lock with a guard, unless another gpushare has it for longer; the guard is not started in vain."""
+        with locked(self._host, seconds=seconds):
+            pass
+        with guarded(self._host), locked(self._host, seconds=seconds):
+            yield
+
+    def _return(self, seconds: float = 0.0) -> None:
         if self._swap is None:
             return
         now = find_swap(self._host, self._swap.pid)
-        if now is None or now.state == BACK:
-            # Somebody brought it in by hand, or it has ended.
-            self._swap, self._since = None, self._clock()
+        if now is None or now.state not in {OUT, RETURNING}:
             return
+        now = taken_over(self._host, now)
         if self._place is None:
             self._place = Place(self._host, self._request(now))
         if self._place.key is None and not self._take(self._place):
+            if self._policy.waiting is not None and self._policy.waiting != self._said:
+                self._said = self._policy.waiting
+                self._say(self._said)
             return
         began = self._clock()
-        with guarded(self._host), locked(self._host):
+        with self._swapping(seconds):
             come_in(self._host, now, self._host.open_checkpoint())
         # Only now: a place of a job that is out does not count.
         self._place.add(self._pid)
-        self._swap = None
+        self._swap, self._by_hand = None, False
         self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
 
     def _request(self, swap: Swap) -> Request:
         # As much as it had reserved: it may grow again. None is all of the device.
         size = None if self._reserved is None else max(self._reserved, swap.memory_bytes + GPU_MARGIN_BYTES)
-        return Request(memory_bytes=size, keys=(self._device.uuid,), client=False, name=swap.name)
+        return Request(
+            memory_bytes=size,
+            keys=(self._device.uuid,),
+            client=False,
+            name=swap.name,
+            leaves=isinstance(self._policy, ForProduction),
+        )
 
     def _take(self, place: Place) -> bool:
         now = select(self._device.selector, self._host.nvml.sweep())
@@ -368,6 +519,7 @@ class Swapping:
 
     def _moved(self, began: float, what: str) -> None:
         self._since = self._clock()
+        self._said, self._again = None, _AGAIN_SECONDS
         seconds = self._since - began
         self._policy.switched(seconds)
         self._say(f"{what} in {seconds:.1f} s")
@@ -375,9 +527,10 @@ class Swapping:
     def release(self) -> None:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
         self._memory.release()
-        if self.out:
-            with contextlib.suppress(GpushareError):
-                self._return()
+        with contextlib.suppress(GpushareError):
+            self._notice()
+            if self.out:
+                self._return(_RELEASE_SECONDS)
 
     def close(self) -> None:
         """Leave the ledger, and forget the swap."""
@@ -389,3 +542,10 @@ class Swapping:
     def check(self) -> None:
         """Raise if the job was ended for its memory."""
         self._memory.check()
+
+
+def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:
+    """Return whether somebody is on a GPU who does not leave for production: production itself, or not known."""
+    leaving = [one for one in line.holders if one.leaves]
+    owners = owners_of(host, leaving, gpu.processes or ())
+    return any(one.pid not in family and one.pid not in owners for one in gpu.processes or ())

@@ -86,11 +86,11 @@ class SimulatedProcesses:
     def _real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
         """Return a real process. Those of the user who runs gpushare belong to the user of the simulated host."""
         info = self._local.describe(pid)
-        if info is None or state.uid == os.geteuid() or info.uid != os.geteuid():
+        if info is None or info.uid != os.geteuid():
             return info
         started = next((one for one in state.processes if one.pid == pid), None)
         uid = state.uid if started is None else started.uid
-        return replace(info, uid=uid, user=user_name(uid))
+        return info if uid == info.uid else replace(info, uid=uid, user=user_name(uid))
 
     def identity(self, pid: int) -> Identity | None:
         """Return the process that has a PID now, or None."""

@@ -17,7 +17,7 @@ def look(
     production: bool = False,
     held: int = 0,
 ) -> Look:
-    return Look(now, since, busy, cpu, free, others, production, held)
+    return Look(now, since, busy, cpu, free, others, production, held, production_needs=production, others_stay=True)
 
 
 def test_an_idle_job_leaves_after_its_time_and_comes_back_at_its_first_work() -> None:

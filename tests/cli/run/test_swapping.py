@@ -1,0 +1,232 @@
+"""``gpushare run`` with swapping: who leaves for production, what is said, and how a job ends while it is out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
+from gpushare.memory.ledger import reservations
+from gpushare.memory.swap import OUT, swaps
+from gpushare.sim import admin
+from gpushare.sim.current import changing
+from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
+from gpushare.sim.state import SimulatedProcess
+from gpushare.units import GIB, parse_memory_limit
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+A30 = "sim:a30"
+JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
+
+
+@pytest.fixture
+def world() -> World:
+    return World.new(A30)
+
+
+@pytest.fixture
+def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
+    """Return what starts a job, and waits until it is on the GPU."""
+
+    def begin(*words: str, size: str = "8G", program: tuple[str, ...] | None = None) -> Started:
+        before = {one.pid for one in world.state.processes}
+        wanted = parse_memory_limit(size) if program is None else DEFAULT_MEMORY_BYTES
+        job = real("run", *words, "--", *((*JOB, "--footprint", size) if program is None else program), host=world.spec)
+        until(lambda: any(_there(one, before, wanted) for one in world.state.processes), "it runs")
+        return job
+
+    return begin
+
+
+def _there(one: SimulatedProcess, before: set[int], size: int) -> bool:
+    return one.pid not in before and one.memory_bytes == size
+
+
+def opportunistic(size: str) -> tuple[str, ...]:
+    return ("--opportunistic", "--swap", "--job-memory", size)
+
+
+def finish(*jobs: Started) -> list[str]:
+    for one in jobs:
+        one.signal(signal.SIGINT)
+    return [one.result().err + "".join(one.said) for one in jobs]
+
+
+def fault(world: World, **values: object) -> None:
+    with changing(world.file) as (state, _):
+        for name, value in values.items():
+            setattr(state, name, value)
+
+
+def out_of(world: World) -> list[int]:
+    return [one.pid for one in world.state.processes if one.checkpoint == CHECKPOINTED]
+
+
+# -- who leaves for production -----------------------------------------------------------------------------------------
+
+
+def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., Started], world: World) -> None:
+    first = start(*opportunistic("8G"))
+    second = start(*opportunistic("8G"))
+    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    second.says("out of the GPU: 8.0 GiB")
+    time.sleep(1.5)
+    assert len(out_of(world)) == 1
+    said, _, _ = finish(first, second, web)
+    assert "out of the GPU" not in said
+
+
+def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: World) -> None:
+    jobs = [start(*opportunistic("8G")) for _ in range(2)]
+    web = start("--production", "web", "--wait", "--job-memory", "20G", size="20G")
+    for one in jobs:
+        one.says("out of the GPU: 8.0 GiB")
+    finish(*jobs, web)
+
+
+def test_production_that_has_room_sends_nobody_away(start: Callable[..., Started], world: World) -> None:
+    job = start(*opportunistic("8G"))
+    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    said, _ = finish(job, web)
+    assert "out of the GPU" not in said
+
+
+def test_without_production_a_full_gpu_is_left_alone(start: Callable[..., Started], world: World) -> None:
+    job = start(*opportunistic("23.4G"), size="23.4G")
+    time.sleep(1.5)
+    assert out_of(world) == []
+    # A process that may be production grows until less than 1 GiB is left.
+    admin.add_process(A30, memory_bytes=GIB // 100, name="web")
+    job.says("out of the GPU")
+    finish(job)
+
+
+def test_who_cannot_leave_says_why_and_production_is_told(
+    start: Callable[..., Started], real: Callable[..., Started], world: World
+) -> None:
+    first, second = start(*opportunistic("8G")), start(*opportunistic("8G"))
+    fault(world, host_memory_bytes=GIB)
+    web = real("run", "--production", "web", "--wait", "--job-memory", "12G", "--", *JOB, host=A30)
+    line = second.says("host memory")
+    assert "tried again from time to time" in line
+    # So the other one has to, and cannot either.
+    first.says("host memory")
+    waiting = real("run", "--production", "w2", "--wait", "--job-memory", "12G", "--", "true", host=A30)
+    assert "was to leave the GPU for it, and cannot" in waiting.says("waiting for")
+    finish(waiting, web, first, second)
+
+
+# -- moved by hand -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("--idle", "60s"), ("--turns", "60s"), opportunistic("8G"), ("--swappable",)])
+def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
+    start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...]
+) -> None:
+    more = () if "--job-memory" in words else ("--job-memory", "8G")
+    job = start(*words, *more, "--name", "train")
+    cli("swap", "out", "train", host=A30).ok()
+    assert "gpushare swap in train" in job.says("swapped out by hand")
+    time.sleep(1.2)
+    assert len(out_of(world)) == 1
+    cli("swap", "in", "train", host=A30).ok()
+    job.says("back on the GPU, brought in by hand")
+    (held,) = reservations(world.host) or []
+    assert held.key is not None
+    (said,) = finish(job)
+    assert "tried again" not in said
+    assert reservations(world.host) == []
+
+
+def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., Started], cli: Cli, world: World) -> None:
+    (world.directory / "users" / "65534").mkdir(parents=True)
+    world.fault("user", 65534)
+    job = start("--idle", "60s", "--name", "train")
+    world.fault("user", 0)
+    cli("swap", "out", "train", host=A30).ok()
+    assert "sudo gpushare swap in train" in job.says("swapped out by root")
+    job.signal(signal.SIGINT)
+    assert job.result().code == 0
+    assert swaps(world.host) == []
+
+
+def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
+    start: Callable[..., Started], cli: Cli, world: World
+) -> None:
+    job = start(*opportunistic("16G"), "--name", "batch", size="16G")
+    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    job.says("out of the GPU")
+    finish(web)
+    cli("swap", "in", "batch", "--wait", host=A30).ok()
+    job.says("back on the GPU")
+    until(lambda: [one for one in reservations(world.host) or [] if one.key], "it holds its place")
+    finish(job)
+
+
+# -- the end of a job that is out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("words", [("--swappable",), ("--idle", "0.5s")])
+def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
+    start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...], number: int
+) -> None:
+    job = start(*words, "--name", "train")
+    if words == ("--swappable",):
+        cli("swap", "out", "train", host=A30).ok()
+    else:
+        with changing(world.file) as (state, _):
+            for one in state.processes:
+                one.sm_percent = 0
+        cli("swap", "out", "train", host=A30)
+    job.says("out of the GPU")
+    job.signal(number)
+    answer = job.result()
+    assert "back on the GPU: 8.0 GiB" in answer.err
+    assert answer.code == 0, answer
+    assert world.state.processes == []
+    assert swaps(world.host) == []
+    assert reservations(world.host) == []
+
+
+def test_a_job_without_room_ends_out_of_the_gpu(start: Callable[..., Started], cli: Cli, world: World) -> None:
+    job = start("--swappable", "--name", "train", size="16G")
+    cli("swap", "out", "train", host=A30).ok()
+    other = admin.add_process(A30, memory_bytes=16 * GIB)
+    job.signal(signal.SIGINT)
+    answer = job.result()
+    assert answer.code == 0, answer
+    assert [one.pid for one in world.state.processes] == [other]
+    assert not list((world.directory / "run" / "swap").glob("*.json"))
+
+
+def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
+    start: Callable[..., Started], world: World, tmp_path: Path
+) -> None:
+    wakes = tmp_path / "wakes"
+    script = (
+        "import os, time\n"
+        f"while not os.path.exists({str(wakes)!r}): time.sleep(0.1)\n"
+        f"while os.path.exists({str(wakes)!r}): pass\n"
+    )
+    job = start("--idle", "1s", program=(sys.executable, "-c", script))
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            one.sm_percent, one.memory_bytes = 0, 8 * GIB
+    job.says("out of the GPU")
+    other = admin.add_process(A30, memory_bytes=20 * GIB)
+    wakes.touch()
+    job.says("it works again, and waits for room on the GPU; its next CUDA call waits until it is back")
+    assert [one.state for one in swaps(world.host)] == [OUT]
+    admin.end_process(A30, other)
+    job.says("back on the GPU")
+    assert {one.checkpoint for one in world.state.processes} == {RUNNING}
+    os.unlink(wakes)
+    assert job.result().code == 0
