@@ -795,6 +795,7 @@ def _queued(
         client=not memory.swappable and roles.slice_us is None and roles.way != "slices",
         name=roles.production or options.name,
         production=roles.production is not None,
+        opportunistic=roles.opportunistic,
         start=start,
         say=note,
         limits=kept_limits(host),

@@ -8,6 +8,7 @@ the one that came later steps back.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -58,6 +59,7 @@ class Reservation:
     # It leaves the GPU when production needs room; and has said that it cannot.
     leaves: bool = False
     stays: bool = False
+    opportunistic: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
@@ -100,9 +102,9 @@ class Line:
 
 
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
-    """Return the living jobs in the ledger, in order of arrival; None: the ledger cannot be read.
+    """Return the living jobs in the ledger, in their order; None: the ledger cannot be read.
 
-    ``claims`` are those that were read just now.
+    It is the order of arrival, but for opportunistic jobs (`production_first`). ``claims`` are those that were read just now.
     """
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
@@ -119,14 +121,44 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
             if waiting[one.claim.uid] > MOST_WAITING_OF_ONE_USER:
                 continue
         kept.append(one)
-    return kept
+    return production_first(kept)
+
+
+def production_first(found: Sequence[Reservation]) -> list[Reservation]:
+    """Return jobs in order of arrival with each opportunistic one behind the production jobs that wait for its devices.
+
+    These are production jobs of its own user and of root: what others call production changes nothing. Only opportunistic
+    jobs move, and only back, so all others have the same jobs before them, or fewer.
+    """
+    order = list(found)
+    production = [one for one in order if one.key is None and one.production]
+    # The last first, so that they keep their order behind the same production job.
+    for one in [job for job in order if job.key is None and job.opportunistic][::-1] if production else ():
+        now = order.index(one)
+        spared = [other for other in production if _spares(one, one.claim.uid, other, other.claim.uid)]
+        last = max((order.index(other) for other in spared), default=now)
+        if last > now:
+            order.insert(last, order.pop(now))
+    return order
+
+
+def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, other_uid: int) -> bool:
+    """Return whether a waiting job lets another one go first; with the users of both."""
+    apart = set(other.keys).isdisjoint(one.keys)
+    return one.opportunistic and other.production and other_uid in {0, uid} and not apart
+
+
+def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
+    """Return the jobs that would be before one that came now."""
+    return [one for one in found if one.key is None and not _spares(one, one.claim.uid, request, uid)]
 
 
 def _reservation(claim: Claim) -> Reservation | None:
     """Return what a claim says; None: nothing that we would have written."""
     want = name = key = above = None
     limit: int | None = None
-    sure = production = False
+    sure = False
+    role = None
     words = {fact.partition(" ")[0] for fact in claim.facts}
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
@@ -135,7 +167,7 @@ def _reservation(claim: Claim) -> Reservation | None:
         elif word == "name":
             name = rest[:64]
         elif word == "role":
-            production = rest == "production"
+            role = rest
         elif word == "limit":
             limit, above = _limit(rest)
         elif word in {"hold", "sure"}:
@@ -156,7 +188,8 @@ def _reservation(claim: Claim) -> Reservation | None:
         client=want[1] == "1",
         key=key,
         sure=sure,
-        production=production,
+        production=role == "production",
+        opportunistic=role == "opportunistic",
         limit_bytes=limit,
         above=above,
         leaves="leaves" in words,
@@ -268,7 +301,7 @@ def would_take(
 ) -> str | None:
     """Return the device that a job would take if it came now; None: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    before = [_in_line(one, by_key, limits) for one in found if one.key is None]
+    before = [_in_line(one, by_key, limits) for one in waiting_before(found, request, uid)]
     return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("")
 
 
@@ -310,6 +343,7 @@ class Request:
     production: bool = False
     # It leaves the GPU when production needs room.
     leaves: bool = False
+    opportunistic: bool = False
 
 
 class Place:
@@ -337,8 +371,8 @@ class Place:
             self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
             if request.name is not None:
                 self._claim.tell(f"name {request.name}")
-            if request.production:
-                self._claim.tell("role production")
+            if request.production or request.opportunistic:
+                self._claim.tell(f"role {'production' if request.production else 'opportunistic'}")
             if request.leaves:
                 self._claim.tell("leaves for production")
             self._claim.draw_ticket()
@@ -403,11 +437,16 @@ class Place:
         waiting = [
             _in_line(one, lines, limits)
             for one in found
-            if one.id == own or (one.key is None and one.id in self._before and one.id not in self._passed)
+            if one.id == own or (one.key is None and one.id not in self._passed and self._goes_first(one))
         ]
         taken = _admitted(lines, waiting)
         self._watch({name for name in taken if name != own})
         return taken.get(own)
+
+    def _goes_first(self, one: Reservation) -> bool:
+        """Return whether a job is before this one: it came before, or this one spares it."""
+        came = self._before is not None and one.id in self._before
+        return came or _spares(self.request, os.geteuid(), one, one.claim.uid)
 
     def _has_just_come(self) -> bool:
         return time.monotonic() - self._entered < _CHOOSING_SECONDS

@@ -22,6 +22,7 @@ from gpushare.memory.ledger import (
     never_fits,
     position,
     reservations,
+    waiting_before,
     would_take,
 )
 from gpushare.memory.look import waiting_jobs
@@ -219,7 +220,12 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
     lines = tuple(line for line in possible if line is not None)
     key = would_take(found, lines, request, os.geteuid(), limits)
     gpus = list({one.gpu.index: one.gpu for one in devices}.values())
-    before = [one for one in waiting_jobs(host, gpus, found) if not set(one.device_uuids).isdisjoint(request.keys)]
+    first = {one.claim.pid for one in waiting_before(found, request, os.geteuid())}
+    before = [
+        one
+        for one in waiting_jobs(host, gpus, found)
+        if one.pid in first and not set(one.device_uuids).isdisjoint(request.keys)
+    ]
     holders = [_holder(host, line, one) for line in lines for one in line.holders]
     return Outlook(
         device=next((one for one in now if one.uuid == key), None),

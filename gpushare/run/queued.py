@@ -136,6 +136,7 @@ class Queued:
     client: bool
     name: str | None
     production: bool
+    opportunistic: bool
     start: Callable[[Device, RunOptions], Any]
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
@@ -173,7 +174,7 @@ class Queued:
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
-        request = Request(memory_bytes=size, keys=keys, client=self.client, name=self.name)
+        request = self._request(size, keys)
         lines = read_lines(self.host, devices, self.limits)
         check_ever(lines, request)
         check_limit(lines, request, limit)
@@ -189,6 +190,17 @@ class Queued:
         meanwhile = tuple(_step(one) for one in self._meanwhile(size, by_driver=by_driver))
         options = replace(self.options, before=tuple(before), meanwhile=meanwhile)
         return where, options, found, {one.uuid: what for one, what in ordered}
+
+    def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
+        return Request(
+            memory_bytes=size,
+            keys=keys,
+            client=self.client,
+            name=self.name,
+            production=self.production,
+            opportunistic=self.opportunistic,
+            leaves=self.memory.for_production,
+        )
 
     def _may_limit(self, device: Device) -> bool:
         """Return whether the driver may limit the job: it can only refuse, and only what runs in a cgroup of ours.
@@ -312,14 +324,7 @@ class Queued:
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
-        request = Request(
-            memory_bytes=size,
-            keys=keys,
-            client=self.client,
-            name=self.name,
-            production=self.production,
-            leaves=self.memory.for_production,
-        )
+        request = self._request(size, keys)
         place = Place(self.host, request)
         if not self.memory.wait:
             try:

@@ -272,7 +272,7 @@ class Swapping:
         self._limits = limits or {}
         self._clock = clock
         self._place: Place | None = place
-        self._reserved = place.request.memory_bytes
+        self._asked = place.request
         self._swap: Swap | None = None
         # Somebody else has taken it out, so the policy does not bring it back.
         self._by_hand = False
@@ -504,13 +504,15 @@ class Swapping:
 
     def _request(self, swap: Swap) -> Request:
         # As much as it had reserved: it may grow again. None is all of the device.
-        size = None if self._reserved is None else max(self._reserved, swap.memory_bytes + GPU_MARGIN_BYTES)
+        asked = self._asked.memory_bytes
+        size = None if asked is None else max(asked, swap.memory_bytes + GPU_MARGIN_BYTES)
         return Request(
             memory_bytes=size,
             keys=(self._device.uuid,),
             client=False,
             name=swap.name,
             leaves=isinstance(self._policy, ForProduction),
+            opportunistic=self._asked.opportunistic,
         )
 
     def _take(self, place: Place) -> bool:

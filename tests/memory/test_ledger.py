@@ -6,17 +6,29 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from gpushare.connect import connect
 from gpushare.errors import InUse, NoPermission, OperationFailed
-from gpushare.host.claims import claim_directory
+from gpushare.host.claims import Claim, claim_directory
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
 from gpushare.memory import ledger
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.ledger import Place, Request, line_of, reservations
+from gpushare.memory.ledger import (
+    Place,
+    Request,
+    Reservation,
+    line_of,
+    production_first,
+    reservations,
+    waiting_before,
+)
 from gpushare.memory.room import best_first, wait_for_room
 from gpushare.selection import Device, select
 from gpushare.sim.admin import add_process
@@ -225,6 +237,97 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
     assert len(said) == 1
     assert said[0].startswith("waiting for 10.0 GiB")
     assert len(reservations(host) or []) == 2
+
+
+# -- production and opportunistic jobs that wait -------------------------------------------------------
+
+
+def waiting_job(number: int, uid: int, role: str, keys: tuple[str, ...], *, waits: bool = True) -> Reservation:
+    claim = Claim(path=Path(f"/{number}"), key="memory", uid=uid, processes=(Identity(number + 2, 1),), ticket=number)
+    return Reservation(
+        claim=claim,
+        name=role,
+        memory_bytes=GIB,
+        keys=keys,
+        client=False,
+        key=None if waits else keys[0],
+        sure=not waits,
+        production=role == "production",
+        opportunistic=role == "opportunistic",
+    )
+
+
+jobs = some.lists(
+    some.tuples(
+        some.sampled_from([0, 1, 2]),
+        some.sampled_from(["plain", "production", "opportunistic"]),
+        some.sampled_from([("a",), ("b",), ("a", "b")]),
+        some.booleans(),
+    ),
+    max_size=8,
+).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
+
+
+@given(jobs)
+def test_production_goes_first_without_delay_for_anybody_else(found: list[Reservation]) -> None:
+    order = production_first(found)
+    assert sorted(order, key=lambda one: one.id) == sorted(found, key=lambda one: one.id)
+    # All but opportunistic jobs keep their order, and nobody new is before them.
+    still = [one for one in order if not one.opportunistic]
+    assert still == [one for one in found if not one.opportunistic]
+    for one in still:
+        assert set(map(id, order[: order.index(one)])) <= set(map(id, found[: found.index(one)]))
+    for one in (job for job in found if job.opportunistic and job.key is None):
+        after = order[order.index(one) + 1 :]
+        # Nobody that one could spare waits behind it.
+        assert not any(
+            other.production
+            and other.key is None
+            and other.claim.uid in {0, one.claim.uid}
+            and set(other.keys) & set(one.keys)
+            for other in after
+        )
+        before, now = found[: found.index(one)], order[: order.index(one)]
+        own = [
+            other for other in found if other.production and other.key is None and other.claim.uid in {0, one.claim.uid}
+        ]
+        if not own:
+            # What others call production moves nothing: only opportunistic jobs that moved are not before it any more.
+            assert set(map(id, now)) <= set(map(id, before))
+
+
+def test_an_opportunistic_job_lets_production_take_the_room_first(host: Host) -> None:
+    key = devices(host)[0].uuid
+    blocker = enter(host, 20 * GIB)
+    blocker.take(key)
+    asked = Request(memory_bytes=20 * GIB, keys=(key,), client=False)
+    batch = Place(host, replace(asked, opportunistic=True))
+    assert not take(host, batch)
+    plain = Place(host, asked)
+    web = Place(host, replace(asked, production=True))
+    assert not take(host, plain)
+    assert not take(host, web)
+    blocker.leave()
+    # The one in between is not delayed by production, and not by the one that stepped back.
+    assert not take(host, batch)
+    assert not take(host, web)
+    assert take(host, plain)
+    plain.leave()
+    assert not take(host, batch)
+    assert take(host, web)
+    web.leave()
+    assert take(host, batch)
+
+
+def test_a_dry_run_of_production_goes_before_opportunistic_jobs(host: Host) -> None:
+    key = devices(host)[0].uuid
+    asked = Request(memory_bytes=20 * GIB, keys=(key,), client=False)
+    batch = Place(host, replace(asked, opportunistic=True))
+    found = reservations(host) or []
+    assert waiting_before(found, asked, os.geteuid()) == found
+    assert waiting_before(found, replace(asked, production=True), os.geteuid()) == []
+    assert waiting_before(found, replace(asked, production=True), 12345) == found
+    batch.leave()
 
 
 # -- limits of users ---------------------------------------------------------------------------------
