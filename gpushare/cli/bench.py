@@ -109,7 +109,8 @@ def bench(
     together, start-up included, or a number that CMD prints (--metric). Slowdown compares one copy with a copy alone;
     waiting in the queue does not count. Where 95 % intervals overlap, there is no difference. The host is left
     unchanged: an MPS daemon is started and stopped; MIG instances are used, never created (gpushare mig create).
-    Ctrl-C ends the copies safely and shows what was measured; --to also keeps it.
+    Ctrl-C ends the copies safely and shows what was measured; --to also keeps it. The peak memory of CMD and what it uses
+    of the GPU are kept for run --wait.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
     from gpushare.measure.bench_data import check_new, read_bench

@@ -46,7 +46,8 @@ def observe(
     which some kernel ran, and is used where there is no GPM. The SM activity of a process is known while it
     is alone on its GPU or MIG instance; next to others, utilization is the share of the time that it got.
     Ctrl-C ends the recording early and keeps it, with exit code 0. The file is JSON Lines, contains no
-    command lines, and can be read even if it is cut off. An existing file is never overwritten.
+    command lines, and can be read even if it is cut off. An existing file is never overwritten. What your own
+    processes used while they were alone on their GPU is also kept for run --wait.
     """
     if read is not None:
         return _shown(read, given=(to, gpu))

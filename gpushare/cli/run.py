@@ -262,7 +262,10 @@ def run(
     ] = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait until a GPU has room, first come first served. With -g any: on any GPU."),
+        typer.Option(
+            "--wait",
+            help="Wait until a GPU has room, first come first served. With -g any: on the one where it harms least.",
+        ),
     ] = False,
     wait_timeout: Annotated[
         str | None, typer.Option("--wait-timeout", metavar="TIME", help="With --wait: give up after this time.")

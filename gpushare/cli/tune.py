@@ -132,6 +132,7 @@ def tune(
     drain, kill; caps start at 60 with low priority. CMD runs without a shell; to use one: sh -c '...'.
 
     Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --pause.
+    The peak memory of both jobs and what they use of the GPU are kept for run --wait.
     """
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
