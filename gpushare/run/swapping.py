@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
@@ -365,7 +365,7 @@ class Swapping:
         self._since = self._clock()
         place = self._place
         if place is None:
-            place = Place(self._host, Request(memory_bytes=self._reserved, keys=(self._device.uuid,), client=False))
+            place = Place(self._host, replace(self._asked, keys=(self._device.uuid,), client=False))
         if place.key is None:
             place.take(self._device.uuid)
             place.add(self._pid)
@@ -506,13 +506,12 @@ class Swapping:
         # As much as it had reserved: it may grow again. None is all of the device.
         asked = self._asked.memory_bytes
         size = None if asked is None else max(asked, swap.memory_bytes + GPU_MARGIN_BYTES)
-        return Request(
+        return replace(
+            self._asked,
             memory_bytes=size,
             keys=(self._device.uuid,),
             client=False,
-            name=swap.name,
             leaves=isinstance(self._policy, ForProduction),
-            opportunistic=self._asked.opportunistic,
         )
 
     def _take(self, place: Place) -> bool:
