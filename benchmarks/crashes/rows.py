@@ -362,6 +362,18 @@ def _swap_rows() -> list[Row]:
     ]
 
 
+def _production_grows(world: World) -> None:
+    """Let a process that may be production have nearly all of GPU 0: less than 1 GiB is left next to another program."""
+    _foreign_mps(world)
+
+    def fill() -> None:
+        gpu = connect(world.spec).nvml.gpu(0)
+        room = (gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)
+        admin.add_process(world.spec, "0", memory_bytes=room - (1300 << 20), name="web")
+
+    world.call(fill)
+
+
 def _somebody_waits(world: World) -> None:
     """Let this process, which lives as long as the tries do, wait for memory on GPU 0; it never takes a place."""
     _foreign_mps(world)
@@ -389,6 +401,8 @@ def _ledger_rows() -> list[Row]:
     wait = _run("--wait", "--job-memory", "4G", "-g", "0")
     held = _run("--job-memory", "4G", "-g", "0")
     turns = _run("--turns", "0.1s", "--job-memory", "4G", "-g", "0", program=LONG_PROGRAM)
+    idle = _run("--idle", "0.1s", "-g", "0", program=LONG_PROGRAM)
+    yields = _run("--opportunistic", "--swap", "--job-memory", "1G", "-g", "0", program=LONG_PROGRAM)
     stop = ("mps", "stop", "-g", "0")
     return [
         row(name="run --wait", command=wait, then=[wait, stop]),
@@ -403,6 +417,9 @@ def _ledger_rows() -> list[Row]:
             guard_after=3,
         ),
         row(name="run --turns", prepare=_somebody_waits, command=turns, then=[turns]),
+        row(name="run --turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40),
+        row(name="run --idle", command=idle, then=[idle]),
+        row(name="run --opportunistic --swap", prepare=_production_grows, command=yields, then=[yields]),
     ]
 
 

@@ -25,6 +25,7 @@ from typing import Any, Final
 from benchmarks.crashes.inject import PROGRAM, Injector, install
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import MPS_CONTROL
+from gpushare.sim.processes import SM_PERCENT
 from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedGpu, SimulatedHostState, StateFile, parse_spec
 
 # Nothing that is tried here takes so long; what does, hangs.
@@ -56,6 +57,8 @@ _VARIES: Final = frozenset(
         "keeper_pid",
         "keeper_started",
         "out_seconds",
+        # Whether it was taken back in between.
+        "restored",
     }
 )
 _ELSEWHERE: Final = (
@@ -186,7 +189,8 @@ class World:
         self.enter()
         log, out, err = (self.scratch / name for name in ("effects", "out", "err"))
         log.write_bytes(b"")
-        environment = {}
+        # A program with nothing to do.
+        environment = {SM_PERCENT: "0"} if "--idle" in words else {}
         if guard is not None:
             (self.scratch / "guard").write_bytes(b"")
             environment[GUARD] = f"{guard}:{self.scratch / 'guard'}"

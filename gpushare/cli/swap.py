@@ -240,7 +240,7 @@ def _already(swap: Swap) -> InUse:
 
 def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
     """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
-    from gpushare.memory.swap import BACK, find_swap, swaps
+    from gpushare.memory.swap import BACK, check_here, find_swap, swaps
     from gpushare.run.jobs import find_job
 
     # By its record first: the process that it is named after may have ended before the others.
@@ -257,6 +257,7 @@ def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
     try:
         job = find_job(host, text)
     except NotFound:
+        check_here(host, text)
         if gone is None:
             raise
         raise NotFound(
@@ -264,5 +265,6 @@ def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
         ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None or swap.state == BACK:
+        check_here(host, text)
         raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
     return swap

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
-from gpushare.errors import BadUsage, DriverNotLoaded, GpushareError, NvmlMissing, OperationFailed, cut, system_error
+from gpushare.errors import (
+    BadUsage,
+    DriverNotLoaded,
+    GpushareError,
+    NvmlMissing,
+    OperationFailed,
+    cut,
+    or_none,
+    system_error,
+)
 from gpushare.host.machine import Xid
 from gpushare.host.records import read_bounded
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
@@ -28,7 +37,7 @@ from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.policy import left_level
 from gpushare.timeslice.rules import KEEP_UNIT
-from gpushare.units import counted, format_bytes
+from gpushare.units import counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -704,6 +713,44 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
 
 
+# A process that holds more than this, and has done nothing for this long, is mentioned.
+_IDLE_SECONDS: Final = 3600.0
+
+
+def _idle(seen: Examination) -> Iterator[Check]:
+    """Check that no process holds memory and does nothing."""
+    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).blind:
+        return
+    now = time.time()
+    for gpu in seen.answering:
+        still = [
+            one
+            for one in gpu.processes or ()
+            # Of clients of MPS and under MIG nothing is known.
+            if one.sm_percent == 0 and (one.memory_used_bytes or 0) > MUCH_UNLISTED
+        ]
+        work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if still else None  # type: ignore[misc]
+        if work is None:
+            continue
+        for one in still:
+            info = seen.host.processes.describe(one.pid)
+            if info is None or info.started_at is None:
+                continue
+            worked = max(work.get(one.pid, 0.0), info.started_at)
+            if now - worked < _IDLE_SECONDS:
+                continue
+            since = f"for {format_duration(now - worked)}" if one.pid in work else "for as long as the driver remembers"
+            root = "" if info.uid == seen.host.uid else "sudo "
+            yield Check.warning(
+                "gpu.idle_memory",
+                gpu=gpu.index,
+                seen=f"process {process_title(seen, one.pid)} holds {format_bytes(one.memory_used_bytes)} of GPU "
+                f"{gpu.index} and has not worked there {since}",
+                why="nobody else can have this memory meanwhile",
+                remedy=f"{root}gpushare swap out {one.pid}; next time: gpushare run --idle 10m -- CMD; or end it",
+            )
+
+
 def _rules(seen: Examination) -> Iterator[Check]:
     """Check that something follows the rules for time-slices of the file that was applied last."""
     from gpushare.timeslice.keep import keep_record
@@ -769,6 +816,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _swaps,
     _cgroups,
     _unlisted,
+    _idle,
     _levels,
     _rules,
 )

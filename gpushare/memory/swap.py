@@ -169,6 +169,10 @@ def _same(one: Swap, other: Swap) -> bool:
 
 def _records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
     """Return the records in a run directory, without those whose PIDs are of another PID namespace."""
+    return [one for one in _all_records(run_directory, keeper_uid) if one.space in {None, pid_space()}]
+
+
+def _all_records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
     if not is_trusted_directory(run_directory, _DIRECTORY):
         return []
     try:
@@ -176,7 +180,22 @@ def _records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
     except OSError:
         return []
     read = [_parsed(read_trusted(path), path, keeper_uid) for path in paths]
-    return [one for one in read if one is not None and one.space in {None, pid_space()}]
+    return [one for one in read if one is not None]
+
+
+def check_here(host: Host, text: str) -> None:
+    """Raise if a job of this name or PID was swapped in another PID namespace.
+
+    Raises:
+        NotSupported: it was (code ``pid_namespace``).
+    """
+    for one in _all_records(host.run_directory):
+        if one.is_named(text) and one.boot == boot_id() and one.space not in {None, pid_space()}:
+            raise NotSupported(
+                f"{one.title} was swapped out in another PID namespace, a container or its host, where PIDs are others",
+                f"run it there: gpushare swap in {one.selector}",
+                code="pid_namespace",
+            )
 
 
 def _records_of_others(host: Host) -> list[Swap]:
@@ -639,7 +658,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         with _unless_ended(host, pid):
             checkpoint.restore(pid, sizes[pid])
     _unlock(host, swap, checkpoint)
-    if out or swap.restored or swap.state in {RETURNING, BACK}:
+    if out or swap.restored or swap.state != LEAVING:
         write_if_living(host, replace(swap, state=BACK, restored=True))
     else:
         forget(swap)
@@ -656,18 +675,25 @@ def _has_room(host: Host, swap: Swap, size: int) -> bool:
 def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
     """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself.
 
-    Records of jobs that have ended are removed.
+    Records of jobs that have ended are removed, and those of jobs that are back, which a full disk has kept, corrected.
     """
-    begun = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING}]
-    if not begun:
+    there = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING, OUT}]
+    if not there:
         return []
     checkpoint = host.open_checkpoint()
+
+    def is_back(swap: Swap) -> bool:
+        return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _ in swap.living(host))
+
     touched = []
-    with locked(host, say=say):
+    begun = [one for one in there if one.state != OUT or is_back(one)]
+    with locked(host, say=say) if begun else contextlib.nullcontext():
         for one in begun:
             now = _read(one.path)
-            if now is not None and now.state in {LEAVING, RETURNING}:
-                take_back(host, now, checkpoint)
+            if now is None or now.state not in {LEAVING, RETURNING, OUT} or (now.state == OUT and not is_back(now)):
+                continue
+            take_back(host, now, checkpoint)
+            if now.state != OUT:
                 touched.append(now)
     return touched
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MPS_SERVER = "nvidia-cuda-mps-server"
 ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
+SM_PERCENT = "GPUSHARE_SIM_SM_PERCENT"
 SIM_HOST = "GPUSHARE_SIM_HOST"
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_SM_PERCENT = 50
@@ -226,7 +227,7 @@ class SimulatedProcesses:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 
         ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
-        context and make it miss MPS. The program learns its host from ``GPUSHARE_SIM_HOST``.
+        context and make it miss MPS; ``GPUSHARE_SIM_SM_PERCENT`` is its load (50). The program learns its host from ``GPUSHARE_SIM_HOST``.
         """
         from gpushare.sim import clients
 
@@ -246,7 +247,7 @@ class SimulatedProcesses:
                 command_line=list(argv),
                 environment={key: value for key, value in env.items() if key.startswith(_KEPT)},
                 memory_bytes=DEFAULT_MEMORY_BYTES,
-                sm_percent=DEFAULT_SM_PERCENT,
+                sm_percent=round(_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT))),
             )
             state.processes.append(process)
             delay = _seconds(env.get(ATTACH_DELAY))

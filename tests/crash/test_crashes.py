@@ -28,6 +28,7 @@ PARTS = {
     "run, its guard too": (["run, its guard too"], 4),
     "waiting for memory": (["run --wait", "run --wait, its guard too"], 2),
     "the ledger of memory": (["run --job-memory*", "run --turns"], 2),
+    "programs that are swapped": (["run --idle", "run --opportunistic --swap", "run --turns, its guard too"], 2),
     "slices of programs": (["run --production --slice", "run --opportunistic --way slices"], 2),
     "slices of jobs": (["run --name", "timeslice keep"], 2),
 }

@@ -720,6 +720,23 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
 
 
+def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World) -> None:
+    from gpushare.sim.current import changing
+
+    pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook", user="nobody")
+    small = admin.add_process(world.spec, memory_bytes=1 << 29, sm_percent=0)
+    busy = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=50)
+    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            one.started_at -= 7200
+    found = finding(cli, "gpu.idle_memory")
+    assert found["verdict"] == "warn"
+    assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in found["seen"]
+    assert found["remedy"].startswith(f"sudo gpushare swap out {pid}; ")
+    assert not {str(small), str(busy)} & set(found["seen"].split())
+
+
 def test_a_cgroup_of_a_gpushare_that_was_killed(cli: Cli, world: World) -> None:
     tree = world.host.open_cgroups()
     mine = tree.create()
