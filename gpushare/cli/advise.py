@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -40,6 +40,7 @@ from gpushare.errors import (
     no_gpu,
 )
 from gpushare.units import quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -24,6 +24,7 @@ from gpushare.cli.options import (
 )
 from gpushare.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.units import counted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

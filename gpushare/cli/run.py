@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -35,6 +35,7 @@ from gpushare.errors import (
 )
 from gpushare.selection import select_one
 from gpushare.units import format_slice, quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder

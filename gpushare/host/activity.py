@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpuLost, GpushareError, NotFound
 from gpushare.host.nvml import read_utilization
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader

@@ -35,11 +35,12 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.identity import Identity, real_uid
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     import socket

@@ -10,11 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from gpushare.host.identity import identity_of
 from gpushare.host.process import container_of, read_proc
+from gpushare.values import dataclass
 
 _CGROUPS: Final = "/sys/fs/cgroup"
 # Enough for any glob; reading stops here, however long the command line is.

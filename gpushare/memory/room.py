@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
@@ -30,6 +29,7 @@ from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
 from gpushare.units import GIB, counted, format_bytes
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -11,13 +11,13 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.model import Priority
 from gpushare.mps.limits import VARIABLES, Limits
 from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
@@ -32,6 +32,7 @@ from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, Daem
 from gpushare.mps.limits import Limits
 from gpushare.selection import select
 from gpushare.units import mps_memory, mps_memory_readback
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

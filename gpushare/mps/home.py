@@ -18,7 +18,7 @@ import shlex
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ from gpushare.host.records import clear_leftovers, open_lock, read_trusted, repl
 from gpushare.model import ComputeMode, Priority, device_key, old_device_key
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.selection import Device

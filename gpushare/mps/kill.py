@@ -6,7 +6,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
@@ -15,6 +14,7 @@ from gpushare.host.process import known, named, signal_known, wait_gone
 from gpushare.mps.control import control_command
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Loss, Plan, Step, carry_out
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.activity import Activity

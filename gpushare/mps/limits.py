@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpushare.errors import BadUsage, NotFound
@@ -18,6 +17,7 @@ from gpushare.units import (
     quoted,
     size_option,
 )
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.selection import Device

@@ -8,7 +8,6 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import (
@@ -33,6 +32,7 @@ from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.selection import Device, select_for_change
 from gpushare.units import counted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

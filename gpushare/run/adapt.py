@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
+
+from gpushare.values import dataclass
 
 LEAST_US: Final = 20
 MOST_US: Final = 2048

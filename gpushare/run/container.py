@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -24,6 +23,7 @@ from gpushare.errors import BadUsage, NotSupported
 from gpushare.host.host import make_private_directory
 from gpushare.run.plain import PlainWatch
 from gpushare.run.share import check_program
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

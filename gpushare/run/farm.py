@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,6 +21,7 @@ from gpushare.run.program import EndSignals, command_line
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
 from gpushare.run.share import MpsShare, open_mps_share
 from gpushare.units import MIB, format_bytes
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

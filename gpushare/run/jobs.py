@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
@@ -14,6 +14,7 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
 from gpushare.units import counted, pid_of, quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

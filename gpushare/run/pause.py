@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +28,7 @@ from gpushare.host.slice_lock import probed
 from gpushare.pause.change import enable, names_of
 from gpushare.pause.record import PAUSED, RUNNING, Pause, PausedJob, directory_of, forget, make, write
 from gpushare.run.results import DUTY_SECONDS
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError
@@ -11,6 +11,7 @@ from gpushare.host.host import make_private_directory
 from gpushare.mig.driver import processes_in
 from gpushare.model import device_key
 from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import re
 import select
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, OperationFailed
@@ -30,6 +30,7 @@ from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
@@ -20,6 +20,7 @@ from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
 from gpushare.run.share import MpsShare
 from gpushare.units import MIB, format_bytes, pid_of, quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

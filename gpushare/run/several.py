@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
@@ -26,6 +26,7 @@ from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_f
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import EndSignals, Guard
 from gpushare.run.share import MpsShare
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.connect import connect
@@ -27,6 +27,7 @@ from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.plan import Plan, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.units import parse_pinned_limits, parse_thread_percentage, quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

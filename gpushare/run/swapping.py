@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
@@ -33,6 +33,7 @@ from gpushare.memory.swap import (
 from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.selection import Device, select
 from gpushare.units import GIB, format_bytes
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

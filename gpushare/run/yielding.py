@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.units import format_duration
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.run.production import ProductionJob

@@ -6,7 +6,7 @@ import shutil
 import signal as signals
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
@@ -30,6 +30,7 @@ from gpushare.sim.state import (
     state_root,
 )
 from gpushare.units import GIB
+from gpushare.values import dataclass
 
 _SHOW: Final = "see the host: gpushare sim show"
 

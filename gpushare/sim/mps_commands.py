@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpushare.gpu_models import find_model
 from gpushare.sim import clients, mps_daemon, mps_servers
 from gpushare.sim.devices import Device, daemon_devices
 from gpushare.sim.mps_servers import CONTROL, LogLine, driver_major, leading_integer, server_line
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, now
+from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from gpushare.gpu_models import GpuModel, model_of
 from gpushare.sim import activity, library_mig
@@ -17,6 +16,7 @@ from gpushare.sim.processes import holding
 from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, Wrong, read_number
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance
 from gpushare.units import MIB
+from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from gpushare.gpu_models import GiProfile
@@ -16,6 +15,7 @@ from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused
 from gpushare.sim.smi_gpus import Chosen, changed, choose_present, lost_text, require_root
 from gpushare.sim.smi_options import MAYBE, NO_VALUE, VALUE, parse, table
 from gpushare.sim.state import SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
+from gpushare.values import dataclass
 
 # ruff: noqa: W291 - blanks at the ends of lines are the program's own
 

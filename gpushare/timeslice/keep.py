@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
@@ -29,6 +29,7 @@ from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
 from gpushare.units import format_slice
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

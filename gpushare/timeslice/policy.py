@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
 from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
 from gpushare.units import quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

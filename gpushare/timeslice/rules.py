@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
 from gpushare.units import format_slice
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.model import Gpu

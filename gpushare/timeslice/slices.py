@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
 from gpushare.timeslice.rules import LEAST_US, MOST_US
 from gpushare.units import format_slice
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels, Group
