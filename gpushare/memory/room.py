@@ -406,7 +406,7 @@ def _no_room(lines: Sequence[Line], request: Request, seconds: float) -> InUse:
     if seconds <= 0:
         return InUse(
             f"there is no room for {size_text(request)} now: at most {format_bytes(most)} are free",
-            "wait for it: --wait; see who holds the memory: gpushare status",
+            "wait for it: --wait, or --wait --wait-timeout 10m; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(

@@ -104,6 +104,15 @@ def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
     assert "60.0 GiB within 0.3 s" in text
 
 
+def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World) -> None:
+    key = world.state.gpus[0].uuid
+    Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False)).take(key)
+    words = ("--wait", "--wait-timeout", "0", "--job-memory", "60G", "--", "true")
+    text = refused("run", *words, code="no_room", exit_code=19)
+    assert "no room for 60.0 GiB now" in text
+    assert "--wait-timeout 10m" in text
+
+
 def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
