@@ -35,6 +35,7 @@ from gpushare.values import dataclass
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
+    from gpushare.mps.limits import Limits
     from gpushare.run.program import RunOptions
     from gpushare.selection import Device
 
@@ -155,12 +156,31 @@ class Queued:
         size = self._size()
         while True:
             code, short = self._once(size)
-            if not short or not self.memory.requeue or size is None:
+            more = self._more_that_fits(size) if short and self.memory.requeue and size is not None else None
+            if more is None:
                 if isinstance(code, OperationFailed):
                     raise code
                 return code
-            size = _more(size)
+            size = more
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+
+    def _grown(self, size: int | None) -> Limits:
+        """Return the limits of the program, which grow with what it reserves: else it would run out of memory again."""
+        limits, first = self.options.limits, self.memory.job_bytes or self.options.limits.memory_limit_bytes
+        given = limits.memory_limit_bytes
+        if given is None or first is None or size is None or size <= first:
+            return limits
+        return replace(limits, memory_limit_bytes=int(given * size / first) // MIB * MIB)
+
+    def _more_that_fits(self, size: int) -> int | None:
+        """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
+        lines = read_lines(self.host, self.devices, self.limits)
+        most = max((line.room.memory_bytes for line in lines), default=None)
+        own = self.limits.get(os.geteuid())
+        most = own if most is None or (own is not None and own < most) else most
+        if most is None:
+            return _more(size)
+        return None if size >= most else min(_more(size), most)
 
     def plan(self) -> tuple[Device, RunOptions, Outlook | None, Mapping[str, str]]:
         """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
@@ -286,7 +306,12 @@ class Queued:
             back = self.limits.without(os.geteuid())
             meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
         tail = ErrorTail() if self.memory.requeue else None
-        options = replace(self.options, meter=meter, stderr=None if tail is None else tail.descriptor)
+        options = replace(
+            self.options,
+            limits=self._grown(size),
+            meter=meter,
+            stderr=None if tail is None else tail.descriptor,
+        )
         try:
             code = self.start(device, options)
         except OperationFailed as error:

@@ -105,7 +105,7 @@ def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
 
 
 def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World) -> None:
-    key = world.state.gpus[0].uuid
+    key = world.uuid(0)
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False)).take(key)
     words = ("--wait", "--wait-timeout", "0", "--job-memory", "60G", "--", "true")
     text = refused("run", *words, code="no_room", exit_code=19)
@@ -177,6 +177,26 @@ def test_a_job_without_enough_memory_waits_again_for_more(cli: Cli, tmp_path: Pa
     assert answer.code == 0, answer
     again = [line for line in answer.lines("note") if "waits again" in line]
     assert [line.split()[-2] for line in again] == ["12.0", "14.4"]
+
+
+def test_the_limit_of_mps_grows_with_the_reservation(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT >> {tmp_path}/limits\n"
+        f"[ $(wc -l < {tmp_path}/limits) -ge 3 ] || {{ echo CUDA out of memory >&2; exit 1; }}\n"
+    )
+    assert cli("run", "--wait", "--requeue", "--memory", "10G", "--", "sh", str(script)).code == 0
+    limits = (tmp_path / "limits").read_text().split()
+    assert [one.split("=")[1] for one in limits] == ["10240M", "12288M", "14745M"]
+
+
+def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
+    program = ("sh", "-c", "echo CUDA out of memory >&2; exit 1")
+    answer = cli("run", "--wait", "--requeue", "--slice", "2ms", "--job-memory", "16G", "--", *program, host="sim:a30")
+    again = [line.split("again for ")[1] for line in answer.lines("note") if "waits again" in line]
+    # Of its 24 GiB, 0.5 are reserved by the driver.
+    assert again == ["19.2 GiB", "23.0 GiB", "23.5 GiB"]
+    assert answer.code == 1
 
 
 def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
