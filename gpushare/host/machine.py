@@ -82,7 +82,10 @@ class LocalMachine:
         return min([int(match[1]) << 10, *self._cgroup_rooms(pid)])
 
     def _cgroup_rooms(self, pid: int) -> list[int]:
-        """Return what each cgroup above a process still allows (v2: memory.max and memory.current)."""
+        """Return what each cgroup above a process still allows (v2: memory.max less memory.current).
+
+        The kernel drops cached files first (inactive_file of memory.stat): a job that reads much fills its cgroup with them.
+        """
         text = (read_proc(f"{self._proc}/{pid}/cgroup") or b"").decode(errors="replace")
         path = next((line[3:] for line in text.splitlines() if line.startswith("0::/")), None)
         found: list[int] = []
@@ -91,7 +94,10 @@ class LocalMachine:
             directory = "/".join([CGROUPS, *names[:depth]])
             most, now = (read_proc(f"{directory}/memory.{name}", 64) for name in ("max", "current"))
             if most is not None and now is not None and most.strip().isdigit() and now.strip().isdigit():
-                found.append(max(0, int(most) - int(now)))
+                cached = re.search(
+                    rb"^inactive_file (\d+)$", read_proc(f"{directory}/memory.stat") or b"", re.MULTILINE
+                )
+                found.append(max(0, int(most) - int(now) + (0 if cached is None else int(cached[1]))))
         return found
 
     def descriptor_limit(self, pid: int) -> int | None:

@@ -704,10 +704,10 @@ def ended_swap(host: Host, text: str) -> Swap | None:
     return next((one for one in records if one.is_named(text) and not one.living_images(host)), None)
 
 
-def forget_ended(host: Host) -> None:
-    """Remove this user's records of jobs that have ended, unless another gpushare is at them now."""
+def forget_ended(host: Host, seconds: float = 0.0) -> None:
+    """Remove this user's records of jobs that have ended, unless another gpushare is at them for longer than that."""
     if is_trusted_directory(host.run_directory, _DIRECTORY):
-        with contextlib.suppress(GpushareError), locked(host, seconds=0.0):
+        with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
             _sweep(host)
 
 

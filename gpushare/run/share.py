@@ -262,7 +262,8 @@ def after_death(
     if (host.run_directory / "swap").is_dir():
         from gpushare.memory.swap import forget_ended
 
-        forget_ended(host)
+        # The guard of a swap may just be writing the record of what has ended.
+        forget_ended(host, 10.0)
     while lingers:
         time.sleep(_POLL_SECONDS)
         lingers = _in_use(host, home)

@@ -92,6 +92,17 @@ def test_what_is_refused_by_name(refused: Callable[..., str], cli: Cli, world: W
     refused("swap", "out", pid, code="under_mps", exit_code=3)
 
 
+def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Callable[..., str], cli: Cli) -> None:
+    two = World.new("sim:2xh200")
+    first = admin.add_process(two.spec, "0", memory_bytes=GIB)
+    admin.add_process(two.spec, "1", memory_bytes=GIB, parent=first)
+    text = refused("swap", "out", str(first), code="several_gpus", exit_code=3, host=two.spec)
+    assert "GPUs 0, 1" in text
+    one = World.new("sim:h200")
+    pid = one.add(one.mig("1g.18gb:0")[0])
+    refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=one.spec)
+
+
 def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
