@@ -346,11 +346,11 @@ def size_text(request: Request) -> str:
 
 
 def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
-    room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)}" for line in lines[:4])
+    room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)} free" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
     stays = [one.title for line in lines for one in line.holders if one.stays and place.request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
-    return f"waiting for {size_text(place.request)}{ahead}: {room} (reserved or held: the rest){cannot}"
+    return f"waiting for {size_text(place.request)}{ahead}: {room}{cannot}"
 
 
 def check_ever(lines: Sequence[Line], request: Request) -> None:
@@ -403,14 +403,15 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
 
 def _no_room(lines: Sequence[Line], request: Request, seconds: float) -> InUse:
     most = max((line.free_bytes for line in lines), default=0)
+    want = "a job that needs a whole GPU" if request.memory_bytes is None else format_bytes(request.memory_bytes)
     if seconds <= 0:
         return InUse(
-            f"there is no room for {size_text(request)} now: at most {format_bytes(most)} are free",
+            f"there is no room for {want} now: at most {format_bytes(most)} are free",
             "wait for it: --wait, or --wait --wait-timeout 10m; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(
-        f"there was no room for {size_text(request)} within {seconds:g} s: at most {format_bytes(most)} are free",
+        f"there was no room for {want} within {seconds:g} s: at most {format_bytes(most)} are free",
         "wait longer: --wait-timeout TIME; see who holds the memory: gpushare status",
         code="no_room",
     )

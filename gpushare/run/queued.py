@@ -158,6 +158,10 @@ class Queued:
             code, short = self._once(size)
             more = self._more_that_fits(size) if short and self.memory.requeue and size is not None else None
             if more is None:
+                if short and self.memory.requeue and size is not None:
+                    self.say(
+                        f"it ran out of memory with all that it may have ({format_bytes(size)}): not started again"
+                    )
                 if isinstance(code, OperationFailed):
                     raise code
                 return code
@@ -239,7 +243,8 @@ class Queued:
         if self.memory.wait:
             where = devices[0].title if len(devices) == 1 else "one of " + ", ".join(one.title for one in devices)
             most = "" if self.memory.wait_seconds is None else f", for {self.memory.wait_seconds:g} s at most"
-            yield f"wait until {where} has room for {size}, first come first served{most}; reserve it"
+            room = f"has room for {size}" if request.memory_bytes is not None else "has no other jobs"
+            yield f"wait until {where} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
             yield f"reserve {size} on {devices[0].title}"
 

@@ -196,6 +196,7 @@ def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
     again = [line.split("again for ")[1] for line in answer.lines("note") if "waits again" in line]
     # Of its 24 GiB, 0.5 are reserved by the driver.
     assert again == ["19.2 GiB", "23.0 GiB", "23.5 GiB"]
+    assert "note: it ran out of memory with all that it may have (23.5 GiB): not started again" in answer.lines("note")
     assert answer.code == 1
 
 
@@ -388,7 +389,7 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
             ("--wait", "--wait-timeout", "5m", "--job-memory", "10G"),
             "room for 10.0 GiB, first come first served, for 300 s",
         ),
-        (("--wait",), "room for a GPU without other jobs"),
+        (("--wait",), "wait until GPU 0 has no other jobs, first come first served"),
         (("--job-memory", "10G"), "reserve 10.0 GiB on GPU 0"),
         (("--job-memory", "10G", "--memory-action", "pause"), "stop it (SIGSTOP) if its processes together hold more"),
         (("--wait", "--requeue", "--job-memory", "10G"), "if it runs out of memory, wait again for 12.0 GiB"),
