@@ -686,6 +686,16 @@ def _swap_options(
             "a job that is swapped runs outside MPS: --threads, --memory, --priority and --strict are for MPS",
             "gpushare run --swappable --job-memory 20G -- CMD",
         )
+    if roles.slice_us is not None or roles.way is not None or roles.adapt:
+        raise _wrong(
+            "a job that is swapped has the driver's time-slice: it cannot be combined with --slice, --weight, --way or --adapt",
+            "gpushare run --swappable --name NAME -- CMD",
+        )
+    if roles.pause or roles.duty is not None or roles.requeue:
+        raise _wrong(
+            "--swap is one way to yield to production: it cannot be combined with --pause, --duty-cycle or --requeue",
+            "gpushare run --opportunistic --for NAME --swap -- CMD",
+        )
     from gpushare.run.queued import MemoryOptions
 
     wait = turns is not None or swap
@@ -743,6 +753,8 @@ def _asked_for(gpus: Sequence[Gpu], gpu: str | None, *, anywhere: bool, wait: bo
             "name one: -g 0; or take the one where it harms least: -g any",
             code="gpu_not_named",
         )
+    if not wait:
+        return (select_one(gpu, gpus),)
     if not anywhere:
         return select_for_change(gpu, gpus)
     # Any GPU is one that answers.
@@ -777,8 +789,6 @@ def _queued(
     if anywhere:
         devices = _usable(devices, instances=not memory.swappable)
     _check_not_mig(devices, memory)
-    if not memory.wait and len(devices) > 1:
-        devices = (select_one(gpu, gpus),)
     check_program(options.container or command[0])
     if len(devices) == 1:
         check_memory(devices[0], memory.job_bytes, "--job-memory")

@@ -294,10 +294,22 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
         ("--swappable", "--production", "web"),
         ("--swappable", "--copies", "2"),
         ("--turns", "5s", "--mig", "1g"),
+        ("--swappable", "--slice", "1ms"),
+        ("--turns", "5s", "--weight", "2"),
+        ("--opportunistic", "--swap", "--way", "slices"),
+        ("--opportunistic", "--swap", "--adapt"),
+        ("--opportunistic", "--swap", "--pause"),
+        ("--opportunistic", "--swap", "--duty-cycle", "40"),
+        ("--opportunistic", "--swap", "--requeue"),
     ],
 )
 def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], words: tuple[str, ...]) -> None:
     refused("run", *words, "--", "true", code="bad_combination", exit_code=2)
+
+
+def test_a_job_with_a_limit_names_one_gpu(refused: Callable[..., str]) -> None:
+    text = refused("run", "--job-memory", "4G", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
+    assert "hint: name one: -g 0\n" in text
 
 
 def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
