@@ -182,6 +182,8 @@ _PEAK_LOOKS: Final = 10
 
 # Signals by which a user ends gpushare and what it runs.
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The exit codes of programs that ended so, as servers and notebooks always do.
+ENDED_BY_USER: Final = frozenset(128 + number for number in ENDING)
 
 
 class EndSignals(Wakeups):
@@ -389,7 +391,7 @@ class Run:
                 meter.close()
         if meter is not None:
             meter.check()
-        elif self._peak is not None and self.exit_code == 0:
+        elif self._peak is not None and self.exit_code in {0, *ENDED_BY_USER}:
             from gpushare.memory.peaks import Profile, keep_profile
 
             # What a later `run --wait` of this command reserves.

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,7 @@ from gpushare.memory.room import (
 )
 from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
+from gpushare.run.program import ENDED_BY_USER
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes
 from gpushare.values import dataclass
@@ -45,8 +47,8 @@ _NO_MEMORY: Final = re.compile(
     rb"out of memory|CUDA_ERROR_OUT_OF_MEMORY|OutOfMemoryError|cudaErrorMemoryAllocation", re.IGNORECASE
 )
 _TAIL_BYTES: Final = 64 << 10
-# By SIGHUP, SIGINT or SIGTERM.
-_ENDED_BY_USER: Final = frozenset({129, 130, 143})
+# One that its user ended before may not have reached its peak.
+_LONG_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +312,7 @@ class Queued:
         if policy is not None:
             back = self.limits.without(os.geteuid())
             meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
-        tail = ErrorTail() if self.memory.requeue else None
+        tail, began = ErrorTail() if self.memory.requeue else None, time.monotonic()
         options = replace(
             self.options,
             limits=self._grown(size),
@@ -329,9 +331,10 @@ class Queued:
         failed = code != 0
         short = meter.over is not None or (failed and short)
         again = short and self.memory.requeue
-        if failed and limit is not None and memory.by_driver and not again and code not in _ENDED_BY_USER:
+        if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
-        self._keep(device, meter.peak_bytes, short=short, failed=failed)
+        reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
+        self._keep(device, meter.peak_bytes, short=short, reached=reached)
         return code, short
 
     def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:
@@ -390,8 +393,8 @@ class Queued:
             one.name for one in productions(self.host) if one.device_uuid == device.uuid and is_running(self.host, one)
         ]
 
-    def _keep(self, device: Device, peak: int | None, *, short: bool, failed: bool) -> None:
-        if peak is None or (failed and not short):
+    def _keep(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
+        if peak is None or not (reached or short):
             return
         with contextlib.suppress(GpushareError):
             keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))

@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.errors import InUse
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.memory.peaks import Profile, keep_profile
+from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
 from gpushare.run.queued import ErrorTail, _at_limit, _more
@@ -22,7 +22,7 @@ from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import ROOT, Started, World, until
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
@@ -156,6 +156,33 @@ def test_a_plain_run_keeps_its_peak(cli: Cli, monkeypatch: pytest.MonkeyPatch, m
     job = ("--", *JOB, "--footprint", "9G", "--seconds", "1")
     assert cli("run", *more, *job).code == 0
     assert any("reserves 9.0 GiB" in line for line in cli("run", "-n", "--wait", *job).lines("note"))
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
+    real: Callable[..., Started], long: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import gpushare.run.program, gpushare.run.queued\ngpushare.run.queued._LONG_SECONDS = {0.1 if long else 60}\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    world = World("sim:a30")
+    words = ("run", "--wait", "--slice", "2ms", "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    # The simulated job handles SIGINT and ends with 0; a shell does not.
+    shell = (*words[:5], "sh", "-c", f"{' '.join(JOB)} --footprint 9G --seconds 60; exit 130")
+    job = real(*shell, host=world.spec, env={"PYTHONPATH": path})
+    until(
+        lambda: (
+            (state := world.file.read()) is not None and any(one.memory_bytes == 9 * GIB for one in state.processes)
+        ),
+        "the job is on the GPU",
+    )
+    time.sleep(0.5)
+    job.signal(signal.SIGINT)
+    assert job.result().code == 130
+    (device,) = select("0", world.host.nvml.sweep())
+    found = find_profile(world.host, device, shell[5:])
+    assert (found is not None) is long
 
 
 @pytest.mark.parametrize(("looks", "script"), [(10, "exit 0"), (1, "exit 3")])
