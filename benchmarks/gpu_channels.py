@@ -12,56 +12,39 @@ import argparse
 import contextlib
 import ctypes
 import json
-import mmap
 import os
 import re
-import shutil
 import signal
 import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-NOBODY = 65534
+from benchmarks.gpu_script import (
+    CHILD,
+    GRAPH,
+    HOLD,
+    READY,
+    STEPS,
+    UNITS,
+    WORKER,
+    State,
+    Surprises,
+    as_nobody,
+    measured,
+    window,
+)
+
 ROUNDS_SLICE, ROUNDS_PAUSE, PAUSE_SECONDS = 100, 200, 0.004
 REQUEST_MS = 5.6
 WINDOW = 7.0
 LIMIT_SECONDS = 350
-# Of a job's state: steps, ready, hold, PID of a worker; each 8 bytes.
-STEPS, READY, HOLD, WORKER, CHILD, UNITS, GRAPH = range(7)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
-
-
-class State:
-    """A file that a job shares with this script, with counters and flags; the times of its steps are in a log next to it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        if not os.path.exists(path):
-            Path(path).write_bytes(bytes(4096))
-        self._file = open(path, "r+b")  # noqa: SIM115 - as long as the process
-        self._map = mmap.mmap(self._file.fileno(), 4096)
-
-    def __getitem__(self, at: int) -> int:
-        return struct.unpack_from("<Q", self._map, 8 * at)[0]
-
-    def __setitem__(self, at: int, value: int) -> None:
-        struct.pack_into("<Q", self._map, 8 * at, value)
-
-    def log(self):
-        return open(self.path + ".log", "ab", buffering=0)
-
-    def logged(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Return (end of step, its milliseconds) of those that ended in between (CLOCK_MONOTONIC)."""
-        raw = Path(self.path + ".log").read_bytes() if os.path.exists(self.path + ".log") else b""
-        pairs = struct.iter_unpack("<dd", raw[: len(raw) // 16 * 16])
-        return [pair for pair in pairs if start < pair[0] <= end]
 
 
 def job(options: argparse.Namespace) -> int:  # noqa: C901, PLR0912
@@ -255,25 +238,17 @@ class Job:
         return self.process.returncode
 
 
-class Run:
+class Run(Surprises):
     """Everything that is measured as one user."""
 
     def __init__(self, directory: str, pretend: bool) -> None:
         from gpushare.host.channels import ChannelControl
 
+        super().__init__()
         self.directory, self.pretend = directory, pretend
         self.count = 0
         self.jobs: list[Job] = []
-        self.surprises: list[str] = []
         self.control = ChannelControl(_pretended() if pretend else None)
-
-    def surprise(self, text: str) -> None:
-        print("SURPRISE", text, file=sys.stderr, flush=True)
-        self.surprises.append(text)
-
-    def expect(self, condition: object, text: str) -> None:
-        if not condition:
-            self.surprise(text)
 
     def end(self) -> None:
         for one in self.jobs:
@@ -536,13 +511,13 @@ def question(run: Run) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR0915
     serve.hold(True)
     serve.wait()
     result["request_units"] = serve.state[UNITS]
-    alone = _window(serve, [], 6.0)
+    alone = window(serve, [], 6.0)
     result["serve_alone"] = alone
-    train_alone = _window(None, outside[:1], 6.0)["others"][0]
+    train_alone = window(None, outside[:1], 6.0)["others"][0]
     result["train_alone_steps_per_second"] = train_alone
 
     def measured(name: str, others: list[Job], seconds: float = WINDOW) -> None:
-        found = _window(serve, others, seconds)
+        found = window(serve, others, seconds)
         shares = [rate / train_alone if train_alone else None for rate in found["others"]]
         result[name] = {
             "p50_ms": found["p50_ms"],
@@ -605,69 +580,7 @@ def question(run: Run) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR0915
     return result
 
 
-def _window(serve: Job | None, others: list[Job], seconds: float) -> dict[str, Any]:
-    """Run these jobs together for a while, after a second to settle, and stop them again."""
-    together = [*others, *([serve] if serve is not None else [])]
-    for one in together:
-        one.hold(False)
-    time.sleep(1.0)
-    start = time.monotonic()
-    time.sleep(seconds)
-    end = time.monotonic()
-    for one in together:
-        one.hold(True)
-    time.sleep(0.3)
-    rates = [len(one.state.logged(start, end)) / seconds for one in others]
-    latencies = sorted(ms for _, ms in serve.state.logged(start, end)) if serve is not None else []
-    return {
-        "others": rates,
-        "rate": len(latencies) / seconds,
-        "p50_ms": latencies[len(latencies) // 2] if latencies else None,
-        "p99_ms": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
-    }
-
-
 # -- the machine -------------------------------------------------------------------------------------------------------
-
-
-class Gpu:
-    """What NVML tells of GPU 0; nothing when rehearsing."""
-
-    def __init__(self, pretend: bool) -> None:
-        self._nvml: Any = None
-        if not pretend:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(os.environ.get("BENCHMARK_GPU", "0")))
-
-    def about(self) -> dict[str, Any]:
-        if self._nvml is None:
-            return {}
-        return {
-            "gpu": self._nvml.nvmlDeviceGetName(self._gpu),
-            "driver": self._nvml.nvmlSystemGetDriverVersion(),
-            "uuid": self._nvml.nvmlDeviceGetUUID(self._gpu),
-        }
-
-    def used_mib(self) -> int:
-        if self._nvml is None:
-            return 0
-        return self._nvml.nvmlDeviceGetMemoryInfo(self._gpu, version=self._nvml.nvmlMemory_v2).used >> 20
-
-    def processes(self) -> list[int]:
-        if self._nvml is None:
-            return []
-        return [one.pid for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)]
-
-
-def xids() -> list[str] | None:
-    """Return the Xid lines of the kernel log; None if it may not be read."""
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [line for line in done.stdout.splitlines() if "Xid" in line] if done.returncode == 0 else None
 
 
 def _pretended():
@@ -699,31 +612,6 @@ def _pretended():
         return {"seconds": 0.001}
 
     return ask
-
-
-def as_nobody(options: argparse.Namespace, directory: str, root_pid: int) -> dict[str, Any]:
-    """Run the checks as uid 65534, from a copy of the program that it may read."""
-    place = f"{directory}/nobody"
-    os.makedirs(place)
-    for name in ("gpushare", "benchmarks"):
-        shutil.copytree(name, f"{place}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
-    for at, folders, files in os.walk(place):
-        for name in (*folders, *files):
-            os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    os.makedirs(f"{place}/run")
-    for path in (directory, place):
-        os.chmod(path, 0o755)  # noqa: S103
-    os.chown(f"{place}/run", NOBODY, NOBODY)
-    argv = [sys.executable, "-m", "benchmarks.gpu_channels", "--as-user", str(root_pid), "--directory", f"{place}/run"]
-    argv += ["--json", f"{place}/run/result.json", *(["--rehearse"] if options.rehearse else [])]
-    env = {**os.environ, "HOME": f"{place}/run", "CUPY_CACHE_DIR": f"{place}/run/cupy", "PYTHONDONTWRITEBYTECODE": "1"}
-    root = os.getuid() == 0
-    who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
-    done = subprocess.run(argv, cwd=place, env=env, timeout=150, check=False, **who)
-    try:
-        return json.loads(Path(f"{place}/run/result.json").read_text())
-    except (OSError, ValueError) as error:
-        return {"surprises": [f"the part of uid {NOBODY} ended with {done.returncode}: {error}"]}
 
 
 def main() -> int:
@@ -760,71 +648,22 @@ def _user_part(options: argparse.Namespace) -> int:
 
 
 def _everything(options: argparse.Namespace) -> int:
-    began = time.monotonic()
-
-    def late(_number: int, _frame: object) -> None:
-        raise OutOfTime(f"not done after {LIMIT_SECONDS} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(LIMIT_SECONDS)
-    gpu = Gpu(options.rehearse)
-    base, before = gpu.used_mib(), xids()
-    figures: dict[str, Any] = {
-        **gpu.about(),
-        "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        "kernel": os.uname().release,
-        "ptrace_scope": _scope(),
-        "memory_before_mib": base,
-        "processes_before": gpu.processes(),
-    }
-    surprises: list[str] = []
-    directory = tempfile.mkdtemp(prefix="gc", dir="/tmp")
-    try:
-        for part in options.parts.split(","):
-            run = Run(directory, options.rehearse)
-            started = time.monotonic()
-            try:
-                if part == "root":
-                    figures[part] = checks(run, None)
-                elif part == "user":
-                    holder = Job(run, "cupy")
-                    holder.wait()
-                    figures[part] = as_nobody(options, directory, holder.pid)
-                    surprises += figures[part].pop("surprises", [])
-                else:
-                    figures[part] = question(run)
-            except Exception as error:  # noqa: BLE001 - the other parts are worth the machine's time
-                run.surprise(f"{part}: {type(error).__name__}: {error}")
-            finally:
-                run.end()
+    def act(part: str, directory: str, surprises: list[str]) -> dict[str, Any]:
+        run = Run(directory, options.rehearse)
+        try:
+            if part == "root":
+                return checks(run, None)
+            if part != "user":
+                return question(run)
+            holder = Job(run, "cupy")
+            holder.wait()
+            words = ["--as-user", str(holder.pid)]
+            return as_nobody("benchmarks.gpu_channels", words, directory, rehearse=options.rehearse)
+        finally:
+            run.end()
             surprises += run.surprises
-            time.sleep(2.0)
-            left = gpu.used_mib() - base
-            figures.setdefault(part, {}).update(
-                {"memory_left_mib": left, "processes_left": gpu.processes(), "seconds": time.monotonic() - started}
-            )
-            if abs(left) > 16 or gpu.processes():
-                surprises.append(f"{part}: {left} MiB left, processes {gpu.processes()}")
-            _put(options, figures, surprises)
-    except OutOfTime as error:
-        surprises.append(str(error))
-    finally:
-        signal.alarm(0)
-        shutil.rmtree(directory, ignore_errors=True)
-    after = xids()
-    figures["xids"] = None if before is None or after is None else after[len(before) :]
-    if figures["xids"]:
-        surprises.append(f"Xid: {figures['xids'][:3]}")
-    figures["seconds"] = round(time.monotonic() - began, 1)
-    print(_put(options, figures, surprises))
-    return 1 if surprises else 0
 
-
-def _put(options: argparse.Namespace, figures: dict[str, Any], surprises: list[str]) -> str:
-    text = json.dumps({**figures, "surprises": surprises}, indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    return text
+    return measured(options, act, seconds=LIMIT_SECONDS, about={"ptrace_scope": _scope()})
 
 
 def _scope() -> str | None:

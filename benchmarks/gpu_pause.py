@@ -13,24 +13,22 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_channels import NOBODY, READY, STEPS, UNITS, Gpu, State, xids
+from benchmarks.gpu_script import READY, STEPS, UNITS, Gpu, OutOfTime, State, Surprises, as_nobody, measured, xids
 
 SIMULATED = "sim:h200"
 LIMIT_SECONDS = 290
 # The chain: x becomes x * FACTOR + ADD, modulo 2^64, from START on.
 FACTOR, ADD, START = 6364136223846793005, 1442695040888963407, 12345
 CHAIN_STEPS = 20
-# Of a job's state, behind those of `gpu_channels`: its result was wrong; how often SIGTERM was handled; it shall end, as its
+# Of a job's state, behind those of `gpu_script`: its result was wrong; how often SIGTERM was handled; it shall end, as its
 # ranks have agreed; the request for that.
 WRONG, ASKED, STOP, REQUEST = 8, 9, 10, 11
 
@@ -200,10 +198,6 @@ def _pretended(_state: State) -> tuple[Callable[[], None], Callable[[], bool]]:
 # -- the script --------------------------------------------------------------------------------------------------------
 
 
-class OutOfTime(BaseException):
-    """The whole script has taken too long; no part goes on after it."""
-
-
 class Job:
     """A job that was started."""
 
@@ -267,27 +261,19 @@ def _on_simulated_gpu(pid: int) -> None:
         )  # fmt: skip
 
 
-class Run:
+class Run(Surprises):
     """Everything that is measured as one user."""
 
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         from gpushare.connect import connect
 
+        super().__init__()
         self.options, self.directory, self.rehearse = options, directory, options.rehearse
         self.count = 0
         self.jobs: list[Job] = []
-        self.surprises: list[str] = []
         self.spec = SIMULATED if self.rehearse else "local"
         self.control = connect(self.spec).open_channels()
         self.seen = xids()
-
-    def surprise(self, text: str) -> None:
-        print("SURPRISE", text, file=sys.stderr, flush=True)
-        self.surprises.append(text)
-
-    def expect(self, condition: object, text: str) -> None:
-        if not condition:
-            self.surprise(text)
 
     def check_log(self) -> None:
         """Stop at the first Xid."""
@@ -605,31 +591,6 @@ def part_of(run: Run, options: argparse.Namespace, count: int, gpu: Gpu) -> dict
     return found
 
 
-def as_nobody(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Run the part of one user as uid 65534, from a copy of the program that it may read."""
-    place = f"{directory}/nobody"
-    os.makedirs(f"{place}/run")
-    for name in ("gpushare", "benchmarks"):
-        shutil.copytree(name, f"{place}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
-    for at, folders, files in os.walk(place):
-        for name in (*folders, *files):
-            os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    for path in (directory, place):
-        os.chmod(path, 0o755)  # noqa: S103
-    os.chown(f"{place}/run", NOBODY, NOBODY)
-    argv = [sys.executable, "-m", "benchmarks.gpu_pause", "--as-user", "--directory", f"{place}/run"]
-    argv += ["--json", f"{place}/run/result.json", "--long", "10", "--count", str(options.count // 10)]
-    argv += ["--rehearse"] if options.rehearse else []
-    run_directory = {"GPUSHARE_RUN_DIR": f"{place}/run/g", "GPUSHARE_SIM_DIR": f"{place}/run/sim"}
-    env = {**os.environ, **run_directory, "HOME": f"{place}/run", "PYTHONDONTWRITEBYTECODE": "1"}
-    who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
-    done = subprocess.run(argv, cwd=place, env=env, timeout=150, check=False, **who)
-    try:
-        return dict(json.loads(Path(f"{place}/run/result.json").read_text()))
-    except (OSError, ValueError) as error:
-        return {"surprises": [f"the part of uid {NOBODY} ended with {done.returncode}: {error}"]}
-
-
 def main() -> int:
     """Run a job, a part, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -663,71 +624,22 @@ def _user_part(options: argparse.Namespace) -> int:
 
 
 def _everything(options: argparse.Namespace) -> int:
-    began = time.monotonic()
-
-    def late(_number: int, _frame: object) -> None:
-        raise OutOfTime(f"not done after {LIMIT_SECONDS} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(int(LIMIT_SECONDS + max(0.0, options.long - 20)))
-    directory = tempfile.mkdtemp(prefix="gp", dir="/tmp")
-    if options.rehearse:
-        os.environ["GPUSHARE_SIM_DIR"] = f"{directory}/sim"
-    gpu = Gpu(options.rehearse)
-    base, before = gpu.used_mib(), xids()
-    figures: dict[str, Any] = {
-        **gpu.about(),
-        "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        "kernel": os.uname().release,
-        "memory_before_mib": base,
-        "processes_before": gpu.processes(),
-    }
-    surprises: list[str] = []
-    try:
-        for part in options.parts.split(","):
-            run = Run(options, directory)
-            started = time.monotonic()
-            acts: dict[str, Callable[[], dict[str, Any]]] = {
-                "root": lambda: part_of(run, options, options.count, gpu),  # noqa: B023 - called at once
-                "run": lambda: opportunistic(run),  # noqa: B023
-                "user": lambda: as_nobody(options, directory),
-                "nccl": lambda: nccl(run),  # noqa: B023
-            }
-            try:
-                figures[part] = acts[part]()
-                surprises += figures[part].pop("surprises", [])
-            except Exception as error:  # noqa: BLE001 - the other parts are worth the machine's time
-                run.surprise(f"{part}: {type(error).__name__}: {error}")
-            finally:
-                run.end()
+    def act(part: str, directory: str, surprises: list[str]) -> dict[str, Any]:
+        run = Run(options, directory)
+        try:
+            if part == "run":
+                return opportunistic(run)
+            if part == "nccl":
+                return nccl(run)
+            if part == "root":
+                return part_of(run, options, options.count, Gpu(options.rehearse))
+            words = ["--as-user", "--long", "10", "--count", str(options.count // 10)]
+            return as_nobody("benchmarks.gpu_pause", words, directory, rehearse=options.rehearse)
+        finally:
+            run.end()
             surprises += run.surprises
-            time.sleep(1.0)
-            left = gpu.used_mib() - base
-            figures.setdefault(part, {}).update(
-                {"memory_left_mib": left, "part_seconds": round(time.monotonic() - started, 1)}
-            )
-            if abs(left) > 16 or gpu.processes():
-                surprises.append(f"{part}: {left} MiB left, processes {gpu.processes()}")
-            _put(options, figures, surprises)
-    except OutOfTime as error:
-        surprises.append(str(error))
-    finally:
-        signal.alarm(0)
-        shutil.rmtree(directory, ignore_errors=True)
-    after = xids()
-    figures["xids"] = None if before is None or after is None else after[len(before) :]
-    if figures["xids"]:
-        surprises.append(f"Xid: {figures['xids'][:3]}")
-    figures["seconds"] = round(time.monotonic() - began, 1)
-    print(_put(options, figures, surprises))
-    return 1 if surprises else 0
 
-
-def _put(options: argparse.Namespace, figures: dict[str, Any], surprises: list[str]) -> str:
-    text = json.dumps({**figures, "surprises": surprises}, indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    return text
+    return measured(options, act, seconds=LIMIT_SECONDS + max(0.0, options.long - 20))
 
 
 if __name__ == "__main__":

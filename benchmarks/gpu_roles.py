@@ -13,33 +13,21 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_channels import (
-    HOLD,
-    NOBODY,
-    READY,
-    REQUEST_MS,
-    STEPS,
-    Gpu,
-    State,
-    _serve,
-    _train,
-    xids,
-)
+from benchmarks.gpu_channels import REQUEST_MS, _serve, _train
+from benchmarks.gpu_script import HOLD, READY, STEPS, State, Surprises, as_nobody, measured, window
 
 # On a host with several GPUs, the one to use.
 GPU = os.environ.get("BENCHMARK_GPU", "0")
 WINDOW, PHASE_SECONDS, ADAPT_SECONDS = 6.0, 12.0, 60.0
-# Of a job's state, after those of gpu_channels: when the first phase began, in microseconds.
+# Of a job's state, after those of gpu_script: when the first phase began, in microseconds.
 BEGAN = 8
 RATE_EVERY = 0.25
 METRIC = "rate=([0-9.]+)"
@@ -141,23 +129,15 @@ class Started:
         return self.process.returncode
 
 
-class Part:
+class Part(Surprises):
     """Everything that is measured as one user."""
 
     def __init__(self, directory: str, pretend: bool) -> None:
+        super().__init__()
         self.directory, self.pretend = directory, pretend
         self.gpushare = [sys.executable, "-m", "gpushare", *(["--host", "sim:h200"] if pretend else [])]
         self.count = 0
         self.jobs: list[Started] = []
-        self.surprises: list[str] = []
-
-    def surprise(self, text: str) -> None:
-        print("SURPRISE", text, file=sys.stderr, flush=True)
-        self.surprises.append(text)
-
-    def expect(self, condition: object, text: str) -> None:
-        if not condition:
-            self.surprise(text)
 
     def show(self) -> list[dict[str, Any]]:
         """Return the slices of all processes as the driver reads them."""
@@ -183,28 +163,6 @@ class Part:
         return found
 
 
-def window(serve: Started | None, others: list[Started], seconds: float, part: Part) -> dict[str, Any]:
-    """Let these jobs work together, all others wait; after a second to settle, return what they did."""
-    together = [*others, *([] if serve is None else [serve])]
-    for one in part.jobs:
-        one.hold(one not in together)
-    time.sleep(1.0)
-    start = time.monotonic()
-    time.sleep(seconds)
-    end = time.monotonic()
-    for one in together:
-        one.hold(True)
-    time.sleep(0.3)
-    rates = [len(one.state.logged(start, end)) / seconds for one in others]
-    latencies = sorted(ms for _, ms in serve.state.logged(start, end)) if serve is not None else []
-    return {
-        "others": rates,
-        "rate": len(latencies) / seconds,
-        "p50_ms": latencies[len(latencies) // 2] if latencies else None,
-        "p99_ms": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
-    }
-
-
 def together(part: Part) -> dict[str, Any]:
     """Measure production next to one and two trainings with the slices that `gpushare run` sets."""
     result: dict[str, Any] = {"uid": os.getuid()}
@@ -221,10 +179,10 @@ def together(part: Part) -> dict[str, Any]:
         while time.monotonic() < deadline and not all("read back" in one.said() for one in part.jobs):
             time.sleep(0.2)
         result["slices"] = part.show()
-        alone = result["serve_alone"] = window(serve, [], WINDOW, part)
-        train_alone = result["train_alone"] = window(None, trains[:1], WINDOW, part)["others"][0]
+        alone = result["serve_alone"] = window(serve, [], WINDOW, part.jobs)
+        train_alone = result["train_alone"] = window(None, trains[:1], WINDOW, part.jobs)["others"][0]
         for count in (1, 2):
-            found = window(serve, trains[:count], WINDOW, part)
+            found = window(serve, trains[:count], WINDOW, part.jobs)
             shares = [rate / train_alone if train_alone else None for rate in found["others"]]
             result[f"next_to_{count}"] = {
                 **found,
@@ -309,39 +267,6 @@ def _spans(web: Started, began: float, start: float, end: float) -> list[tuple[f
     return found
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-def as_nobody(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Measure as uid 65534, from a copy of the program that it may read."""
-    place = f"{directory}/n"
-    os.makedirs(place)
-    for name in ("gpushare", "benchmarks"):
-        shutil.copytree(name, f"{place}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
-    for at, folders, files in os.walk(place):
-        for name in (*folders, *files):
-            os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    os.makedirs(f"{place}/w")
-    for path in (directory, place):
-        os.chmod(path, 0o755)  # noqa: S103
-    os.chown(f"{place}/w", NOBODY, NOBODY)
-    argv = [sys.executable, "-m", "benchmarks.gpu_roles", "--parts", "root", "--directory", f"{place}/w"]
-    argv += ["--json", f"{place}/w/result.json", *(["--rehearse"] if options.rehearse else [])]
-    own = {"HOME": f"{place}/w", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": f"{place}/w"}
-    who: dict[str, Any] = (
-        {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 and not options.rehearse else {}
-    )
-    drop = {"GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR", "GPUSHARE_SIM_DIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"}
-    env = {**{name: value for name, value in os.environ.items() if name not in drop}, **own}
-    with open(f"{directory}/nobody.out", "wb") as out:
-        done = subprocess.run(argv, cwd=place, env=env, timeout=150, check=False, stdout=out, **who)
-    try:
-        found = json.loads(Path(f"{place}/w/result.json").read_text())
-    except (OSError, ValueError) as error:
-        return {"surprises": [f"the part of uid {NOBODY} ended with {done.returncode}: {error}"]}
-    return {**found.get("root", {}), "surprises": found["surprises"]}
-
-
 def main() -> int:
     """Run a job, or the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,61 +277,24 @@ def main() -> int:
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--pretend", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    return job(options) if options.job else measured(options)
+    return job(options) if options.job else _everything(options)
 
 
-def measured(options: argparse.Namespace) -> int:
-    """Measure the parts one after the other."""
-    directory = options.directory or tempfile.mkdtemp(prefix="gr", dir="/tmp")
-    os.environ["GPUSHARE_RUN_DIR"] = f"{directory}/r"
-    os.environ["GPUSHARE_STATE_DIR"] = f"{directory}/s"
-    if options.rehearse:
-        os.environ["GPUSHARE_SIM_DIR"] = f"{directory}/sim"
-    gpu, before = Gpu(options.rehearse), xids()
-    figures: dict[str, Any] = {
-        **gpu.about(),
-        "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        "memory_before_mib": gpu.used_mib(),
-    }
-    surprises: list[str] = []
-    try:
-        for name in options.parts.split(","):
-            began = time.monotonic()
-            place = f"{directory}/{name}"
-            try:
-                if name == "user":
-                    found = as_nobody(options, directory)
-                    surprises += [f"user: {one}" for one in found.pop("surprises")]
-                else:
-                    os.makedirs(place)
-                    part = Part(place, options.rehearse)
-                    try:
-                        found = (adapted if name == "adapt" else together)(part)
-                    finally:
-                        surprises += [f"{name}: {one}" for one in part.surprises]
-                figures[name] = found
-            except Exception as error:  # noqa: BLE001 - the other parts are worth the machine's time
-                surprises.append(f"{name}: {type(error).__name__}: {error}")
-            time.sleep(1.0)
-            left = gpu.used_mib() - figures["memory_before_mib"]
-            figures.setdefault(name, {}).update(
-                {"seconds": round(time.monotonic() - began, 1), "memory_left_mib": left}
-            )
-            # Less than before: an earlier program had not been cleaned up yet.
-            if left > 16 or gpu.processes():
-                surprises.append(f"{name}: {left} MiB left, processes {gpu.processes()}")
-    finally:
-        if options.directory is None:
-            shutil.rmtree(directory, ignore_errors=True)
-    after = xids()
-    figures["xids"] = None if before is None or after is None else after[len(before) :]
-    if figures["xids"]:
-        surprises.append(f"Xid: {figures['xids'][:3]}")
-    text = json.dumps({**figures, "surprises": surprises}, indent=1)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    print(text)
-    return 1 if surprises else 0
+def _everything(options: argparse.Namespace) -> int:
+    def act(name: str, directory: str, surprises: list[str]) -> dict[str, Any]:
+        if name == "user":
+            words = ["--parts", "root"]
+            found = as_nobody("benchmarks.gpu_roles", words, directory, rehearse=options.rehearse)
+            return {**found.get("root", {}), "surprises": found["surprises"]}
+        place = f"{directory}/{name}"
+        os.makedirs(place)
+        part = Part(place, options.rehearse)
+        try:
+            return (adapted if name == "adapt" else together)(part)
+        finally:
+            surprises += [f"{name}: {one}" for one in part.surprises]
+
+    return measured(options, act, directory=options.directory)
 
 
 if __name__ == "__main__":

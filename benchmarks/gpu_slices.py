@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-NOBODY = 65534
+from benchmarks.gpu_script import Surprises, as_nobody, measured
+
 WINDOW = 3.5
 COSTS_US = (0, 300, 600, 900, 1200)
 DEFAULT_US = 2048
@@ -129,12 +129,12 @@ class Program:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-class Checks:
+class Checks(Surprises):
     """What was unexpected, and how gpushare is called."""
 
     def __init__(self, directory: str, rehearse: bool) -> None:
+        super().__init__()
         self.directory, self.rehearse = directory, rehearse
-        self.surprises: list[str] = []
 
     def gpushare(self, *words: str) -> list[str]:
         host = ["--host", "sim:h200"] if self.rehearse else []
@@ -151,11 +151,6 @@ class Checks:
             document = {"data": None, "errors": [{"code": "no json", "message": done.stderr[-500:]}]}
         document["seconds"] = round(time.monotonic() - began, 3)
         return document
-
-    def expect(self, condition: object, text: str) -> None:
-        if not condition:
-            print("SURPRISE", text, file=sys.stderr, flush=True)
-            self.surprises.append(text)
 
 
 def command_line(checks: Checks) -> dict[str, Any]:
@@ -312,38 +307,6 @@ def by_weight(checks: Checks) -> dict[str, Any]:
 # -- the script --------------------------------------------------------------------------------------------------------
 
 
-def as_nobody(directory: str, rehearse: bool) -> dict[str, Any]:
-    """Run the command line as uid 65534, from a copy of the program that it may read."""
-    place = f"{directory}/nobody"
-    os.makedirs(place)
-    for name in ("gpushare", "benchmarks"):
-        shutil.copytree(name, f"{place}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
-    for at, folders, files in os.walk(place):
-        for name in (*folders, *files):
-            os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    os.makedirs(f"{place}/home/run")
-    for path in (directory, place):
-        os.chmod(path, 0o755)  # noqa: S103
-    for path in (f"{place}/home", f"{place}/home/run"):
-        os.chown(path, NOBODY, NOBODY)
-    out = f"{place}/home/result.json"
-    argv = [sys.executable, "-m", "benchmarks.gpu_slices", "--parts", "cli,weight", "--json", out]
-    argv += ["--directory", f"{place}/home", *(["--rehearse"] if rehearse else [])]
-    env = {
-        **os.environ,
-        "HOME": f"{place}/home",
-        "GPUSHARE_RUN_DIR": f"{place}/home/run",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    env["GPUSHARE_SIM_DIR"] = f"{place}/home"
-    who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
-    done = subprocess.run(argv, cwd=place, env=env, timeout=240, check=False, stdout=subprocess.DEVNULL, **who)
-    try:
-        return json.loads(Path(out).read_text())
-    except (OSError, ValueError) as error:
-        return {"surprises": [f"the part of uid {NOBODY} ended with {done.returncode}: {error}"]}
-
-
 def main() -> int:
     """Run a program, or the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -355,29 +318,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.job:
         return job(options.job, options.rehearse)
-    result: dict[str, Any] = {"parts": options.parts}
-    with tempfile.TemporaryDirectory(prefix="gpushare-slices-", dir=options.directory) as directory:
-        os.environ.setdefault("GPUSHARE_RUN_DIR", f"{directory}/run")
+
+    def act(part: str, directory: str, surprises: list[str]) -> dict[str, Any]:
+        if part == "nobody":
+            words = ["--parts", "cli,weight"]
+            return as_nobody("benchmarks.gpu_slices", words, directory, rehearse=options.rehearse, seconds=240)
         checks = Checks(directory, options.rehearse)
-        parts = {
-            "cli": lambda: command_line(checks),
-            "weight": lambda: by_weight(checks),
-            "nobody": lambda: as_nobody(directory, options.rehearse),
-            "weights": lambda: weights(checks),
-        }
-        for name in options.parts.split(","):
-            began = time.monotonic()
-            try:
-                result[name] = parts[name]()
-            except Exception as error:  # noqa: BLE001 - the other parts are worth the machine's time
-                checks.expect(False, f"{name}: {type(error).__name__}: {error}")
-            result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
-        result["surprises"] = [*checks.surprises, *result.get("nobody", {}).get("surprises", [])]
-    text = json.dumps(result, indent=1)
-    if options.json:
-        Path(options.json).write_text(text)
-    print(text)
-    return 1 if result["surprises"] else 0
+        try:
+            return {"cli": command_line, "weight": by_weight, "weights": weights}[part](checks)
+        finally:
+            surprises += checks.surprises
+
+    return measured(options, act, directory=options.directory)
 
 
 if __name__ == "__main__":
