@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
@@ -399,10 +399,17 @@ class Place:
         self.key = key
 
     def try_to_take(
-        self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+        self,
+        devices: Sequence[Device],
+        clients: Mapping[str, int | None],
+        limits: Mapping[int, int],
+        best: Callable[[], Sequence[str]] | None = None,
     ) -> bool:
-        """Take the device that is this job's turn now; return whether there was one. Raises like `Place`."""
-        key = self._turn(devices, clients, limits)
+        """Take the device that is this job's turn now; return whether there was one. Raises like `Place`.
+
+        ``best`` returns the devices as they are best now; it is only asked if the job may take one.
+        """
+        key = self._turn(devices, clients, limits, best)
         if key is None:
             return False
         self._claim.tell(f"hold {key}")
@@ -419,7 +426,11 @@ class Place:
         return False
 
     def _turn(
-        self, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+        self,
+        devices: Sequence[Device],
+        clients: Mapping[str, int | None],
+        limits: Mapping[int, int],
+        best: Callable[[], Sequence[str]] | None,
     ) -> str | None:
         claims = all_claims(self._host, PREFIX)
         # Choosing takes microseconds. Whoever shows an earlier ticket later than this did not draw it then.
@@ -441,6 +452,14 @@ class Place:
         ]
         taken = _admitted(lines, waiting)
         self._watch({name for name in taken if name != own})
+        if own in taken and best is not None:
+            # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
+            order = best()
+            waiting = [
+                replace(one, keys=tuple(key for key in order if key in one.keys)) if one.name == own else one
+                for one in waiting
+            ]
+            return _admitted(lines, waiting).get(own, taken[own])
         return taken.get(own)
 
     def _goes_first(self, one: Reservation) -> bool:

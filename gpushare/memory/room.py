@@ -152,12 +152,14 @@ def wait_for_room(
     limits: Mapping[int, int],
     say: Callable[[str], None],
     *,
+    best: Callable[[Sequence[Device]], Sequence[Device]] = lambda devices: devices,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Device:
     """Wait until it is this job's turn and a device has room; return the device, which the place then holds.
 
-    ``seconds`` None: as long as it takes. The place is left if anything fails, Ctrl-C included.
+    ``seconds`` None: as long as it takes. ``best`` orders devices as of now, for a job that has waited. The place is left if
+    anything fails, Ctrl-C included.
 
     Raises:
         BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).
@@ -167,11 +169,18 @@ def wait_for_room(
     uuids = [device.uuid for device in devices]
     began, said = clock(), -_SAY_SECONDS
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
+    now: Sequence[Device] = ()
+    waited = False
+
+    def order() -> list[str]:
+        return [one.uuid for one in best(now)]
+
     try:
         while True:
             now = _again(host, uuids, client=place.request.client)
-            if place.try_to_take(now, clients, limits):
+            if place.try_to_take(now, clients, limits, order if waited and len(uuids) > 1 else None):
                 return next(one for one in now if one.uuid == place.key)
+            waited = True
             due = clock() - said >= _SAY_SECONDS
             lines = read_lines(host, now, limits) if due else []
             if lines:

@@ -374,11 +374,22 @@ class Queued:
                 )
             place.take(devices[0].uuid)
             return devices[0], place
-        device = wait_for_room(self.host, place, devices, self.memory.wait_seconds, self.limits, self.say)
+
+        def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
+            return best_first(self.host, some, self._productions, self.limits, self.command, place)
+
+        device = wait_for_room(
+            self.host,
+            place,
+            devices,
+            self.memory.wait_seconds,
+            self.limits,
+            self.say,
+            best=lambda some: [one for one, _ in best(some)],
+        )
         if ordered:
             # As it is now: the job may have waited for long.
-            now = best_first(self.host, [device], self._productions, self.limits, self.command, place)
-            for _, what in now:
+            for _, what in best([device]):
                 self.say(f"{device.title}: {what}; {size_text(place.request)} reserved")
         return device, place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +218,31 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
     ordered = best_first(host, [first, second], lambda one: ["web"] if one.gpu.index == 0 else [])
     assert [one.gpu.index for one, _ in ordered] == [1, 0]
     assert "production job 'web' runs there" in ordered[1][1]
+
+
+def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> None:
+    blockers = [enter(host, 20 * GIB) for _ in devices(host)]
+    for one, place in zip(devices(host), blockers, strict=True):
+        place.take(one.uuid)
+    asked: list[int] = []
+
+    def best(some: Sequence[Device]) -> list[Device]:
+        asked.append(len(some))
+        return list(some)[::-1]
+
+    def sleep(_: float) -> None:
+        for place in blockers:
+            place.leave()
+
+    place = enter(host, 10 * GIB)
+    found = wait_for_room(host, place, devices(host), None, {}, lambda _: None, best=best, sleep=sleep)
+    assert found.gpu.index == 1
+    assert asked == [2]
+    place.leave()
+    # One that need not wait has just been given the order.
+    place = enter(host, 10 * GIB)
+    assert wait_for_room(host, place, devices(host), None, {}, lambda _: None, best=best).gpu.index == 0
+    place.leave()
 
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
