@@ -41,7 +41,10 @@ _ENABLED: Final = "cgroup.subtree_control"
 _PROCESSES: Final = "cgroup.procs"
 _DEVICE_MEMORY: Final = "dmem"
 # What a program would escape. "max", or empty: no limit.
-_LIMITS: Final = ("memory.max", "memory.high", "cpu.max", "cpuset.cpus")
+# Not pids.max, which systemd sets for every user.
+_LIMITS: Final = ("memory.max", "memory.high", "memory.swap.max", "cpu.max", "cpuset.cpus", "cpuset.mems", "io.max")
+# systemd's manager of a user: it has sessions and terminals below it, as a slice has. Other services delegate to jobs.
+_MANAGER: Final = re.compile(r"user@\d+\.service", re.ASCII)
 _MOST_BYTES: Final = 64 << 10
 _MOST_NAMES: Final = 1000
 _MOST_DEPTH: Final = 32
@@ -71,8 +74,9 @@ class Cgroups:
         if container is not None:
             return f"the program would leave the container or job {container}"
         names = [name for name in found[1].split("/") if name]
-        if names and names[-1].endswith(".service"):
-            return f"the program would leave {names[-1]}"
+        service = next((name for name in names if name.endswith(".service") and not _MANAGER.fullmatch(name)), None)
+        if service is not None:
+            return f"the program would leave {service}"
         return self._limited(names[:_MOST_DEPTH])
 
     def _limited(self, names: list[str]) -> str | None:

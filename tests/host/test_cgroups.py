@@ -131,6 +131,15 @@ def service(root: Path) -> Told:
     return Told(root, "0::/system.slice/train.service\n")
 
 
+def batch_system(root: Path) -> Told:
+    return Told(root, "0::/system.slice/condor.service/condor_slot1_1@node\n")
+
+
+def bandwidth(root: Path) -> Told:
+    (root / "user.slice" / "io.max").write_text("8:0 rbps=1048576 wbps=max riops=max wiops=max\n")
+    return Told(root, "0::/user.slice/session-1.scope\n")
+
+
 def container(root: Path) -> Told:
     return Told(root, f"0::/system.slice/docker-{'ab' * 32}.scope\n")
 
@@ -172,6 +181,8 @@ def link(root: Path) -> Told:
     ("make", "why"),
     [
         (service, "leave train.service"),
+        (batch_system, "leave condor.service"),
+        (bandwidth, "/user.slice, whose io.max is set"),
         (container, "leave the container or job abababababab"),
         (slurm, "leave the container or job job_17"),
         (unknown, "unknown"),
@@ -191,6 +202,11 @@ def test_a_session_without_limits_may_be_left(directory: Path) -> None:
     for name, text in (("memory.max", "max"), ("cpu.max", "max 100000"), ("cpuset.cpus", ""), ("pids.max", "100")):
         (scope / name).write_text(f"{text}\n")
     assert Told(directory).why_not() is None
+
+
+def test_the_manager_of_a_user_is_no_service_that_ends_its_programs(directory: Path) -> None:
+    own = "0::/user.slice/user-0.slice/user@0.service/tmux-spawn-1.scope\n"
+    assert Told(directory, own).why_not() is None
 
 
 def test_a_link_with_our_name_is_not_followed(directory: Path, tmp_path: Path) -> None:
