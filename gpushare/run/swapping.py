@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -201,7 +202,7 @@ class Turns:
         loss = 100 * (1 - kept_share(self.seconds, switch))
         self.say(
             f"turns of {self.seconds:g} s lose about {loss:.0f} % of the time to switches of {switch:.1f} s; "
-            f"give --turns {TURN_FACTOR * switch:.0f}s or more"
+            f"give --turns {math.ceil(TURN_FACTOR * switch)}s or more"
         )
 
 
