@@ -307,7 +307,7 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
         "window_seconds": settings.window,
         "repeat": settings.repeat,
         "rounds": measurement.rounds_done,
-        "alone": _cell(alone_verdict(measurement), None),
+        "alone": {**_cell(alone_verdict(measurement), None), **_use_alone(measurement)},
         "cells": [_cell(one, _pick_of(found, one)) for one in verdicts],
         "picks": [_pick(one) for one in found],
         "best": _pick(overall(measurement, found)),
@@ -575,16 +575,24 @@ def _change(now: Mapping[str, Any], then: Mapping[str, Any], *, higher: bool) ->
     return "no difference"
 
 
+def _use_alone(measurement: Measurement) -> dict[str, float | None]:
+    """Return how much of the GPU one copy alone used, in percent; None: unknown, or other programs were there."""
+    used = [run.usage for run in _alone(measurement) if run.throughput is not None and not run.usage.others]
+    return {
+        "sm_percent": _percentage(one.sm_percent for one in used),
+        "memory_bandwidth_percent": _percentage(one.dram_percent for one in used),
+        "utilization_percent": _percentage(one.busy_percent for one in used),
+    }
+
+
 def profile_of(measurement: Measurement, digest: str) -> Profile:
     """Return what the runs of one copy alone, and of two at the same time, say about the command with this digest."""
-    runs = [run for run in _alone(measurement) if run.throughput is not None]
-    # Next to other programs, only its memory is its own.
-    quiet = [run.usage for run in runs if not run.usage.others]
+    use = _use_alone(measurement)
     found = Profile(
-        memory_bytes=max((run.usage.memory_peak_bytes for run in runs if run.usage.memory_peak_bytes), default=None),
-        sm_percent=_percentage(one.sm_percent for one in quiet),
-        dram_percent=_percentage(one.dram_percent for one in quiet),
-        busy_percent=_percentage(one.busy_percent for one in quiet),
+        memory_bytes=alone_verdict(measurement).memory_peak_bytes,
+        sm_percent=use["sm_percent"],
+        dram_percent=use["memory_bandwidth_percent"],
+        busy_percent=use["utilization_percent"],
     )
     two = [
         one

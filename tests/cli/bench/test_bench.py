@@ -533,13 +533,15 @@ def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_peak_and_the_use_of_a_command_are_kept(cli: Cli, world: World) -> None:
     command = job(40, "--footprint", "9G")
-    bench(cli, "--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW, *command)
+    data = bench(cli, "--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW, *command)
     device = select_one("0", world.host.nvml.sweep())
     found = find_profile(world.host, device, command[1:])
     assert found is not None
     assert found.memory_bytes == 9 * GIB
     assert found.sm_percent == pytest.approx(40, abs=5)
     assert found.dram_percent is not None
+    used = [data["alone"][name] for name in ("sm_percent", "memory_bandwidth_percent", "utilization_percent")]
+    assert used == [found.sm_percent, found.dram_percent, found.busy_percent]
     assert found.kept == {digest_of(device, command[1:]): pytest.approx(1, abs=0.05)}
     answer = cli("run", "-n", "--wait", *command)
     assert any("reserves 9.0 GiB" in line for line in answer.lines("note")), answer
