@@ -112,7 +112,7 @@ def back_in(
     from gpushare.memory.room import wait_for_room
     from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked, lost, taken_over
     from gpushare.plan import Plan, Step
-    from gpushare.selection import select_for_change
+    from gpushare.selection import Device
     from gpushare.units import format_bytes, parse_seconds
 
     if wait_timeout is not None and not wait:
@@ -125,7 +125,22 @@ def back_in(
     losses = _consent(host, swap)
     if swap.state == LOST:
         raise lost(swap)
-    (device,) = select_for_change(swap.gpu_uuid, host.nvml.sweep())
+    # Not by `select`: a record that a user has written may say "all".
+    gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
+    if gpu is None:
+        raise NotFound(
+            f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})",
+            "see: gpushare status",
+            code="unknown_gpu",
+        )
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"GPU {gpu.index} is in MIG mode now, and {swap.title} came from the whole GPU",
+            f"when its instances are free: sudo gpushare mig disable -g {gpu.index}",
+            gpu=str(gpu.index),
+            code="mig_enabled",
+        )
+    device = Device(gpu=gpu)
     done: list[Swap] = []
 
     def act() -> None:

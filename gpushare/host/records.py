@@ -97,7 +97,7 @@ def record_from(kind: type[T], raw: Any) -> T | None:
 
 def is_shown(text: str | None) -> bool:
     """Return whether a name or UUID of a record that others may have written can be shown: short, plain, or none."""
-    return text is None or (len(text) <= 64 and re.fullmatch(r"[\w.-]+", text, re.ASCII) is not None)
+    return text is None or (len(text) <= 64 and re.fullmatch(r"\w[\w.-]*", text, re.ASCII) is not None)
 
 
 def is_time(seconds: float) -> bool:

@@ -33,7 +33,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.selection import Device, select
-from gpushare.units import GIB, format_bytes
+from gpushare.units import GIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ _LOOK_SECONDS: Final = 0.5
 _WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
+# Jobs that take turns for days fill no log.
+_SAID_TIMES: Final = 3
 _MOST_AGAIN_SECONDS: Final = 600.0
 # A job that came earlier waits so long for those that leave before it, and for as long as their copies take.
 _PATIENCE_SECONDS: Final = 10.0
@@ -287,6 +289,7 @@ class Swapping:
         self._again = _AGAIN_SECONDS
         self._needed_since: float | None = None
         self._told_stays = False
+        self._left_at = self._out_seconds = 0.0
         self.times_out = 0
 
     @property
@@ -364,6 +367,8 @@ class Swapping:
     def _came_back(self) -> None:
         """Note that somebody else has brought it in, and hold its place again."""
         self._say("back on the GPU, brought in by hand")
+        if not self._by_hand:
+            self._out_seconds += self._clock() - self._left_at
         self._since = self._clock()
         place = self._place
         if place is None:
@@ -468,8 +473,9 @@ class Swapping:
             self._swap = go_out(
                 self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job)
             )
-        self._moved(began, f"out of the GPU: {format_bytes(swap.memory_bytes)} to host memory")
         self.times_out += 1
+        self._left_at = began
+        self._moved(began, f"out of the GPU: {format_bytes(swap.memory_bytes)} to host memory")
         if self._place is not None:
             self._place.leave()
             self._place = None
@@ -502,6 +508,7 @@ class Swapping:
         # Only now: a place of a job that is out does not count.
         self._place.add(self._pid)
         self._swap, self._by_hand = None, False
+        self._out_seconds += self._clock() - self._left_at
         self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
 
     def _request(self, swap: Swap) -> Request:
@@ -525,7 +532,9 @@ class Swapping:
         self._said, self._again = None, _AGAIN_SECONDS
         seconds = self._since - began
         self._policy.switched(seconds)
-        self._say(f"{what} in {seconds:.1f} s")
+        if self.times_out <= _SAID_TIMES:
+            last = self.times_out == _SAID_TIMES and not self.out
+            self._say(f"{what} in {seconds:.1f} s{'; this is not said again' if last else ''}")
 
     def release(self) -> None:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
@@ -541,6 +550,10 @@ class Swapping:
             self._place.leave()
         self._memory.close()
         forget_ended(self._host)
+        if self.times_out > _SAID_TIMES:
+            self._say(
+                f"the job was out of the GPU {self.times_out} times, for {format_duration(self._out_seconds)} in all"
+            )
 
     def check(self) -> None:
         """Raise if the job was ended for its memory."""

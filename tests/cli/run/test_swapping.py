@@ -123,6 +123,15 @@ def test_who_cannot_leave_says_why_and_production_is_told(
     finish(waiting, web, first, second)
 
 
+def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world: World) -> None:
+    both = [start("--turns", "0.2s", "--job-memory", "16G"), start("--turns", "0.2s", "--job-memory", "16G")]
+    both[0].says("this is not said again")
+    time.sleep(3)
+    for said in finish(*both):
+        assert said.count("out of the GPU: 8.0 GiB") == 3
+        assert "the job was out of the GPU" in said
+
+
 # -- moved by hand -----------------------------------------------------------------------------------------------------
 
 

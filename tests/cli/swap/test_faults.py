@@ -239,6 +239,29 @@ def test_a_stopped_job_is_refused(refused: Callable[..., str], world: World) -> 
     assert f"kill -CONT {pid}" in refused("swap", "out", str(pid), code="stopped", exit_code=19)
 
 
+@pytest.mark.parametrize(
+    ("verb", "call"), [("out", "lock"), ("out", "checkpoint"), ("in", "restore"), ("in", "unlock")]
+)
+def test_ctrl_c_on_the_way_leaves_the_job_running(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, verb: str, call: str
+) -> None:
+    """gpushare ends at once, and its guard brings the job back before the command returns."""
+    first, second = family(2)
+    if verb == "in":
+        cli("swap", "out", str(first)).ok()
+
+    def interrupt(pid: int) -> None:
+        if pid == second:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        before(patched, call, interrupt)
+        answer = cli("swap", verb, str(first), output="json")
+    assert (answer.code, answer.error["code"]) == (130, "interrupted")
+    assert [process(world, pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
+    assert not [one for one in swaps(world.host) if one.state != BACK]
+
+
 # -- the end of a job that was restored --------------------------------------------------------------------------------
 
 

@@ -103,6 +103,18 @@ def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Callable[...
     refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=one.spec)
 
 
+def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Callable[..., str], cli: Cli) -> None:
+    one = World.new("sim:h200")
+    pid = admin.add_process(one.spec, memory_bytes=GIB)
+    cli("swap", "out", str(pid)).ok()
+    from gpushare.sim.current import changing
+
+    with changing(one.file) as (state, _):
+        state.gpus[0].mig_mode = state.gpus[0].mig_pending = 1
+    refused("swap", "in", str(pid), code="mig_enabled", exit_code=3)
+    assert process(one, pid).checkpoint == CHECKPOINTED
+
+
 def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)

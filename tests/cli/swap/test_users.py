@@ -158,6 +158,12 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
         assert cli("swap", "in", str(others), output="json").error["code"] == "not_out"
     path.write_text(json.dumps(document))
     assert listed(cli) == [(mine, "out", "nobody", "nobody")]
+    for uuid in ("all", "0", "GPU"):
+        path.write_text(json.dumps({**document, "gpu_uuid": uuid}))
+        assert cli("swap", "in", str(mine), output="json").error["code"] == "unknown_gpu"
+    path.write_text(json.dumps({**document, "images": [[*document["images"][0][:2], (1 << 63) - 1]] * 3}))
+    assert cli("swap", "in", str(mine), output="json").error["code"] in {"no_room", "never_fits"}
+    assert "Traceback" not in cli("status").err
 
 
 def test_a_name_of_two_users_is_refused(cli: Cli, refused: Callable[..., str], world: World) -> None:
