@@ -396,14 +396,14 @@ class Swapping:
             self._place.tell_that_it_stays()
 
     def _read(self, now: float) -> Look:
-        index = self._device.gpu.index
-        gpu = self._host.nvml.gpu(index)
+        # Before the GPU: of a job that leaves between the two, the place still counts and its memory is free.
+        found = reservations(self._host) or []
+        gpu = self._host.nvml.gpu(self._device.gpu.index)
         family = set(self._host.processes.descendants(self._pid))
         mine = [one for one in gpu.processes or () if one.pid in family]
         busy: Sequence[int | None] = [one.sm_percent for one in mine]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         total = gpu.memory_total_bytes or 0
-        found = reservations(self._host) or []
         waiting = [
             one
             for one in found
@@ -452,7 +452,10 @@ class Swapping:
         if not short or line is None:
             self._needed_since = None
             return short
-        self._needed_since = self._clock() if self._needed_since is None else self._needed_since
+        if self._needed_since is None:
+            # Seen once: a place may just be changing hands.
+            self._needed_since = self._clock()
+            return False
         # Those that came later may not be able to leave.
         patient = self._clock() - self._needed_since < _PATIENCE_SECONDS + most_out_seconds(later)
         return not patient or need > line.free_bytes + later

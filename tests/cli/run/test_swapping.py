@@ -14,6 +14,7 @@ import pytest
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import OUT, swaps
+from gpushare.run.swapping import _GROWTH_SECONDS
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
@@ -75,6 +76,8 @@ def out_of(world: World) -> list[int]:
 def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., Started], world: World) -> None:
     first = start(*opportunistic("8G"))
     second = start(*opportunistic("8G"))
+    # Programs that start one after the other look like one that grows.
+    time.sleep(_GROWTH_SECONDS + 1)
     web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
     second.says("out of the GPU: 8.0 GiB")
     time.sleep(1.5)
