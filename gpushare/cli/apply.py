@@ -79,7 +79,7 @@ def apply(
             note(one)
         raise
     if settings.dry_run:
-        return _shown(rows, found, dry_run=True)
+        return _with_limits(_shown(rows, found, dry_run=True), host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
         _say_plan(rows)
@@ -258,11 +258,25 @@ def _followed(host: Host, wanted: HostFile) -> list[str]:
 
 def _limited(host: Host, wanted: HostFile) -> list[str]:
     """Return a note on the limits of users, which are in force once root has kept the file."""
+    from gpushare.hostfile.load import changed_limits
+
     if not wanted.memory:
-        return []
+        gone = host.uid == 0 and changed_limits(host, wanted)
+        return ["no limits of users (memory) are in force any more: this file has none"] if gone else []
     if host.uid != 0:
         return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
     return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --job-memory"]
+
+
+def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
+    """Return a dry run with the limits of users that would change: they are no steps of a GPU."""
+    from gpushare.hostfile.load import changed_limits
+
+    limits = changed_limits(host, wanted)
+    if not limits or planned.errors:
+        return planned
+    tables = tuple(replace(one, empty="only limits of users would change") for one in planned.tables)
+    return replace(planned, tables=tables, notes=(*planned.notes, *limits), data={**planned.data, "memory": limits})
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:

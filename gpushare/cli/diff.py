@@ -34,7 +34,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     import shlex
 
     from gpushare.errors import ExitCode
-    from gpushare.hostfile.load import entries_of, load
+    from gpushare.hostfile.load import changed_limits, entries_of, load
     from gpushare.hostfile.look import live_gpus
     from gpushare.show.result import Result
     from gpushare.snapshot import HostState
@@ -47,7 +47,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
     processes = _processes(state.host, wanted)
-    limits = _limits(state.host, wanted)
+    limits = changed_limits(state.host, wanted)
     good = all(row["as_requested"] for row in rows) and not processes and not limits
     # A GPU with a problem would be refused by apply, too.
     fixable = limits or any(not row["as_requested"] and row["problem"] is None for row in rows)
@@ -72,21 +72,6 @@ def _processes(host: Host, wanted: HostFile) -> list[Deviation]:
     from gpushare.timeslice.keep import Policy, deviations
 
     return deviations(host, Policy(wanted.rules, names_in(wanted)))
-
-
-def _limits(host: Host, wanted: HostFile) -> list[str]:
-    """Return how the limits of users differ from those in force: of the file that root applied last."""
-    from gpushare.hostfile.load import kept_limits, limits_in
-    from gpushare.units import size_option
-
-    want, now = limits_in(wanted), kept_limits(host)
-    found = [(f"user {uid}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
-    found.append(("other users", want.others, now.others))
-
-    def text(size: int | None) -> str:
-        return "none" if size is None else size_option(size)
-
-    return [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
 
 
 def _nothing(wanted: HostFile) -> str:

@@ -21,6 +21,7 @@ from gpushare.hostfile.parse import HINT, parse
 from gpushare.inputs import decoded, shown_as, text_of
 from gpushare.memory.admission import UserLimits
 from gpushare.timeslice.rules import Names
+from gpushare.units import size_option
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -135,8 +136,8 @@ def kept_file(host: Host) -> HostFile | None:
         return None
 
 
-def limits_in(file: HostFile) -> UserLimits:
-    """Return the limits of a file; the first that matches a user counts.
+def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
+    """Return the limits of a file; the first that matches a user counts. With ``known``, users who are gone are left out.
 
     Raises:
         NotFound: there is no such user; the message has line and column.
@@ -144,10 +145,13 @@ def limits_in(file: HostFile) -> UserLimits:
     named: dict[int, int] = {}
     others: int | None = None
     for one in file.memory:
-        try:
-            uids = [user_id(name) for name in one.users]
-        except NotFound as error:
-            raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
+        uids = []
+        for name in one.users:
+            try:
+                uids.append(user_id(name))
+            except NotFound as error:
+                if not known:
+                    raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
         # Behind one for all, none matches but root.
         for uid in uids if others is None else [uid for uid in uids if uid == 0]:
             named.setdefault(uid, one.limit_bytes)
@@ -163,8 +167,21 @@ def kept_limits(host: Host) -> UserLimits:
         with contextlib.suppress(OSError, ValueError, GpushareError):
             if is_trusted_directory(directory):
                 text = decoded(read_bounded(directory / KEPT), str(directory / KEPT), "gpushare.yaml")
-                return limits_in(parse(text))
+                # A user who was removed since must not free all others of their limits.
+                return limits_in(parse(text), known=True)
     return UserLimits({}, None)
+
+
+def changed_limits(host: Host, file: HostFile) -> list[str]:
+    """Return how the limits of users in a file differ from those in force, in words."""
+    want, now = limits_in(file), kept_limits(host)
+    found = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
+    found.append(("other users", want.others, now.others))
+
+    def text(size: int | None) -> str:
+        return "none" if size is None else size_option(size)
+
+    return [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
 
 
 def _same_model(written: str, name: str) -> bool:

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.host.host import make_private_directory
+from gpushare.hostfile.load import KEPT, kept_limits
 from gpushare.mig.names import names_of
 from gpushare.model import ComputeMode, Priority
 from gpushare.mps.control import MpsControl
 from gpushare.sim import admin
+from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
 
@@ -780,8 +783,11 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     path = write("version: 1\nmemory:\n- {match: {user: [root]}, limit: 8G}\n- {match: all, limit: 20G}\n")
     answer = cli("diff", "-f", path, host=TWO)
     assert answer.code == 7
-    assert "memory: user 0: limit 8G, now none" in answer.out
+    assert "memory: user root: limit 8G, now none" in answer.out
     assert "memory: other users: limit 20G, now none" in answer.out
+    planned = cli("apply", "-n", "-f", path, host=TWO).ok()
+    assert "only limits of users would change" in planned.out
+    assert "note: memory: other users: limit 20G, now none" in planned.err
     assert "2 limits of users in force" in cli("apply", "-f", path, host=TWO).ok().err
     assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
     assert "limit: 8G" in cli("capture", host=TWO).ok().out
@@ -791,6 +797,23 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
         (error,) = answer.lines("error")
         assert "needs 9.0 GiB, and you may reserve 8.0 GiB on a GPU" in error
     cli("run", "-g", "0", "--wait", "--job-memory", "7G", "--", "true", host=TWO).ok()
+
+
+def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
+    path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
+    assert "memory: other users: limit none, now 20G" in cli("apply", "-n", "-f", path, host=TWO).ok().err
+    assert "no limits of users (memory) are in force any more" in cli("apply", "-f", path, host=TWO).ok().err
+    assert "memory" not in cli("diff", "-f", path, host=TWO).ok().out
+    assert "any more" not in cli("apply", "-f", path, host=TWO).ok().err
+
+
+def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
+    text = "version: 1\nmemory:\n- {match: {user: [no-such-user, root]}, limit: 8G}\n- {match: all, limit: 20G}\n"
+    make_private_directory(world.host.state_directory)
+    (world.host.state_directory / KEPT).write_text(text)
+    assert dict(kept_limits(world.host)) == {0: 8 * GIB}
+    assert kept_limits(world.host).others == 20 * GIB
 
 
 def test_a_limit_of_an_unknown_user_changes_nothing(refused: Callable[..., str], write: Write) -> None:
