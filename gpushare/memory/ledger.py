@@ -130,16 +130,18 @@ def production_first(found: Sequence[Reservation]) -> list[Reservation]:
     These are production jobs of its own user and of root: what others call production changes nothing. Only opportunistic
     jobs move, and only back, so all others have the same jobs before them, or fewer.
     """
-    order = list(found)
-    production = [one for one in order if one.key is None and one.production]
-    # The last first, so that they keep their order behind the same production job.
-    for one in [job for job in order if job.key is None and job.opportunistic][::-1] if production else ():
-        now = order.index(one)
-        spared = [other for other in production if _spares(one, one.claim.uid, other, other.claim.uid)]
-        last = max((order.index(other) for other in spared), default=now)
-        if last > now:
-            order.insert(last, order.pop(now))
-    return order
+    # Where the last one waits, by user and device.
+    last: dict[tuple[int, str], int] = {}
+    for place, one in enumerate(found):
+        if one.key is None and one.production:
+            last.update({(one.claim.uid, key): place for key in one.keys})
+    places: dict[str, tuple[int, int]] = {}
+    for place, one in enumerate(found):
+        behind = place
+        if one.key is None and one.opportunistic and last:
+            behind = max(place, *(last.get((uid, key), -1) for uid in (0, one.claim.uid) for key in one.keys))
+        places[one.id] = (behind, place if behind > place else -1)
+    return sorted(found, key=lambda one: places[one.id])
 
 
 def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, other_uid: int) -> bool:
