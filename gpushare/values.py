@@ -54,7 +54,7 @@ def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
 def _compile(cls: type[Any], layout: _Layout) -> None:
     """Give a class the ``__init__`` that `dataclasses` would have compiled at once."""
     factories = dict(layout.factories)
-    known: dict[str, Any] = {"_vars": vars, "_missing": _MISSING}
+    known: dict[str, Any] = {"_put": object.__setattr__, "_missing": _MISSING}
     words, lines = ["self"], []
     for name in sorted(layout.names, key=lambda name: name not in layout.positional):
         if name not in layout.positional and "*" not in words:
@@ -68,7 +68,7 @@ def _compile(cls: type[Any], layout: _Layout) -> None:
             lines.append(f" if {name} is _missing: {name} = _make_{name}()")
         else:
             words.append(name)
-    lines.append(f" _vars(self).update({', '.join(f'{name}={name}' for name in layout.names)})")
+    lines.append(f" _put(self, '__dict__', {{{', '.join(f'{name!r}: {name}' for name in layout.names)}}})")
     exec(f"def __init__({', '.join(words)}):\n" + "\n".join(lines), known)  # noqa: S102 - names of fields only
     cls.__init__ = known["__init__"]
 

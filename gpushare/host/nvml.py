@@ -205,6 +205,8 @@ class NvmlReader:
         self._bindings: Any = None
         self._handles: dict[int, Any] = {}
         self._static: dict[int, dict[str, Any]] = {}
+        # What others have read and does not change until `restart`: the MIG profiles of each GPU.
+        self.kept: Final[dict[tuple[str, int], Any]] = {}
 
     # -- the choke point ---------------------------------------------------------------------------
 
@@ -270,6 +272,7 @@ class NvmlReader:
         """
         self._handles.clear()
         self._static.clear()
+        self.kept.clear()
         if self._bindings is not None:
             bindings = self._api()
             with contextlib.suppress(bindings.NVMLError):

@@ -83,6 +83,9 @@ class MigReader:
 
     def profiles(self, index: int) -> tuple[Profile, ...]:
         """Return the GPU instance profiles with their placements (``nvidia-smi mig -lgip``, ``-lgipp``)."""
+        known: tuple[Profile, ...] | None = self._nvml.kept.get(("MIG profiles", index))
+        if known is not None:
+            return known
         handle, gpu = self._nvml.handle(index), str(index)
         infos = self._nvml.ask(
             lambda nvml: list(
@@ -90,7 +93,10 @@ class MigReader:
             ),
             gpu,
         )
-        return tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
+        found = tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
+        if found and all(one.placements is not None for one in found):
+            self._nvml.kept["MIG profiles", index] = found
+        return found
 
     def free(self, index: int, profile: Profile) -> int | None:
         """Return how many more of a profile fit (nvmlDeviceGetGpuInstanceRemainingCapacity; the Free column of -lgip)."""

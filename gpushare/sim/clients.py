@@ -33,7 +33,11 @@ _KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, si
 
 def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
     """Return the live daemon whose pipe directory the environment names, or None."""
-    directory = os.path.realpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
+    given = environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY
+    for daemon in state.daemons:
+        if daemon.pipe_directory == given:
+            return daemon
+    directory = os.path.realpath(given) if state.daemons else ""
     return next((daemon for daemon in state.daemons if os.path.realpath(daemon.pipe_directory) == directory), None)
 
 
