@@ -71,7 +71,12 @@ class Reservation:
     @property
     def title(self) -> str:
         """Return the job for people."""
-        return f"process {self.claim.pid}" if self.name is None else f"'{self.name}' (process {self.claim.pid})"
+        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
+
+    @property
+    def pid(self) -> int:
+        """Return the PID of its program; of the gpushare that waits or starts it, until there is one."""
+        return self.claim.processes[-1].pid
 
     @property
     def waiting_since_ns(self) -> int | None:

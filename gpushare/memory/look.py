@@ -83,7 +83,7 @@ def _limited(indexes: Mapping[str, int], found: Sequence[Reservation]) -> Iterat
     for one in found:
         if one.key is not None and one.key in indexes and one.limit_bytes is not None and one.above is not None:
             yield LimitedJob(
-                pid=one.claim.pid,
+                pid=one.pid,
                 name=one.name,
                 gpu_index=indexes[one.key],
                 device_uuid=one.key,

@@ -248,9 +248,9 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
 
 def _holder(host: Host, line: Line, one: Reservation) -> WaitingJob:
     """Return a job that has a place on a device."""
-    info = host.processes.describe(one.claim.pid)
+    info = host.processes.describe(one.pid)
     return WaitingJob(
-        pid=one.claim.pid,
+        pid=one.pid,
         user=None if info is None else info.user,
         name=one.name,
         place=0,

@@ -147,6 +147,8 @@ def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: W
     job = real("run", "--job-memory", "8G", "--name", "train", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     (one,) = cli("status", output="json").ok().data["limited_jobs"]
+    # The program, as in the list of processes.
+    assert one["pid"] in {process.pid for process in world.state.processes}
     assert (one["name"], one["limit_bytes"], one["above"], one["by_driver"]) == ("train", 8 * GIB, "refuse", True)
     assert "an allocation fails (limit in the driver)" in cli("status").ok().out
     job.signal(signal.SIGINT)
