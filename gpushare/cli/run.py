@@ -712,12 +712,15 @@ def _swap_options(
 
 
 def _usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
-    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others."""
+    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others.
+
+    ``devices`` may be instances, of a job that a batch system has given some.
+    """
     from gpushare.selection import Device
 
     found: list[Device] = []
     for device in devices:
-        if not device.gpu.mig_enabled:
+        if not device.gpu.mig_enabled or (device.mig is not None and instances):
             found.append(device)
         elif instances:
             found += [Device(gpu=device.gpu, mig=one) for one in device.gpu.mig_instances]
@@ -758,7 +761,26 @@ def _asked_for(gpus: Sequence[Gpu], gpu: str | None, *, anywhere: bool, wait: bo
     if not anywhere:
         return select_for_change(gpu, gpus)
     # Any GPU is one that answers.
-    return select_for_change("all", [one for one in gpus if one.error is None] or gpus)
+    answering = [one for one in gpus if one.error is None] or gpus
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return select_for_change("all", answering) if given is None else _given(given, answering)
+
+
+def _given(text: str, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
+    """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
+    from gpushare.selection import select
+
+    try:
+        found = select(text, gpus)
+    except GpushareError:
+        raise BadUsage(
+            f"-g any takes one of the GPUs in CUDA_VISIBLE_DEVICES, and {quoted(text)} names none of this host",
+            "name one: -g 0; or for any of the host: env -u CUDA_VISIBLE_DEVICES gpushare run --wait -g any -- CMD",
+            code="bad_gpu",
+        ) from None
+    if len(found) < len(gpus):
+        note(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(one.title for one in found)}")
+    return found
 
 
 def _queued(

@@ -511,6 +511,33 @@ def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
 # -- GPUs that cannot be used --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", ["1", "{uuid}", "1,1"])
+def test_any_keeps_to_the_gpus_that_a_batch_system_gave(cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    world = World("sim:2xa30")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given.format(uuid=world.uuid(1)))
+    answer = cli("run", "-n", "-g", "any", "--wait", "--job-memory", "4G", "--", "true", host=world.spec).ok()
+    assert "wait until GPU 1 has room for 4.0 GiB" in answer.out
+    assert "note: -g any: of the GPUs in CUDA_VISIBLE_DEVICES: GPU 1" in answer.lines("note")
+
+
+def test_any_keeps_to_the_instances_that_a_batch_system_gave(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("sim:2xa30")
+    uuid, _ = world.mig("2g.12gb", "2g.12gb")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
+    words = ("-o", "json", "run", "-n", "-g", "any", "--wait", "--job-memory", "4G", "--", "true")
+    (one,) = cli(*words, host=world.spec).ok().data["room"]["devices"]
+    assert one["device_uuid"] == uuid
+
+
+@pytest.mark.parametrize("given", ["", "7", "NoDevFiles"])
+def test_any_without_a_gpu_that_was_given_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    words = ("-g", "any", "--wait", "--job-memory", "4G", "--", "true")
+    refused("run", *words, code="bad_gpu", exit_code=2, host="sim:2xa30")
+
+
 def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Callable[..., str]) -> None:
     world = World("sim:2xa30")
     world.mig("2g.12gb")
