@@ -283,6 +283,7 @@ class SwappedJob:
     gpu_index: int | None
     gpu_uuid: str
     since: float
+    user: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

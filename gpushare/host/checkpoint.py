@@ -68,7 +68,7 @@ class Checkpoint:
         if code == NOT_READY:
             raise TimedOut(
                 f"the GPU work of process {pid} did not drain within {seconds:g} s; it continues",
-                "wait, or allow more time",
+                "a kernel of it runs for longer; try again later",
                 code="lock_timeout",
             )
         _demand(code, "lock", pid)
@@ -185,8 +185,8 @@ def _demand(code: int, what: str, pid: int) -> None:
         return
     if code == 801:
         raise NotSupported(
-            f"the driver cannot {what} process {pid}: it is a client of MPS",
-            "use SIGSTOP to pause a client of MPS",
+            f"the driver cannot {what} process {pid}: it is a client of MPS, or uses NCCL, CUDA IPC or managed memory",
+            f"outside MPS it can be paused: gpushare pause {pid}",
             code="not_supported",
         )
     reason = "it is locked already" if code == ILLEGAL_STATE else f"CUDA error {code}"

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
 from gpushare.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
@@ -101,4 +102,5 @@ def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
         gpu_index=indexes.get(swap.gpu_uuid),
         gpu_uuid=swap.gpu_uuid,
         since=swap.since,
+        user=None if swap.uid is None else user_name(swap.uid),
     )

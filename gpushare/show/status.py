@@ -399,6 +399,7 @@ def _swapped(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(),
         Column(key="pid", title="pid", right=True),
+        Column(key="user", title="user", rank=2),
         Column(key="name", title="job", optional=True),
         Column(key="state", title="state", style=_alarm),
         _memory("memory_bytes", "memory"),
@@ -408,6 +409,7 @@ def _swapped(snapshot: Snapshot) -> Table:
         {
             "gpu": one.gpu_index,
             "pid": one.pid,
+            "user": one.user,
             "name": one.name,
             "state": one.state,
             "memory_bytes": one.memory_bytes,

@@ -180,7 +180,9 @@ def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, na
     pid = str(job())
     fault(world, checkpoint_faults={name: 801})
     answer = cli("swap", "out", pid, output="json")
-    assert answer.code != 0
+    assert (answer.code, answer.error["code"]) == (3, "not_supported")
+    # Of the list of processes it is no client of MPS.
+    assert "uses NCCL, CUDA IPC or managed memory" in answer.error["message"]
     there = process(world, int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
     assert swaps(world.host) == []
