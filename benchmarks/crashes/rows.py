@@ -349,6 +349,20 @@ def _pause_rows() -> list[Row]:
     ]
 
 
+def _job_of_a_user(world: World) -> None:
+    """Give GPU 0 a job of a user who has a run directory of its own."""
+    _foreign_mps(world)
+    (world.directory / "users" / "65534").mkdir(parents=True, mode=0o755)
+    world.facts["job"] = world.call(lambda: admin.add_process(world.spec, "0", user="65534"))
+
+
+def _user_has_swapped_it_out(world: World) -> None:
+    _job_of_a_user(world)
+    world.call(lambda: admin.set_fault(world.spec, "user", None, "65534"))
+    _do(world, "swap", "out", "{job}")
+    world.call(lambda: admin.set_fault(world.spec, "user", None, "0"))
+
+
 def _swap_rows() -> list[Row]:
     out, back = ("swap", "out", "{job}"), ("swap", "in", "{job}")
     row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
@@ -359,6 +373,13 @@ def _swap_rows() -> list[Row]:
         guard(name="swap out, its guard too", command=out, then=[back, out], guard_after=18),
         row(name="swap in", prepare=gone, command=back, then=[back, out]),
         guard(name="swap in, its guard too", prepare=gone, command=back, then=[back, out], guard_after=15),
+        row(name="swap out, by root", prepare=_job_of_a_user, command=(*out, "-y"), then=[(*back, "-y"), (*out, "-y")]),
+        row(
+            name="swap in, by root",
+            prepare=_user_has_swapped_it_out,
+            command=(*back, "-y"),
+            then=[(*back, "-y"), (*out, "-y")],
+        ),
     ]
 
 

@@ -652,7 +652,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
             if state in {RUNNING, LOCKED}:
                 with _unless_ended(host, pid):
                     checkpoint.checkpoint(pid, sizes[pid])
-        write_if_living(host, replace(swap, state=OUT))
+        _leave_out(host, swap)
         return
     for pid in out:
         with _unless_ended(host, pid):
@@ -662,6 +662,15 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         write_if_living(host, replace(swap, state=BACK, restored=True))
     else:
         forget(swap)
+
+
+def _leave_out(host: Host, swap: Swap) -> None:
+    """Note that a job is out: by root in the record of its user, if that says so, because then the user may bring it in."""
+    others = _records_of_others(host)
+    if any(one.keeper_uid != 0 and one.state == OUT and _same(one, swap) for one in others):
+        forget(swap)
+    else:
+        write_if_living(host, replace(swap, state=OUT))
 
 
 def _has_room(host: Host, swap: Swap, size: int) -> bool:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "mps": (["mps*"], 5),
     "pause and resume": (["pause", "pause, its guard too", "resume"], 4),
-    "swap": (["swap out", "swap out, its guard too", "swap in"], 3),
+    "swap": (["swap out", "swap out, its guard too", "swap in", "swap in, by root"], 3),
     "timeslice, apply and advise": (["timeslice set*", "timeslice reset*", "apply*", "advise*"], 4),
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.

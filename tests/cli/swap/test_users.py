@@ -82,6 +82,23 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(
     assert checkpoint(world, pid) == RUNNING
 
 
+def test_what_root_fails_to_bring_back_its_user_can(cli: Cli, world: World) -> None:
+    from gpushare.sim.current import changing
+
+    pid = job(world, name="train")
+    cli("swap", "out", "train").ok()
+    become(world, 0)
+    with changing(world.file) as (state, _):
+        state.checkpoint_faults = {"restore": 800}
+    assert cli("swap", "in", "train", output="json").error["code"] == "restore_refused"
+    with changing(world.file) as (state, _):
+        state.checkpoint_faults = {}
+    become(world, NOBODY)
+    assert listed(cli) == [(pid, "out", "nobody", None)]
+    cli("swap", "in", "train").ok()
+    assert checkpoint(world, pid) == RUNNING
+
+
 def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Callable[..., str], world: World) -> None:
     pid = job(world, name="train")
     become(world, 0)
