@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.host.records import replace_file
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
 from tests.cli.conftest import Cli
@@ -123,7 +124,8 @@ def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int)
         state.processes[0].channels_off = []
     # As if the recorded channels were others: what the guard finds on the GPU is new.
     text = record(world, pid).read_text()
-    record(world, pid).write_text(text.replace(str(CHANNELS[0]), str(CHANNELS[0] + 0x1000)))
+    # In one go: a guard that finds half a record takes it for a pause that is over.
+    replace_file(record(world, pid), text.replace(str(CHANNELS[0]), str(CHANNELS[0] + 0x1000)))
     eventually(lambda: off(world, pid) == OFF)
     cli("resume", str(pid)).ok()
     assert off(world, pid) == []
