@@ -42,13 +42,17 @@ class There:
         return not (self.known or self.others or self.coming)
 
     @property
+    def measured(self) -> bool:
+        """Return whether it is known of all of them how much they use."""
+        return not self.others and not self.coming and all(one.profile.use_percent is not None for one in self.known)
+
+    @property
     def use_percent(self) -> float | None:
         """Return how much of the GPU they use together; None: unknown."""
-        uses = [one.profile.use_percent for one in self.known]
-        sum_known = sum(use for use in uses if use is not None)
         if self.coming:
             return None
-        if not self.others and None not in uses:
+        sum_known = sum(one.profile.use_percent or 0.0 for one in self.known)
+        if self.measured:
             return sum_known
         return None if self.busy_percent is None else max(sum_known, self.busy_percent)
 
@@ -121,7 +125,8 @@ def in_words(job: Command | None, there: There) -> str:
     if found.pair:
         return f"by profile: the two were measured together, and lose {found.percent:.0f} % of a GPU"
     if found.percent is not None and job is not None:
-        text = f"by profile: it uses {job.profile.use_percent:.0f} %, what runs there {there.use_percent:.0f} %"
+        text = f"by profile: it uses {job.profile.use_percent:.0f} %, what runs there "
+        text += f"{there.use_percent:.0f} %" + ("" if there.measured else " (not measured: utilization)")
         return text + (f", and {found.percent:.0f} % has to wait" if found.percent >= 1 else "")
     if there.coming and not there.known and not there.others:
         return "not measured: a job that has just begun"

@@ -45,9 +45,8 @@ def test_utilization_counts_where_a_program_is_not_known() -> None:
     # What is known to run there is not less busy than the GPU looks.
     there = There(known=(command("a", sm=90),), others=1, busy_percent=40)
     assert harm(job, there).percent == pytest.approx(40)
-    assert "by profile: it uses 50 %, what runs there 80 %, and 30 % has to wait" in in_words(
-        job, There(others=1, busy_percent=80)
-    )
+    said = in_words(job, There(others=1, busy_percent=80))
+    assert said == "by profile: it uses 50 %, what runs there 80 % (not measured: utilization), and 30 % has to wait"
 
 
 def test_a_measured_pair_counts_more_than_the_sum() -> None:

@@ -29,7 +29,9 @@ from gpushare.memory.ledger import (
     reservations,
     waiting_before,
 )
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import best_first, wait_for_room
+from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
 from gpushare.sim.admin import add_process
 from gpushare.units import GIB
@@ -218,6 +220,41 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
     ordered = best_first(host, [first, second], lambda one: ["web"] if one.gpu.index == 0 else [])
     assert [one.gpu.index for one, _ in ordered] == [1, 0]
     assert "production job 'web' runs there" in ordered[1][1]
+
+
+@pytest.mark.parametrize(
+    ("user", "name", "said"),
+    [
+        (None, "python3", "by profile: it uses 50 %, what runs there 30 %"),
+        # Others' profiles cannot be read, whatever their processes call themselves.
+        ("nobody", "python3", "by profile: it uses 50 %, what runs there 40 % (not measured: utilization)"),
+        # What a server of MPS does is the work of its clients.
+        (None, SERVER_PROGRAM, "nothing runs there"),
+    ],
+)
+def test_only_own_processes_are_known_by_their_command(host: Host, user: str | None, name: str, said: str) -> None:
+    first, second = devices(host)
+    for command, use in ((("python", "web.py"), 30.0), (("python", "mine.py"), 50.0)):
+        keep_profile(host, first, command, Profile(sm_percent=use))
+    add_process(SPEC, user=user, name=name, command_line=("python", "web.py"), sm_percent=40)
+    ordered = best_first(host, devices(host), lambda _: [], command=("python", "mine.py"))
+    (why,) = [why for one, why in ordered if one.gpu.index == first.gpu.index]
+    assert f"; {said}" in why
+    (empty,) = [why for one, why in ordered if one.gpu.index == second.gpu.index]
+    assert "nothing runs there" in empty
+
+
+def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host: Host) -> None:
+    first, second = devices(host)
+    place = enter(host, GIB)
+    place.take(first.uuid)
+    add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
+    ordered = best_first(host, devices(host), lambda _: [])
+    assert [one.gpu.index for one, _ in ordered] == [second.gpu.index, first.gpu.index]
+    assert "a job that has just begun" in ordered[1][1]
+    # It is not its own neighbour.
+    assert "nothing runs there" in best_first(host, [first], lambda _: [], but=place)[0][1]
+    place.leave()
 
 
 def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> None:
