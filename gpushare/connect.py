@@ -9,11 +9,21 @@ from gpushare.host.host import Host, UserDirectory, local_host
 from gpushare.host.nvml import NvmlReader
 from gpushare.units import quoted
 
+_USERS_SECONDS = 1.0
+_users_seen: tuple[float, Sequence[UserDirectory]] | None = None
+
 
 def _users() -> Sequence[UserDirectory]:
-    from gpushare.host.users import user_directories
+    """Return the run directories of users, as they were at most a second ago: one command asks several times."""
+    global _users_seen  # noqa: PLW0603
+    import time
 
-    return user_directories()
+    now = time.monotonic()
+    if _users_seen is None or now - _users_seen[0] > _USERS_SECONDS:
+        from gpushare.host.users import user_directories
+
+        _users_seen = now, user_directories()
+    return _users_seen[1]
 
 
 def connect(spec: str) -> Host:

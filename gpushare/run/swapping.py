@@ -341,7 +341,8 @@ class Swapping:
             # Another job of this user is on its way: that takes as long as its copy.
             return
         self._later = self._clock() + self._again
-        self._again = min(2 * self._again, _MOST_AGAIN_SECONDS)
+        if not isinstance(self._policy, ForProduction):
+            self._again = min(2 * self._again, _MOST_AGAIN_SECONDS)
         if error.message != self._said:
             self._said = error.message
             self._say(f"{error.message}; tried again from time to time")
@@ -351,7 +352,7 @@ class Swapping:
         found = find_swap(self._host, self._pid)
         if found is None or found.state == BACK:
             if self.out:
-                self._came_back()
+                self._came_back("what was out has ended" if found is None else "back on the GPU, brought in by hand")
         elif found.state == LOST:
             if not self._by_hand:
                 self._by_hand, self._swap = True, found
@@ -364,9 +365,9 @@ class Swapping:
                 f"{'sudo ' if root else ''}gpushare swap in {found.selector}"
             )
 
-    def _came_back(self) -> None:
-        """Note that somebody else has brought it in, and hold its place again."""
-        self._say("back on the GPU, brought in by hand")
+    def _came_back(self, why: str) -> None:
+        """Note that nothing of it is out any more, and hold its place again."""
+        self._say(why)
         if not self._by_hand:
             self._out_seconds += self._clock() - self._left_at
         self._since = self._clock()

@@ -182,6 +182,19 @@ def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
     finish(job)
 
 
+def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(
+    start: Callable[..., Started], cli: Cli, world: World
+) -> None:
+    """As a kernel of a notebook that is restarted."""
+    job = start("--idle", "60s", "--job-memory", "8G", "--name", "lab")
+    cli("swap", "out", "lab", host=A30).ok()
+    job.says("swapped out by hand")
+    # A record whose processes have all ended is removed by whoever reads it next.
+    next((world.directory / "run" / "swap").glob("*.json")).unlink()
+    job.says("what was out has ended")
+    finish(job)
+
+
 # -- the end of a job that is out --------------------------------------------------------------------------------------
 
 
