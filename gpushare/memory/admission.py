@@ -19,10 +19,21 @@ _MOST_EXACT: Final = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What all jobs together can have on one device: bytes, and clients of an MPS server (None: no bound)."""
+    """What all jobs together can have on one device: bytes, and clients of an MPS server (None: no bound).
+
+    ``alone``: a job outside MPS has it alone (compute mode exclusive-process). ``own_bytes`` are there without any job: the
+    driver's, of a display, of an MPS server without clients.
+    """
 
     memory_bytes: int
     clients: int | None = None
+    alone: bool = False
+    own_bytes: int = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return what a job gets that has the device without other jobs."""
+        return max(0, self.memory_bytes - self.own_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,9 @@ def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
 
 
 def _size(room: Room, job: Waiting) -> int:
-    return room.memory_bytes if job.memory_bytes is None else job.memory_bytes
+    if job.memory_bytes is None:
+        return room.whole_bytes
+    return max(room.whole_bytes, job.memory_bytes) if room.alone and not job.client else job.memory_bytes
 
 
 def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:

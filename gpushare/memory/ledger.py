@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Final
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
 from gpushare.memory.swap import OUT, swaps
+from gpushare.model import MUCH_UNLISTED, ComputeMode
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
     from gpushare.model import GpuProcess
     from gpushare.selection import Device
 
@@ -231,22 +233,28 @@ def line_of(
     if total is None:
         return None
     reserved = (device.gpu.memory_reserved_bytes or 0) if device.mig is None else 0
-    room = Room(memory_bytes=max(0, total - reserved), clients=clients)
+    # A context outside MPS has such a GPU alone, however small it is.
+    alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     processes = [one for one in device.gpu.processes or () if is_on(one, device)]
     here = [one for one in found if one.key == device.uuid]
     owners = owners_of(host, here, processes)
-    running, holders, counted = [], [], 0
+    strangers = [(one, host.processes.describe(one.pid)) for one in processes if one.pid not in owners]
+    # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
+    rest = max(0, (used or 0) - sum(one.memory_used_bytes or 0 for one in processes))
+    own = sum(one.memory_used_bytes or 0 for one, info in strangers if not _is_job(one, info))
+    own += rest if rest <= MUCH_UNLISTED else 0
+    room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=own)
+    running, holders = [], []
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
     for one in here:
         held = sum(process.memory_used_bytes or 0 for process in processes if owners.get(process.pid) == one.id)
         there = one.id in owners.values()
-        counted += held
         if not there and (one.id in lapsed or at - one.claim.touched_at > LAPSE_SECONDS):
             continue
-        size = room.memory_bytes if one.memory_bytes is None else one.memory_bytes
+        size = room.whole_bytes if one.memory_bytes is None else one.memory_bytes
         limit = (limits or {}).get(one.claim.uid)
         if limit is not None and granted[one.claim.uid] + size > limit:
             size = 0
@@ -254,18 +262,14 @@ def line_of(
         granted[one.claim.uid] += size
         holders.append(one)
         # Without a reservation, what it holds counts.
-        running.append(Running(memory_bytes=max(size, held), client=one.client, uid=one.claim.uid))
-    strangers = [process for process in processes if process.pid not in owners]
-    for process in strangers:
-        info = host.processes.describe(process.pid)
+        takes = room.whole_bytes if alone and not one.client else max(size, held)
+        running.append(Running(memory_bytes=takes, client=one.client, uid=one.claim.uid))
+    for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
-        counted += process.memory_used_bytes or 0
-    # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
-    rest = max(0, (used or 0) - counted)
     if rest:
         running.append(Running(memory_bytes=rest))
-    others = rest + sum(process.memory_used_bytes or 0 for process in strangers)
+    others = rest + sum(process.memory_used_bytes or 0 for process, _ in strangers)
     return Line(
         device=device,
         room=room,
@@ -278,9 +282,18 @@ def line_of(
     )
 
 
+def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
+    """Return whether a process is work of its own, and not a display or an MPS server that waits for clients."""
+    if not process.compute and not process.mps:
+        return (process.memory_used_bytes or 0) > MUCH_UNLISTED
+    from gpushare.mps.control import is_server
+
+    return info is None or not is_server(info.name)
+
+
 def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mapping[int, int]) -> bool:
     limit = limits.get(uid)
-    size = line.room.memory_bytes if memory_bytes is None else memory_bytes
+    size = line.room.whole_bytes if memory_bytes is None else memory_bytes
     return limit is None or line.granted.get(uid, 0) + size <= limit
 
 

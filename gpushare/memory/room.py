@@ -388,7 +388,7 @@ def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> N
 
 
 def _need(line: Line, request: Request) -> int:
-    return line.room.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    return line.room.whole_bytes if request.memory_bytes is None else request.memory_bytes
 
 
 def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> str:

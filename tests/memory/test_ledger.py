@@ -31,10 +31,11 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import best_first, wait_for_room
+from gpushare.model import ComputeMode
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
-from gpushare.sim.admin import add_process
-from gpushare.units import GIB
+from gpushare.sim.admin import add_process, set_fault
+from gpushare.units import GIB, MIB
 
 SPEC = "sim:2xa30"
 
@@ -103,6 +104,47 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     assert not take(host, late)
     assert take(host, early)
     assert late.key is None
+
+
+@pytest.mark.parametrize("own", ["the driver", "a display", "an MPS server"])
+def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> None:
+    """An idle GPU shows a few MiB, an idle MIG instance 15 MiB: a job of unknown size would wait for ever."""
+    for gpu in ("0", "1"):
+        if own == "the driver":
+            set_fault(SPEC, "unlisted-memory", gpu, str(15 * MIB))
+        elif own == "a display":
+            add_process(SPEC, gpu, memory_bytes=90 * MIB, graphics=True, name="Xorg")
+        else:
+            add_process(SPEC, gpu, memory_bytes=66 * MIB, name=SERVER_PROGRAM, sm_percent=0)
+    first, second = enter(host, None), enter(host, None)
+    assert take(host, first)
+    assert take(host, second)
+    assert first.key != second.key
+    assert not take(host, enter(host, GIB))
+
+
+@pytest.mark.parametrize("what", ["a job", "a large rendering", "memory of the dead"])
+def test_work_of_others_keeps_a_job_out_that_wants_all(host: Host, what: str) -> None:
+    for gpu in ("0", "1"):
+        if what == "memory of the dead":
+            set_fault(SPEC, "unlisted-memory", gpu, str(2 * GIB))
+        else:
+            size = 15 * MIB if what == "a job" else 2 * GIB
+            add_process(SPEC, gpu, memory_bytes=size, graphics=what != "a job")
+    whole = enter(host, None)
+    assert not take(host, whole)
+    whole.leave()
+    assert take(host, enter(host, GIB))
+
+
+def test_a_job_outside_mps_has_an_exclusive_gpu_alone(host: Host) -> None:
+    for index in (0, 1):
+        host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)
+    places = [enter(host, GIB) for _ in range(3)]
+    assert [take(host, one) for one in places] == [True, True, False]
+    assert places[0].key != places[1].key
+    client = Place(host, replace(places[0].request, client=True))
+    assert not take(host, client)
 
 
 def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
