@@ -351,7 +351,10 @@ class Swapping:
         """See whether the job was moved by hand, by its user or by root."""
         found = find_swap(self._host, self._pid)
         if found is None or found.state == BACK:
-            if self.out:
+            if self.out and found is None and self._host.processes.identity(self._pid) is None:
+                # The program itself has ended: that is said elsewhere.
+                self._swap = None
+            elif self.out:
                 self._came_back("what was out has ended" if found is None else "back on the GPU, brought in by hand")
         elif found.state == LOST:
             if not self._by_hand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
-from gpushare.memory.ledger import reservations
-from gpushare.memory.swap import OUT, swaps
-from gpushare.run.swapping import _GROWTH_SECONDS
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.limit import JobMemory
+from gpushare.memory.swap import OUT, Swap, swaps
+from gpushare.run.swapping import _GROWTH_SECONDS, Idle, Swapping
+from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
@@ -193,6 +196,24 @@ def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(
     next((world.directory / "run" / "swap").glob("*.json")).unlink()
     job.says("what was out has ended")
     finish(job)
+
+
+def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) -> None:
+    (device,) = select("0", world.host.nvml.sweep())
+    said: list[str] = []
+    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
+    watch = Swapping(world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append)
+    process = subprocess.Popen(["sleep", "60"])
+    watch.started(process.pid)
+    watch._swap = Swap(
+        pid=process.pid, started=1, name=None, uid=0, gpu_uuid=device.uuid, state=OUT, since=0.0, images=()
+    )  # fmt: skip
+    process.kill()
+    process.wait()
+    assert not watch.look()
+    assert said == []
+    assert not watch.out
+    place.leave()
 
 
 # -- the end of a job that is out --------------------------------------------------------------------------------------
