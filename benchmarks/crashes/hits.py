@@ -89,8 +89,8 @@ _LOOKS: Final[Sequence[Words]] = (
 )
 
 
-def warm(directory: Path) -> None:
-    """Load all of gpushare and run its first steps, in an empty directory: each process that is forked has done them."""
+def load() -> None:
+    """Load all of gpushare and build its commands, so that each process that is forked has them."""
     for module in pkgutil.walk_packages(gpushare.__path__, "gpushare."):
         if not module.name.endswith(("__main__", ".guard")):
             importlib.import_module(module.name)
@@ -98,6 +98,13 @@ def warm(directory: Path) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _build(cli.root())
+    gc.collect()
+    gc.freeze()
+
+
+def warm(directory: Path) -> None:
+    """Load gpushare and run its first steps, in an empty directory: each process that is forked has done them."""
+    load()
     host = World("sim:2xh100", directory)
     host.enter()
     connect(host.spec)
@@ -108,7 +115,6 @@ def warm(directory: Path) -> None:
             code = cli.main(["--host", host.spec, *words, "-o", "json"])
         if code != 0:
             raise RuntimeError(said.getvalue())
-    gc.collect()
     gc.freeze()
 
 

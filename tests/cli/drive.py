@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.crashes.hits import load
 from gpushare.cli import main
 from gpushare.connect import connect
 from gpushare.gpu_models import GpuModel, find_model
@@ -186,6 +188,7 @@ class World:
 
     def run_apart(self, *words: str) -> int:
         """Run a command in a process of its own, which may be killed; return its exit code."""
+        loaded()
         child = os.fork()
         if not child:
             code = 99
@@ -364,10 +367,15 @@ class Started:
         return Answer(self.process.returncode, out, err)
 
 
+# Once for all processes that are forked from this one.
+loaded = functools.cache(load)
+
+
 class Forked(subprocess.Popen[str]):
     """gpushare in a process that is forked from this one, which has all of it loaded: a tenth of the work of a start."""
 
     def _execute_child(self, *given: Any) -> None:
+        loaded()
         words, env, cwd, pipes, new_session = given[0], given[6], given[5], given[10:16], given[21]
         with warnings.catch_warnings():
             # Since Python 3.12 a fork next to threads is warned of: those of pytest-xdist, which hold nothing that we use.

@@ -247,7 +247,7 @@ def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed(tmp_path
         processes.immortal.clear()
         return True
 
-    directories = {"run_directory": tmp_path, "shared_run_directories": ()}
+    directories = {"run_directory": tmp_path, "shared_run_directories": (), "user_directories": tuple}
     host = cast("Host", type("FakeHost", (), {"processes": processes, **directories})())
     end_programs(host, [1, 2], set, None, number=signal.SIGTERM, hurry=hurry)
     assert processes.log == [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)]

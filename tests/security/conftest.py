@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from gpushare.cli import main
-from tests.cli.drive import Answer
+from tests.cli.drive import Answer, loaded
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -162,6 +162,7 @@ def sticky(open_host: None) -> Iterator[Path]:
 
 def gpushare(*words: str, host: str = "sim:h200", seconds: float = 60.0, output: str | None = None) -> Answer:
     """Run a command as root in a process of its own, which must end within some time."""
+    loaded()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if not child:
