@@ -51,6 +51,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
         ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
+        ("When a GPU has room", "run --wait -g any --job-memory 20G -- python train.py"),
+        ("A notebook that gives its memory back", "run --idle 10m -- jupyter lab"),
     ),
     "pause": (
         ("For ten minutes at most", "pause 4711 --timeout 10m"),

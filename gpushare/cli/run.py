@@ -253,8 +253,8 @@ def run(
         typer.Option(
             "--job-memory",
             metavar="SIZE",
-            help="Device memory of all its processes together, contexts included; over it, the job is ended. As root with "
-            "driver 615, the driver refuses what is over it.",
+            help="Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root "
+            "with driver 615, the driver refuses what is over it.",
         ),
     ] = None,
     memory_action: Annotated[
@@ -269,7 +269,10 @@ def run(
         ),
     ] = False,
     wait_timeout: Annotated[
-        str | None, typer.Option("--wait-timeout", metavar="TIME", help="With --wait: give up after this time.")
+        str | None,
+        typer.Option(
+            "--wait-timeout", metavar="TIME", help="With --wait: give up after this time: 30m, 2h. [default: never]"
+        ),
     ] = None,
     requeue: Annotated[
         bool,
@@ -338,7 +341,9 @@ def run(
     idle: Annotated[
         str | None,
         typer.Option(
-            "--idle", metavar="TIME", help="Leave the GPU after this time without work; come back at its first work."
+            "--idle",
+            metavar="TIME",
+            help="Leave the GPU after this time without work: 10m. Come back at its first work.",
         ),
     ] = None,
     turns: Annotated[
@@ -346,7 +351,8 @@ def run(
         typer.Option(
             "--turns",
             metavar="TIME|auto",
-            help="Take turns with jobs that do not fit at the same time, each with all of its memory.",
+            help="Take turns of this time with jobs that do not fit at the same time, each with all of its memory. auto: nine "
+            "times as long as a switch.",
         ),
     ] = None,
     swap: Annotated[

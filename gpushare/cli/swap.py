@@ -99,7 +99,10 @@ def back_in(
     job: JobArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the GPU has room, first come first served.")] = False,
     wait_timeout: Annotated[
-        str | None, typer.Option("--wait-timeout", metavar="TIME", help="With --wait: give up after this time.")
+        str | None,
+        typer.Option(
+            "--wait-timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"
+        ),
     ] = None,
 ) -> Any:
     """Bring a job back to its GPU and let it continue.
