@@ -151,6 +151,9 @@ def check_memory(device: Device, limit: int | None, option: str = "--memory") ->
         BadUsage: the limit is above the device's memory.
     """
     total = device.memory_total_bytes
+    if total is not None and device.mig is None and option != "--memory":
+        # Of the whole job: what the driver has reserved is for nobody.
+        total -= device.gpu.memory_reserved_bytes or 0
     if limit is not None and total is not None and limit > total:
         raise BadUsage(
             f"{'the memory limit' if option == '--memory' else option} {format_bytes(limit)} is above the"

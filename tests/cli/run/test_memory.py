@@ -66,6 +66,11 @@ def test_a_wrong_size_names_its_own_option(refused: Callable[..., str], size: st
     assert "--memory" not in text.replace("--job-memory", "")
 
 
+def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
+    hint = cli("run", "--job-memory", "900G", "--", "true").lines("hint")[0]
+    cli("run", "-n", "--wait", "--job-memory", hint.split()[-1], "--", "true").ok()
+
+
 def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
     answer = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
     assert answer.code == 1
