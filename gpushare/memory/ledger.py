@@ -61,6 +61,8 @@ class Reservation:
     # It leaves the GPU when production needs room; and has said that it cannot.
     leaves: bool = False
     stays: bool = False
+    # It leaves at the end of its turn for any job that waits.
+    turns: bool = False
     opportunistic: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
@@ -203,6 +205,7 @@ def _reservation(claim: Claim) -> Reservation | None:
         above=above,
         leaves="leaves" in words,
         stays="stays" in words,
+        turns="turns" in words,
     )
 
 
@@ -361,8 +364,9 @@ class Request:
     client: bool
     name: str | None = None
     production: bool = False
-    # It leaves the GPU when production needs room.
+    # It leaves the GPU when production needs room; at the end of its turn.
     leaves: bool = False
+    turns: bool = False
     opportunistic: bool = False
 
 
@@ -395,6 +399,8 @@ class Place:
                 self._claim.tell(f"role {'production' if request.production else 'opportunistic'}")
             if request.leaves:
                 self._claim.tell("leaves for production")
+            if request.turns:
+                self._claim.tell("turns with others")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()

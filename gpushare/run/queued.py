@@ -227,6 +227,7 @@ class Queued:
             production=self.production,
             opportunistic=self.opportunistic,
             leaves=self.memory.for_production,
+            turns=self.memory.turns,
         )
 
     def _may_limit(self, device: Device) -> bool:

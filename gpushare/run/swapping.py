@@ -72,7 +72,7 @@ class Look(NamedTuple):
     # The job's GPU processes worked in the last window (percent of the SMs), and its CPU time in seconds so far.
     busy_percent: int | None
     cpu_seconds: float
-    # Free on the device now, and what waiting jobs before or after this one want there.
+    # Free on the device now. Others wait for the device, and have room there once all that take turns have left.
     free_bytes: int
     others_wait: bool
     production_waits: bool
@@ -427,7 +427,7 @@ class Swapping:
             busy_percent=None if None in busy else sum(one or 0 for one in busy),
             cpu_seconds=sum(times),
             free_bytes=max(0, total - used),
-            others_wait=bool(others),
+            others_wait=any(line is None or _can_come(one, line) for one in others),
             production_waits=bool(production),
             held_bytes=sum(one.memory_used_bytes or 0 for one in mine)
             if self._swap is None
@@ -450,7 +450,7 @@ class Swapping:
 
     def _is_needed(self, production: Sequence[Reservation], line: Line | None, later: int) -> bool:
         """Return whether waiting production has room only if this job leaves, after those that came later."""
-        whole = 0 if line is None else line.room.memory_bytes
+        whole = 0 if line is None else line.room.whole_bytes
         need = sum(whole if one.memory_bytes is None else one.memory_bytes for one in production)
         short = bool(production) and (line is None or need > line.free_bytes)
         if not short or line is None:
@@ -565,6 +565,14 @@ class Swapping:
     def check(self) -> None:
         """Raise if the job was ended for its memory."""
         self._memory.check()
+
+
+def _can_come(one: Reservation, line: Line) -> bool:
+    """Return whether a waiting job has room when all that take turns have left: else it waits for those that stay."""
+    leaving = sum(size.memory_bytes for job, size in zip(line.holders, line.running, strict=False) if job.turns)
+    stays = sum(size.memory_bytes for size in line.running) - leaving
+    need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
+    return stays + need <= line.room.memory_bytes
 
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:

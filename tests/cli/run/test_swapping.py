@@ -276,3 +276,29 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
     assert {one.checkpoint for one in world.state.processes} == {RUNNING}
     os.unlink(wakes)
     assert job.result().code == 0
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[..., Started], world: World) -> None:
+    """Else it would be out until the job that is in the way of both has ended, and nobody would use its room."""
+    other = admin.add_process(world.spec, memory_bytes=9 * GIB, name="stays")
+    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
+    time.sleep(2.0)
+    assert swaps(world.host) == []
+    admin.end_process(world.spec, other)
+    until(lambda: any(one.state == OUT for one in swaps(world.host)), "it has left")
+    large.leave()
+    finish(job)
+
+
+def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
+    start: Callable[..., Started], world: World
+) -> None:
+    jobs = [start("--turns", "0.5", "--job-memory", "9G", size=size) for size in ("7G", "8G")]
+    large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
+    until(lambda: len([one for one in swaps(world.host) if one.state == OUT]) == 2, "both have left")
+    large.leave()
+    finish(*jobs)
