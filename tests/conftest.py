@@ -124,12 +124,43 @@ SLOW = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests by their path."""
+# Tests that take five seconds or more, most of it waiting. They begin first: the last tests of a run are short ones.
+LONG = (
+    "tests/cli/bench/test_edges.py::test_several_sizes",
+    "tests/cli/run/test_container.py::test_if_gpushare_dies",
+    "tests/cli/run/test_duty_cycle.py::test_it_runs_and_stands_still",
+    "tests/cli/run/test_faults.py::test_the_death_of_the_daemon",
+    "tests/cli/run/test_roles.py::test_a_requeued_program",
+    "tests/cli/run/test_slice.py::test_the_slice_follows",
+    "tests/crash/test_crashes.py::test_one_more_command",
+    "tests/measure/test_tune.py::test_jobs_that_compete",
+    "tests/measure/test_tune.py::test_real_processes",
+    "tests/measure/test_tune_ways.py::test_slices_of_real_processes",
+    "tests/measure/test_tune_ways.py::test_the_slice_of_real_processes",
+    "tests/mig/test_planner_exact.py::test_cost_is_the_least_from_any_layout",
+    "tests/test_colocation.py::test_programs_of_the_cpu",
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark slow tests by their path, and give each worker some of the long ones to begin with."""
     here = str(Path(__file__).parent)
     for item in items:
         if str(item.path).removeprefix(f"{here}/").startswith(SLOW):
             item.add_marker("slow")
+    yield
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    long = [item for item in items if item.nodeid.startswith(LONG)]
+    short = [item for item in items if not item.nodeid.startswith(LONG)]
+    number = len(items)
+    items.clear()
+    for left in range(workers, 0, -1):
+        # As `--dist worksteal` deals them out.
+        first = long[left - 1 :: workers]
+        rest = max(0, (number - len(items)) // left - len(first))
+        taken, short = short[:rest], short[rest:]
+        items += first + taken
 
 
 def pytest_collection_finish() -> None:
