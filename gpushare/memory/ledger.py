@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
-from gpushare.memory.swap import OUT, swaps
+from gpushare.memory.swap import LOST, OUT, swaps
 from gpushare.model import MUCH_UNLISTED, ComputeMode
 from gpushare.values import dataclass
 
@@ -119,8 +119,15 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     if claims is None:
         return None
     found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
-    # What is out of the GPU has left its place to others.
-    out = {one.pid for one in swaps(host) if one.state == OUT}
+    # What is out of the GPU has left its place to others, and what is lost never comes back.
+    gone = [one for one in swaps(host) if one.state in {OUT, LOST}]
+    # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
+    roots = {process.pid for one in found for process in one.claim.processes[1:]} if gone else set()
+    images = {image for one in gone for image, _, _ in one.images}
+    # The nearest one: a job may have been started by another one.
+    out = {one.pid for one in gone} | {
+        next((pid for pid in _ancestry(host, one) if pid in roots), one) for one in images
+    }
     found = [one for one in found if one.key is None or out.isdisjoint(other.pid for other in one.claim.processes)]
     waiting: dict[int, int] = defaultdict(int)
     kept = []
@@ -341,18 +348,24 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
     roots = {process.pid: one for one in found for process in one.claim.processes}
     owners: dict[int, str] = {}
     for process in processes:
-        pid: int | None = process.pid
-        for _ in range(64):
-            if pid is None or pid <= 1:
-                break
+        for pid in _ancestry(host, process.pid):
             if pid in roots:
                 info = host.processes.describe(process.pid)
                 # A claim that names somebody else's process must not hide that one's memory.
                 if info is not None and info.uid == roots[pid].claim.uid:
                     owners[process.pid] = roots[pid].id
                 break
-            pid = host.processes.parent(pid)
     return owners
+
+
+def _ancestry(host: Host, pid: int) -> Iterator[int]:
+    """Yield a process and those that it descends from."""
+    above: int | None = pid
+    for _ in range(64):
+        if above is None or above <= 1:
+            break
+        yield above
+        above = host.processes.parent(above)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,8 +223,20 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     found = swaps(host)
     by_pid = next((one for one in found if one.pid == pid), None)
     inside = next((one for one in found if any(image == pid for image, _, _ in one.images)), None)
-    named = None if name is None else next((one for one in found if one.name == name), None)
-    return by_pid or inside or named
+    if by_pid or inside or name is None:
+        return by_pid or inside
+    # To root, jobs of several users may have this name.
+    info = host.processes.describe(pid)
+    uids = {None} if info is None else {None, info.uid}
+    return next((one for one in found if one.name == name and one.uid in uids), None)
+
+
+def find_in_tree(host: Host, pid: int) -> Swap | None:
+    """Return the record of a program, or else of a part of it that was swapped by its own PID."""
+    found = swaps(host)
+    family = set(host.processes.descendants(pid)) if found else set()
+    there = [one for one in found if one.pid == pid or family & {image for image, _, _ in one.images}]
+    return min(there, key=lambda one: one.state == BACK, default=None)
 
 
 def _read(path: Path) -> Swap | None:

@@ -23,7 +23,7 @@ from gpushare.memory.swap import (
     RETURNING,
     Swap,
     come_in,
-    find_swap,
+    find_in_tree,
     forget_ended,
     go_out,
     guarded,
@@ -349,7 +349,7 @@ class Swapping:
 
     def _notice(self) -> None:
         """See whether the job was moved by hand, by its user or by root."""
-        found = find_swap(self._host, self._pid)
+        found = find_in_tree(self._host, self._pid)
         if found is None or found.state == BACK:
             if self.out and found is None and self._host.processes.identity(self._pid) is None:
                 # The program itself has ended: that is said elsewhere.
@@ -498,7 +498,7 @@ class Swapping:
     def _return(self, seconds: float = 0.0) -> None:
         if self._swap is None:
             return
-        now = find_swap(self._host, self._swap.pid)
+        now = find_in_tree(self._host, self._swap.pid)
         if now is None or now.state not in {OUT, RETURNING}:
             return
         now = taken_over(self._host, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
-from gpushare.sim.state import SimulatedProcess
+from gpushare.sim.state import SimulatedProcess, started_at
 from gpushare.units import GIB, parse_memory_limit
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -158,6 +159,32 @@ def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     (said,) = finish(job)
     assert "tried again" not in said
     assert reservations(world.host) == []
+
+
+def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
+    start: Callable[..., Started], cli: Cli, world: World
+) -> None:
+    """`status` shows the PID of the process on the GPU, which a script may have started."""
+    script = shlex.join([*JOB, "--footprint", "8G"])
+    job = start("--idle", "60s", "--job-memory", "16G", program=("sh", "-c", f"{script} & wait"))
+    (shell,) = world.state.processes
+    child = admin.add_process(A30, memory_bytes=8 * GIB)
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            if one.pid == child:
+                one.pid, one.real, one.started_at = _child_of(shell.pid)
+    child = _child_of(shell.pid)[0]
+    cli("swap", "out", str(child), host=A30).ok()
+    job.says("swapped out by hand")
+    assert not [one for one in reservations(world.host) or [] if one.key]
+    cli("swap", "in", str(child), host=A30).ok()
+    job.says("back on the GPU, brought in by hand")
+    finish(job)
+
+
+def _child_of(pid: int) -> tuple[int, bool, float]:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child), True, started_at(int(child)) or 0.0
 
 
 def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., Started], cli: Cli, world: World) -> None:
