@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
-from gpushare.host.host import make_private_directory
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -235,6 +234,8 @@ def directory_locked(directory: Path, what: str, *, waits: Callable[[float], Non
         NoPermission, OperationFailed: as `make_private_directory` and `writing`.
     """
     # One by one: the mode applies to the last directory of a path only.
+    from gpushare.host.host import make_private_directory
+
     make_private_directory(directory.parent)
     make_private_directory(directory)
     path = directory / "lock"

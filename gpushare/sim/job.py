@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity
-from gpushare.sim.cgroups import is_refused
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.processes import SIM_HOST
@@ -260,6 +259,8 @@ def _settle_in(
     process.busy_percent, process.request_ms = options.busy, options.latency
     if options.footprint is None:
         return True
+    from gpushare.sim.cgroups import is_refused
+
     size = parse_memory_limit(options.footprint) * options.streams
     limit = process.memory_limit_bytes
     process.memory_bytes = 0

@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.gpu_models import GpuModel, find_model
-from gpushare.host.process import SAME_START_SECONDS
 from gpushare.host.records import replace_file, writing
 from gpushare.values import dataclass
 
@@ -507,6 +506,8 @@ def lives(process: SimulatedProcess) -> bool:
         return False
     if fields[0] in {"Z", "X", "x"}:
         return False
+    from gpushare.host.process import SAME_START_SECONDS
+
     return abs(_boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK") - process.started_at) < SAME_START_SECONDS
 
 
