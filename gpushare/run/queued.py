@@ -344,7 +344,10 @@ class Queued:
             return None
         from gpushare.memory.driver_limit import take_limit
 
-        return take_limit(self.host, device, limit_bytes)
+        found = take_limit(self.host, device, limit_bytes)
+        if found is None:
+            self.say("the driver did not take the limit as asked: the memory of its processes is added up instead")
+        return found
 
     def _policy(self) -> Policy | None:
         if self.memory.turns:

@@ -107,6 +107,7 @@ def test_a_driver_that_says_something_else_is_not_believed(cli: Cli, world: Worl
     answer = cli("run", "--job-memory", "8G", "--", *LARGE)
     assert answer.code == 1
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
+    assert any("the driver did not take the limit as asked" in line for line in answer.lines("note"))
     assert cgroups(world) == []
 
 
