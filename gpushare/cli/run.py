@@ -449,6 +449,7 @@ def run(
         requeue=requeue and not roles.requeue,
         gpu=gpu,
         alone=mig is None and copies is None,
+        reserves=limits.memory_limit_bytes is not None,
     )
     alone = mig is None and copies is None
     room = _swap_options(room, roles, options, swappable=swappable, idle=idle, turns=turns, swap=swap, alone=alone)
@@ -621,8 +622,9 @@ def _memory_options(
     requeue: bool,
     gpu: str | None,
     alone: bool,
+    reserves: bool,
 ) -> MemoryOptions | None:
-    """Return the options of the ledger of memory; None: none was given."""
+    """Return the options of the ledger of memory; None: none was given. ``reserves``: --memory was given."""
     from gpushare.units import parse_memory_limit, parse_seconds, quoted
 
     anywhere = gpu is not None and gpu.strip().lower() == "any"
@@ -639,7 +641,7 @@ def _memory_options(
         raise BadUsage(
             f"{quoted(action)} is not an action", "give --memory-action end, warn or pause", code="bad_memory_action"
         )
-    if size is None and not wait:
+    if size is None and not wait and not (reserves and alone):
         return None
     if not alone:
         raise _wrong(

@@ -303,14 +303,15 @@ class Queued:
             try:
                 driver = self._limited(device, limit)
             except BaseException:
-                place.leave()
+                if place is not None:
+                    place.leave()
                 raise
         memory = JobMemory(
             self.host, device, limit_bytes=limit, action=self.memory.action, place=place, driver=driver, say=self.say
         )
         policy = self._policy()
         meter: JobMemory | Swapping = memory
-        if policy is not None:
+        if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
             meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
         tail, began = ErrorTail() if self.memory.requeue else None, time.monotonic()
@@ -358,12 +359,19 @@ class Queued:
             return ForProduction()
         return ByHand() if self.memory.swappable else None
 
-    def _placed(self, size: int | None) -> tuple[Device, Place]:
+    def _placed(self, size: int | None) -> tuple[Device, Place | None]:
+        """Enter the ledger, and return the device and the place there; None: a job that needs none has got none."""
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
         request = self._request(size, keys)
-        place = Place(self.host, request)
+        try:
+            place = Place(self.host, request)
+        except GpushareError:
+            if self.memory.wait or self.memory.swappable or self.memory.job_bytes is not None:
+                raise
+            # MPS holds the limit of --memory without it.
+            return devices[0], None
         if not self.memory.wait:
             try:
                 lines = read_lines(self.host, devices[:1], self.limits)

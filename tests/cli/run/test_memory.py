@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import InUse
+from gpushare.errors import InUse, OperationFailed
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
@@ -64,6 +64,28 @@ def test_a_wrong_size_names_its_own_option(refused: Callable[..., str], size: st
     assert "--job-memory" in error
     assert "--job-memory" in hint
     assert "--memory" not in text.replace("--job-memory", "")
+
+
+def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    """A job that has just begun holds little; one that waits must not take what it may allocate."""
+    job = real("run", "--memory", "100G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    assert [one.memory_bytes for one in reservations(world.host) or []] == [100 * GIB]
+    assert cli("status", output="json").ok().data["gpus"][0]["jobs_reserved_bytes"] == 100 * GIB
+    answer = cli("run", "--wait", "--wait-timeout", "0.3", "--job-memory", "60G", "--", "true")
+    assert answer.code == 19
+    job.signal(signal.SIGINT)
+    job.result()
+    assert reservations(world.host) == []
+
+
+def test_a_limit_per_process_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
+
+    monkeypatch.setattr("gpushare.run.queued.Place", refuse)
+    assert cli("run", "--memory", "10G", "--", "true").code == 0
+    assert cli("run", "--job-memory", "10G", "--", "true").lines("error") == ["error: the ledger is read-only"]
 
 
 def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
