@@ -822,6 +822,7 @@ def _queued(
     check_program(options.container or command[0])
     if len(devices) == 1:
         check_memory(devices[0], memory.job_bytes, "--job-memory")
+        check_memory(devices[0], options.limits.memory_limit_bytes)
 
     def start(device: Device, metered: RunOptions) -> Any:
         if not memory.swappable:

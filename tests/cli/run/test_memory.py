@@ -79,6 +79,12 @@ def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: 
     assert reservations(world.host) == []
 
 
+def test_a_limit_that_is_too_large_says_nothing_else(cli: Cli) -> None:
+    answer = cli("run", "--memory", "200G", "--", "true")
+    assert answer.lines("note") == []
+    assert answer.lines("hint") == ["hint: give at most --memory 143771M"]
+
+
 def test_a_limit_per_process_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
