@@ -699,6 +699,11 @@ def _swap_options(
             "a job that is swapped has the driver's time-slice: it cannot be combined with --slice, --weight, --way or --adapt",
             "gpushare run --swappable --name NAME -- CMD",
         )
+    if room is not None and room.action == "pause" and (idle is not None or turns is not None or swap):
+        raise _wrong(
+            "a job that --memory-action pause has stopped cannot leave the GPU: it cannot be combined with --idle, --turns or --swap",
+            "gpushare run --turns auto --job-memory 60G -- CMD",
+        )
     if roles.pause or roles.duty is not None or roles.requeue:
         raise _wrong(
             "--swap is one way to yield to production: it cannot be combined with --pause, --duty-cycle or --requeue",

@@ -378,16 +378,18 @@ def check_host(host: Host) -> None:
 def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     off = paused_since(host)
     for one in processes:
+        named = f"process {one.pid}"
+        whose = title if title == named or title.endswith(f"({named})") else f"{named} of {title}"
         if one.pid in off:
             raise InUse(
-                f"process {one.pid} of {title} is paused, and the driver would wait for its work for ever",
+                f"{whose} is paused, and the driver would wait for its work for ever",
                 f"let it continue first: gpushare resume {one.pid}",
                 code="paused",
             )
         info = host.processes.describe(one.pid)
         if info is not None and info.stopped:
             raise InUse(
-                f"process {one.pid} of {title} is stopped, and the driver would wait for it for ever",
+                f"{whose} is stopped, and the driver would wait for it for ever",
                 f"let it continue first: kill -CONT {one.pid}",
                 code="stopped",
             )

@@ -355,6 +355,7 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
         ("--swappable", "--copies", "2"),
         ("--turns", "5s", "--mig", "1g"),
         ("--swappable", "--slice", "1ms"),
+        ("--turns", "5s", "--job-memory", "4G", "--memory-action", "pause"),
         ("--turns", "5s", "--weight", "2"),
         ("--opportunistic", "--swap", "--way", "slices"),
         ("--opportunistic", "--swap", "--adapt"),
