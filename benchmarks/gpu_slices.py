@@ -290,7 +290,12 @@ def by_weight(checks: Checks) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         both = [
-            Program("train", checks.directory, checks.rehearse, tuple(checks.gpushare("run", "-g", GPU, "--weight", text, "--")))
+            Program(
+                "train",
+                checks.directory,
+                checks.rehearse,
+                tuple(checks.gpushare("run", "-g", GPU, "--weight", text, "--")),
+            )
             for text in ("3", "1")
         ]
         for one in both:
