@@ -274,7 +274,7 @@ def weights(desk: Desk) -> None:
                 shares[f"{name}{len(names)}"] = (desk.steps(name) - before[name]) / seconds
         desk.end()
     serve, train = shares["serve.py2"] / shares["serve.py1"], shares["train.py2"] / shares["train.py1"]
-    desk.check("weights 3:1: share of the first, and the sum", 0.7 <= serve / (serve + train) <= 0.85, [serve, train])
+    desk.check("weights 3:1: what each has of its rate alone", 0.7 <= serve / (serve + train) <= 0.85, [serve, train])
 
 
 def main() -> int:

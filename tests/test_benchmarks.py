@@ -287,6 +287,24 @@ def test_the_document_has_the_figures_of_memory() -> None:
     assert (served["production_exit_code"], served["growing_exit_code"]) == (0, 0)
 
 
+def test_the_document_has_the_pauses_and_slices_of_a_plain_user() -> None:
+    (line,) = document_lines("`pause` and `resume` as uid 65534")
+    for name in ("h200-pause-2", "h200-pause"):
+        found = json.loads(BENCHMARKS.joinpath(f"{name}.json").read_text())["user"]
+        pauses, resumes = found["verbs"]["pause_seconds"], found["verbs"]["resume_seconds"]
+        assert f"{min(pauses):.2f} to {max(pauses):.2f}" in line
+        assert f"{min(resumes):.2f} to {max(resumes):.2f}" in line
+        assert found["many"]["wrong_results"] == 0
+    (line,) = document_lines("`gpushare timeslice keep`")
+    kept = json.loads(BENCHMARKS.joinpath("h200-keep.json").read_text())
+    assert kept["wrong"] == []
+    assert f"after {kept['found']['set after']:.2f} and {kept['found']['as a user: set after']:.2f} s" in line
+    assert f"process after {kept['found']['a second context, after']:.2f} s" in line
+    (line,) = document_lines("`run --slice`, `--weight`")
+    split = json.loads(BENCHMARKS.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
+    assert f"gave {split[0]:.0f}:{split[1]:.0f}" in line
+
+
 def test_the_document_has_what_adapt_kept() -> None:
     (line,) = document_lines("`run --opportunistic --adapt --keep 97%`")
     for number in (1, 2):
