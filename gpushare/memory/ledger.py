@@ -294,8 +294,11 @@ def line_of(
 
 def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
     """Return whether a process is work of its own, and not a display or an MPS server that waits for clients."""
+    # Anybody can take the name of a server.
+    if (process.memory_used_bytes or 0) > MUCH_UNLISTED:
+        return True
     if not process.compute and not process.mps:
-        return (process.memory_used_bytes or 0) > MUCH_UNLISTED
+        return False
     from gpushare.mps.control import is_server
 
     return info is None or not is_server(info.name)

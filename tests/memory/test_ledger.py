@@ -123,14 +123,15 @@ def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> N
     assert not take(host, enter(host, GIB))
 
 
-@pytest.mark.parametrize("what", ["a job", "a large rendering", "memory of the dead"])
+@pytest.mark.parametrize("what", ["a job", "a large rendering", "the name of a server", "memory of the dead"])
 def test_work_of_others_keeps_a_job_out_that_wants_all(host: Host, what: str) -> None:
     for gpu in ("0", "1"):
         if what == "memory of the dead":
             set_fault(SPEC, "unlisted-memory", gpu, str(2 * GIB))
         else:
             size = 15 * MIB if what == "a job" else 2 * GIB
-            add_process(SPEC, gpu, memory_bytes=size, graphics=what != "a job")
+            name = SERVER_PROGRAM if what == "the name of a server" else "python3"
+            add_process(SPEC, gpu, memory_bytes=size, graphics=what == "a large rendering", name=name)
     whole = enter(host, None)
     assert not take(host, whole)
     whole.leave()
