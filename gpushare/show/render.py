@@ -340,7 +340,9 @@ def table_lines(
     if table.draw is not None:
         return title + table.draw(width), ()
     if table.lines is not None:
-        return title + [Text(visible(text), style=style or "") for text, style in table.lines], ()
+        return title + [
+            Text(one, style=style or "") for text, style in table.lines for one in _words(text, style, width)
+        ], ()
     if not table.rows:
         return ([Text(table.empty, style="dim")] if table.empty else []), ()
     plan = layout(table, width)
@@ -395,6 +397,19 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
     if dropped:
         blocks.append(_wrapped(f"not shown at this width: {'; '.join(dropped)}", width))
     return [line for place, block in enumerate(blocks) for line in ([Text("")] if place else []) + block]
+
+
+def _words(text: str, style: str | None, width: int) -> list[str]:
+    """Return a line of a plan; if it is no command, which stays whole, wrapped and indented below its first word."""
+    line = visible(text)
+    if style is not None or len(line) <= width:
+        return [line]
+    import textwrap
+
+    found = re.match(r" *\d+\. ", line)
+    indent = " " * (0 if found is None else found.end())
+    room = max(width, 20)
+    return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _wrapped(text: str, width: int) -> list[Text]:

@@ -62,3 +62,15 @@ def test_no_step_says_that_there_is_nothing_to_do(shown):
     assert (
         shown(plan_result("x", (), dry_run=True), OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
     )
+
+
+def test_a_long_step_is_wrapped_between_words_and_its_command_is_not(shown):
+    what = "wait until GPU 0 has room for 60.0 GiB, first come first served, for 3600 s at most; reserve it"
+    one = step(what, "gpushare " + "x" * 80)
+    out, _ = shown(plan_result("run", [one], dry_run=True), OutputFormat.TABLE, width=60)
+    lines = out.splitlines()
+    assert lines[2:] == [
+        "1. wait until GPU 0 has room for 60.0 GiB, first come first",
+        "   served, for 3600 s at most; reserve it",
+        "   $ gpushare " + "x" * 80,
+    ]
