@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported
+from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported, or_none
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -177,14 +177,19 @@ def listed() -> Any:
     from gpushare.units import format_bytes
 
     host = settings.connect()
-    rows = [_row(one) for one in swaps(host) if one.state != BACK]
+    out = [one for one in swaps(host) if one.state != BACK]
+    # Without a driver, the list is there all the same.
+    gpus = (or_none(host.nvml.identities) if out else None) or ()
+    indexes = {gpu.uuid: gpu.index for gpu in gpus}
+    rows = [{"gpu": indexes.get(one.gpu_uuid), **_row(one)} for one in out]
     columns = (
+        Column(key="gpu", title="GPU", right=True),
         Column(key="pid", title="pid", right=True),
         Column(key="name", title="name", optional=True),
         Column(key="user", title="user", rank=2),
         Column(key="state", title="state"),
         Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
-        Column(key="gpu_uuid", title="gpu", rank=2),
+        Column(key="gpu_uuid", title="GPU UUID", rank=2),
         Column(key="since", title="since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
     )
     return Result(

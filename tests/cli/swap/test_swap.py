@@ -51,7 +51,7 @@ def test_a_job_goes_out_and_comes_back(cli: Cli, world: World) -> None:
     assert (there.checkpoint, there.memory_bytes, there.image_bytes) == (CHECKPOINTED, 0, 20 * GIB)
     assert world.host.nvml.processes(0) == ()
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
-    assert (row["pid"], row["state"]) == (int(pid), "out")
+    assert (row["gpu"], row["pid"], row["state"]) == (0, int(pid), "out")
     cli("swap", "in", pid).ok()
     there = process(world, int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
