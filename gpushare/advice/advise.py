@@ -482,6 +482,12 @@ QUESTIONS: Final = (
         answers=_YES_NO,
         pair=False,
     ),
+    Question(
+        field="bandwidth_bound",
+        text="Does each of them saturate the memory bandwidth?",
+        answers=_YES_NO,
+        pair=False,
+    ),
     Question(field="cuda_graphs", text="Do they launch CUDA graphs (LLM engines do)?", answers=_YES_NO),
     Question(field="code", text="Can the program be changed?", answers=_YES_NO),
     Question(field="root", text="Can you become root?", answers=_YES_NO),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gpushare
@@ -101,6 +101,17 @@ def test_leaving_is_never_preferred_to_what_fits(words: dict[str, Any], progress
 
 
 @settings(max_examples=25)
+@example(
+    words={
+        "memory": "1G",
+        "saturating": True,
+        "pattern": "bursty",
+        "io_bound": False,
+        "latency": "20ms",
+        "cuda_graphs": False,
+    },
+    host="a100-80gb",
+)
 @given(base, st.sampled_from(HOSTS))
 def test_a_question_is_asked_only_while_it_decides(words: dict[str, Any], host: str) -> None:
     situation = situation_of(words, host=host)
