@@ -233,7 +233,10 @@ class ForProduction:
         return look.others_stay and free < self.margin_bytes
 
     def _growth(self) -> float:
-        """Return how fast the free memory shrinks now, in bytes per second. One allocation at once is no growth."""
+        """Return how fast the free memory shrinks now, in bytes per second.
+
+        The largest step is left out: a program that starts takes much at once, and that is no growth.
+        """
         steps = [
             (later[0] - before[0], before[1] - later[1])
             for before, later in itertools.pairwise(self._seen)
@@ -242,6 +245,7 @@ class ForProduction:
         grown = [lost for _, lost in steps if lost > 0]
         if len(grown) < _GROWTH_LOOKS:
             return 0.0
+        steps.remove(max(steps, key=lambda one: one[1]))
         return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
 
     def returns(self, look: Look) -> bool:

@@ -103,6 +103,12 @@ def test_one_allocation_of_production_is_no_growth() -> None:
     assert not any(policy.leaves(look(float(at), free=size, held=30 * GIB)) for at, size in enumerate(free))
 
 
+def test_a_program_that_starts_in_several_steps_is_no_growth() -> None:
+    policy = ForProduction()
+    sizes = [30, 30, 29.5, 29.4, 8, 8, 7.9, 7.9, 7.9]
+    assert not any(policy.leaves(look(at * 0.5, free=int(size * GIB), held=8 * GIB)) for at, size in enumerate(sizes))
+
+
 def test_a_job_does_not_come_back_where_it_would_have_to_leave_at_once() -> None:
     policy = ForProduction()
     tight, wide = 31 * GIB, 33 * GIB
