@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, or_none
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
@@ -521,8 +521,18 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
         if one is not None
     )
     if not found:
-        raise NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
+        raise _off_the_gpu(host, job)
     return found
+
+
+def _off_the_gpu(host: Host, job: Job) -> NotFound:
+    from gpushare.memory.swap import OUT, find_swap
+
+    swap = or_none(lambda: find_swap(host, job.pid, job.name))
+    if swap is not None and swap.state == OUT:
+        message, hint = f"{job.title} is swapped out of the GPU", f"bring it back first: gpushare swap in {job.selector}"
+        return NotFound(message, hint, code="no_context")
+    return NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
 
 
 def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:

@@ -31,7 +31,7 @@ from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class Queued:
         size = size_text(request)
         if self.memory.wait:
             where = devices[0].title if len(devices) == 1 else "one of " + ", ".join(one.title for one in devices)
-            most = "" if self.memory.wait_seconds is None else f", for {self.memory.wait_seconds:g} s at most"
+            most = "" if self.memory.wait_seconds is None else f", for {format_duration(self.memory.wait_seconds)} at most"
             room = f"has room for {size}" if request.memory_bytes is not None else "has no other jobs"
             yield f"wait until {where} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
@@ -261,9 +261,9 @@ class Queued:
             else:
                 yield f"{action} if its processes together hold more than {limit} (added up five times a second)"
         if memory.idle_seconds is not None:
-            yield f"swap it out after {memory.idle_seconds:g} s without work, and back in at its first work"
+            yield f"swap it out after {format_duration(memory.idle_seconds)} without work, and back in at its first work"
         if memory.turns:
-            turn = "nine times the measured switch" if memory.turn_seconds is None else f"{memory.turn_seconds:g} s"
+            turn = "nine times the measured switch" if memory.turn_seconds is None else format_duration(memory.turn_seconds)
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
         if memory.for_production:
             yield "swap it out when a production job needs room, and back in when there is room again"

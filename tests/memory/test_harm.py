@@ -94,7 +94,7 @@ percent = some.floats(0, 100)
 maybe = some.none() | percent
 profiles = some.builds(Profile, sm_percent=maybe, dram_percent=maybe, busy_percent=maybe)
 commands = some.builds(Command, some.sampled_from("abcdef"), profiles)
-theres = some.builds(
+there_all = some.builds(
     There,
     known=some.lists(commands, max_size=4).map(tuple),
     others=some.integers(0, 3),
@@ -103,7 +103,7 @@ theres = some.builds(
 )
 
 
-@given(some.none() | commands, some.lists(theres, min_size=2, max_size=6))
+@given(some.none() | commands, some.lists(there_all, min_size=2, max_size=6))
 def test_more_harm_never_ranks_first(job: Command | None, devices: list[There]) -> None:
     first, *rest = sorted(devices, key=lambda one: order(job, one))
     mine = harm(job, first).percent
@@ -114,7 +114,7 @@ def test_more_harm_never_ranks_first(job: Command | None, devices: list[There]) 
     assert in_words(job, first)
 
 
-@given(some.none() | commands, theres)
+@given(some.none() | commands, there_all)
 def test_unknown_is_never_better_than_any_answer_could_be(job: Command | None, there: There) -> None:
     """The order of what is not known is that of the worst that it may be."""
     if harm(job, there).percent is not None:
@@ -124,7 +124,7 @@ def test_unknown_is_never_better_than_any_answer_could_be(job: Command | None, t
     assert order(job, there) == order(full, There(known=(command("y", sm=100 if uses is None else uses),)))
 
 
-@given(commands, theres, percent)
+@given(commands, there_all, percent)
 def test_one_more_job_is_never_less_harm(job: Command, there: There, use: float) -> None:
     more = There(
         known=(*there.known, command("z", sm=use)),

@@ -460,13 +460,13 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
     [
         (
             ("--wait", "--wait-timeout", "5m", "--job-memory", "10G"),
-            "room for 10.0 GiB, first come first served, for 300 s",
+            "room for 10.0 GiB, first come first served, for 5 min",
         ),
         (("--wait",), "wait until GPU 0 has no other jobs, first come first served"),
         (("--job-memory", "10G"), "reserve 10.0 GiB on GPU 0"),
         (("--job-memory", "10G", "--memory-action", "pause"), "stop it (SIGSTOP) if its processes together hold more"),
         (("--wait", "--requeue", "--job-memory", "10G"), "if it runs out of memory, wait again for 12.0 GiB"),
-        (("--idle", "10m"), "swap it out after 600 s without work"),
+        (("--idle", "10m"), "swap it out after 10 min without work"),
         (("--turns", "auto", "--job-memory", "10G"), "nine times the measured switch"),
         (("--opportunistic", "--swap", "--job-memory", "10G"), "swap it out when a production job needs room"),
     ],

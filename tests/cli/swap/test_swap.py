@@ -52,6 +52,9 @@ def test_a_job_goes_out_and_comes_back(cli: Cli, world: World) -> None:
     assert world.host.nvml.processes(0) == ()
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert (row["gpu"], row["pid"], row["state"]) == (0, int(pid), "out")
+    error = cli("pause", pid, output="json").error
+    assert error["message"] == f"process {pid} is swapped out of the GPU"
+    assert error["hint"].endswith(f"gpushare swap in {pid}")
     cli("swap", "in", pid).ok()
     there = process(world, int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
