@@ -530,7 +530,10 @@ def _off_the_gpu(host: Host, job: Job) -> NotFound:
 
     swap = or_none(lambda: find_swap(host, job.pid, job.name))
     if swap is not None and swap.state == OUT:
-        message, hint = f"{job.title} is swapped out of the GPU", f"bring it back first: gpushare swap in {job.selector}"
+        message, hint = (
+            f"{job.title} is swapped out of the GPU",
+            f"bring it back first: gpushare swap in {job.selector}",
+        )
         return NotFound(message, hint, code="no_context")
     return NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
 

@@ -245,7 +245,9 @@ class Queued:
         size = size_text(request)
         if self.memory.wait:
             where = devices[0].title if len(devices) == 1 else "one of " + ", ".join(one.title for one in devices)
-            most = "" if self.memory.wait_seconds is None else f", for {format_duration(self.memory.wait_seconds)} at most"
+            most = (
+                "" if self.memory.wait_seconds is None else f", for {format_duration(self.memory.wait_seconds)} at most"
+            )
             room = f"has room for {size}" if request.memory_bytes is not None else "has no other jobs"
             yield f"wait until {where} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
@@ -263,7 +265,11 @@ class Queued:
         if memory.idle_seconds is not None:
             yield f"swap it out after {format_duration(memory.idle_seconds)} without work, and back in at its first work"
         if memory.turns:
-            turn = "nine times the measured switch" if memory.turn_seconds is None else format_duration(memory.turn_seconds)
+            turn = (
+                "nine times the measured switch"
+                if memory.turn_seconds is None
+                else format_duration(memory.turn_seconds)
+            )
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
         if memory.for_production:
             yield "swap it out when a production job needs room, and back in when there is room again"
