@@ -39,7 +39,7 @@ def out(job: JobArgument) -> Any:
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
-    from gpushare.memory.swap import BACK, OUT, check_host, find_swap, go_out, guarded, leaving, locked
+    from gpushare.memory.swap import BACK, OUT, check_host, find_swap, go_out, guarded, is_back, leaving, locked
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job, processes_to_swap
     from gpushare.units import format_bytes
@@ -50,7 +50,8 @@ def out(job: JobArgument) -> Any:
     check_host(host)
     _repair(host)
     before = find_swap(host, found.pid, found.name)
-    if before is not None and before.state != BACK:
+    # The record of another user, which is not corrected here.
+    if before is not None and before.state != BACK and not is_back(host, before, host.open_checkpoint()):
         raise _already(before)
     processes = processes_to_swap(host, found)
     losses = consent_to(host, found, "swaps out", [one.pid for one in processes])
@@ -78,9 +79,10 @@ def out(job: JobArgument) -> Any:
     def act() -> None:
         with guarded(host), locked(host, say=note):
             again = find_swap(host, found.pid, found.name)
-            if again is not None and again.state == OUT:
+            checkpoint = host.open_checkpoint()
+            if again is not None and again.state == OUT and not is_back(host, again, checkpoint):
                 raise _already(again)
-            done.append(go_out(host, swap, host.open_checkpoint(), lambda: processes_to_swap(host, found)))
+            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found)))
 
     pids = " ".join(str(one.pid) for one in processes)
     what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"

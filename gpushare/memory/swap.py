@@ -704,21 +704,24 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap
     if not there:
         return []
     checkpoint = host.open_checkpoint()
-
-    def is_back(swap: Swap) -> bool:
-        return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _ in swap.living(host))
-
     touched = []
-    begun = [one for one in there if one.state != OUT or is_back(one)]
+    begun = [one for one in there if one.state != OUT or is_back(host, one, checkpoint)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for one in begun:
             now = _read(one.path)
-            if now is None or now.state not in {LEAVING, RETURNING, OUT} or (now.state == OUT and not is_back(now)):
+            if now is None or now.state not in {LEAVING, RETURNING, OUT}:
+                continue
+            if now.state == OUT and not is_back(host, now, checkpoint):
                 continue
             take_back(host, now, checkpoint)
             if now.state != OUT:
                 touched.append(now)
     return touched
+
+
+def is_back(host: Host, swap: Swap, checkpoint: Checkpoint) -> bool:
+    """Return whether a job that was out by its record is on the GPU: a full disk has kept the record as it was."""
+    return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _ in swap.living(host))
 
 
 def ended_swap(host: Host, text: str) -> Swap | None:

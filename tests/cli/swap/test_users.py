@@ -120,6 +120,20 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Callable[
     assert checkpoint(world, pid) == CHECKPOINTED
 
 
+def test_root_takes_out_what_is_back_though_no_record_says_so(cli: Cli, world: World) -> None:
+    """As when root has brought a job back, and a full disk kept root's record of that away."""
+    pid = job(world, name="train")
+    cli("swap", "out", "train").ok()
+    become(world, 0)
+    cli("swap", "in", "train").ok()
+    (world.directory / "run" / "swap" / f"{pid}.json").unlink()
+    assert [row[:2] for row in listed(cli)] == [(pid, "out")]
+    cli("swap", "out", "train").ok()
+    assert checkpoint(world, pid) == CHECKPOINTED
+    cli("swap", "in", "train").ok()
+    assert checkpoint(world, pid) == RUNNING
+
+
 def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> None:
     pid = job(world, name="train")
     cli("swap", "out", "train").ok()
