@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, OperationFailed
+from gpushare.errors import GpushareError, InUse, OperationFailed
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.ledger import Place, Request
+from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import (
@@ -152,9 +152,10 @@ class Queued:
         Raises:
             BadUsage: it fits on none of the devices (code ``never_fits``).
             NoPermission: it is more than this user may reserve (code ``over_user_limit``).
-            InUse: no room in time (code ``no_room``).
+            InUse: no room in time (code ``no_room``); a job of this name waits already (``name_in_use``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
+        self._check_name()
         size = self._size()
         while True:
             code, short = self._once(size)
@@ -169,6 +170,17 @@ class Queued:
                 return code
             size = more
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+
+    def _check_name(self) -> None:
+        """Raise if a job of this user with the same name waits: only one of them could start. Running ones are checked later."""
+        found = () if self.name is None else reservations(self.host) or ()
+        same = [one for one in found if one.name == self.name and one.key is None and one.claim.uid == os.geteuid()]
+        if same:
+            raise InUse(
+                f"a job '{self.name}' already waits for room (process {same[0].claim.pid})",
+                f"give it another name: {'--production' if self.production else '--name'} OTHER",
+                code="name_in_use",
+            )
 
     def _grown(self, size: int | None) -> Limits:
         """Return the limits of the program, which grow with what it reserves: else it would run out of memory again."""

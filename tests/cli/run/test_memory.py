@@ -146,6 +146,20 @@ def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World
     assert "--wait-timeout 10m" in text
 
 
+def test_two_jobs_of_one_name_do_not_both_wait(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
+        world.state.gpus[0].uuid
+    )
+    words = ("run", "--wait", "--job-memory", "60G", "--name", "train", "--", "true")
+    waits = real(*words)
+    until(lambda: [one for one in reservations(world.host) or [] if one.key is None], "it waits")
+    assert "already waits for room" in refused(*words, code="name_in_use", exit_code=19)
+    waits.signal(signal.SIGINT)
+    waits.result()
+
+
 def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
