@@ -175,6 +175,8 @@ def test_a_job_that_the_driver_limits_is_not_swapped(
     words = ("--job-memory", "8G", "--name", "train", "--slice", "1ms")
     job = real("run", *words, "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
+    # Nothing of its start may come in between.
+    job.says("has a time-slice of 1ms")
     text = refused("swap", "out", "train", code="limited_by_driver", exit_code=3)
     assert "gpushare run --swappable" in text
     job.signal(signal.SIGINT)
