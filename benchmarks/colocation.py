@@ -660,7 +660,7 @@ class Worker:
         return item.seconds(self.window, SETTLE + 0.05)
 
     def time_for(self, seconds: float) -> bool:
-        """Return whether there is time for so many seconds more."""
+        """Return whether this number of seconds is left."""
         return time.monotonic() + seconds < self.deadline
 
     def check_xids(self) -> None:

@@ -96,7 +96,7 @@ class Program:
     pace: str = "closed"
     period: float = 0.0
     finish: Step = lambda: None
-    # Build the request for so many layers; where the request is to take a given time.
+    # Build the request with this number of layers, or so that the request takes a given time.
     build: Callable[[int], Step] | None = None
     layers: int = 0
     target: float = 0.0
@@ -176,7 +176,7 @@ def _served(torch: Any, ids: Any, result: Any, run: Step) -> Step:
 
 
 def _encoder(torch: Any, *, batch: int, length: int, graph: bool) -> Callable[[int], Step]:
-    """Return what builds a request to an encoder like BERT-base, with so many layers; weights repeat after 12."""
+    """Return what builds a request to an encoder like BERT-base with a given number of layers; weights repeat after 12."""
     device = _device(torch)
     layers = _layers(torch, 12, 768, heads=12, wide=3072).eval()
     words = torch.nn.Embedding(30522, 768, device=device, dtype=torch.bfloat16)

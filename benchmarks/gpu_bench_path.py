@@ -44,7 +44,7 @@ class BenchPath:
         return bool(condition)
 
     def bench(self, name: str, seconds: float, *words: str, command: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Run a benchmark that takes about so many seconds, print its table and return its data."""
+        """Run a benchmark that takes about ``seconds`` seconds, print its table and return its data."""
         left = self.deadline - time.monotonic()
         if left < seconds:
             print(f"skip {name}: {left:.0f} s are left, it needs about {seconds:.0f}", flush=True)

@@ -304,7 +304,7 @@ class MpsPath:
         return outcome
 
     def endings(self, times: int) -> None:
-        with self.part(f"Ctrl-C, SIGTERM and the death of gpushare, {times} times each, beside the steady client"):
+        with self.part(f"Ctrl-C, SIGTERM and the death of gpushare, {times} times each, next to the steady client"):
             if not self.gpushare("mps", "status")["data"]["mps_daemons"]:
                 self.gpushare("mps", "start")
             steady = self.joined("steady")

@@ -113,8 +113,8 @@ def main() -> int:
     """Run a job until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=sorted(JOBS))
-    parser.add_argument("--on", type=float, default=None, help="work for so many seconds")
-    parser.add_argument("--off", type=float, default=0.0, help="and then do nothing for so many")
+    parser.add_argument("--on", type=float, default=None, help="work for this number of seconds")
+    parser.add_argument("--off", type=float, default=0.0, help="then do nothing for this number of seconds")
     options = parser.parse_args()
     ended: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -82,7 +82,7 @@ def gpu_instance(text: str, number: int, offered: Sequence[Profile]) -> GpuInsta
 
 
 def host(size: int, mixes: Sequence[str] = MIXES) -> list[Layout]:
-    """Return a host of so many GPUs; an empty mix is an empty GPU."""
+    """Return a host with ``size`` GPUs; an empty mix is an empty GPU."""
     offered = profiles()
     return [
         Layout(

@@ -36,7 +36,7 @@ PAIRS: Final = (
     # Both move with the CPU, and processes of one program differ by the core that each is on.
     Pair("mid", "tiny", 88, None, 0.88, 0.95, windows=40, starts=4),
 )
-# Job, copies, so many times the throughput of time-slicing, and the ways to choose from.
+# Job, copies, throughput as a multiple of that of time-slicing, and the ways to choose from.
 FARMS: Final = (
     ("tiny", 8, 4.5, "timeslice,mps,mps:100/n,mps:200/n"),
     ("mid", 16, 2.7, "timeslice,mps,mps:100/n,mps:200/n,mps:300/n"),

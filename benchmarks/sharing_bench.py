@@ -23,7 +23,7 @@ from gpushare.run.several import Several
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"
-# A rate alone is measured until its 95 % interval is so narrow (half of it, as a share), in so many windows at most.
+# A rate alone is measured until half of its 95 % interval is at most this share of it, in at most ``MOST_ALONE`` windows.
 ALONE_SURE: Final = 0.01
 LEAST_ALONE: Final = 5
 MOST_ALONE: Final = 20

@@ -2,8 +2,8 @@
 
 The production job and, through ``gpushare run --opportunistic --pause``, the other one run all the time. From cycle to
 cycle gpushare and its program are stopped as a whole and go on in turn, while production rests: its cycles alone and
-beside the other alternate within one process, as processes and minutes differ more than what is to be measured. For the
-same reason it is ``membw``, whose rate the GPU alone decides: that of a job that is bound by launches moved by a fifth
+those next to the other alternate within one process, because processes and minutes differ more than what is measured.
+For the same reason it is ``membw``, whose rate the GPU alone decides: that of a job that is bound by launches moved by a fifth
 from burst to burst with the CPU of a virtual machine.
 """
 
@@ -151,7 +151,7 @@ def _cycles(
 
 
 def _until_rest(several: Several, beside: Beside, production: Timeline, rest: float) -> None:
-    """Wait until production has worked once more and rests for so many seconds: then no sign of its work is left."""
+    """Wait until production has worked once more and rests for this number of seconds: then no sign of its work is left."""
     before = len(production.values)
     _wait(several, beside, lambda: len(production.values) > before, 60.0)
     _wait(several, beside, lambda: time.monotonic() - production.values[-1][0] > rest, 60.0)

@@ -32,7 +32,7 @@ from gpushare.snapshot import BLIND
 
 # How many processes that are gone are remembered, in case they come back.
 _REMEMBERED: Final = 1000
-# A process was alone if it was in so many of its samples: the first and the last may show another one.
+# A process was alone if it was alone in this part of its samples: the first and the last may show another one.
 _ALONE_SHARE: Final = 0.9
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 _DIRECTORY: Final = "peaks"
-# A sweep over parameters is a command each; of more than so many files the oldest go.
+# Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000
 _MOST_PAIRS: Final = 16
 _MOST_BYTES: Final = 1 << 50

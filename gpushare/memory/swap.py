@@ -638,7 +638,7 @@ def _no_guard(why: str) -> OperationFailed:
 def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool] | None = None) -> None:
     """Bring a job that is half out to one state: all of it running if the GPU has room, else all of it out.
 
-    ``room`` says whether so many bytes are free on its GPU; without it, NVML is asked. The caller holds the lock.
+    ``room`` says whether this number of bytes is free on its GPU; without it, NVML is asked. The caller holds the lock.
     """
     sizes = dict(swap.living(host))
     states = {pid: checkpoint.state(pid) for pid in sizes}

@@ -176,7 +176,7 @@ class Wakeups:
             return []
 
 
-# A peak is kept after so many looks that saw memory, which takes most of a minute: a shorter run may not have reached it.
+# A peak is kept after this number of looks that saw memory (most of a minute): a shorter run may not have reached it.
 _PEAK_LOOKS: Final = 10
 
 

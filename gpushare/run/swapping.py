@@ -58,7 +58,7 @@ _FIRST_TURN_SECONDS: Final = 30.0
 # CPU time since it left that counts as work: more than a timer tick and a heartbeat.
 _WAKING_SECONDS: Final = 0.1
 _IDLE_CPU_SHARE: Final = 0.02
-# Growth is seen over this time, and in at least so many looks.
+# Growth is seen over this time, and in at least this number of looks.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
 
