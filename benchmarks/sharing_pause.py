@@ -151,7 +151,7 @@ def _cycles(
 
 
 def _until_rest(several: Several, beside: Beside, production: Timeline, rest: float) -> None:
-    """Wait until production has worked once more and rests for this number of seconds: then no sign of its work is left."""
+    """Wait until production has worked once more and rests for ``rest`` seconds: then no sign of its work is left."""
     before = len(production.values)
     _wait(several, beside, lambda: len(production.values) > before, 60.0)
     _wait(several, beside, lambda: time.monotonic() - production.values[-1][0] > rest, 60.0)
