@@ -92,7 +92,7 @@ class HostState:
         return self._once("signs", lambda: (self._records(), tuple(self.host.processes.named(MPS_CONTROL))))
 
     def _records(self) -> tuple[tuple[str, int], ...]:
-        directories = (self.host.run_directory, *self.host.shared_run_directories)
+        directories = self.host.run_directories
         return tuple(found for directory in directories for found in _records_in(directory / "mps"))
 
     @property
@@ -347,7 +347,7 @@ def has_files(host: Host, name: str) -> bool:
 
 
 def _run_directories(host: Host) -> tuple[Path, ...]:
-    return (host.run_directory, *host.shared_run_directories, *(one.path for one in host.user_directories()))
+    return (*host.run_directories, *(one.path for one in host.user_directories()))
 
 
 def has_claims(host: Host, prefix: str) -> bool:

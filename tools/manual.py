@@ -41,7 +41,7 @@ ENVIRONMENT = {
 
 FILES = {
     "/run/gpushare/mps/": "One directory per MPS daemon that root started: pipe/, log/, and the state to restore.",
-    "$XDG_RUNTIME_DIR/gpushare/mps/": "The same for other users; /tmp/gpushare-UID/mps/ if that variable is not set.",
+    "/tmp/gpushare-UID/mps/": "The same for other users.",  # noqa: S108 - only a text
     "/var/lib/gpushare/": "Names and grants of MIG instances; ~/.local/state/gpushare/ for other users.",
     "$XDG_RUNTIME_DIR/gpushare-sim/": "The simulated hosts of a user.",
 }

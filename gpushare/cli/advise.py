@@ -705,9 +705,9 @@ def _carried(changes: Sequence[Change]) -> Result:
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
-        from gpushare.mps.home import home_of
+        from gpushare.mps.home import own_home
 
-        homes = [home_of(host.run_directory, device.uuid)]
+        homes = [own_home(host, device.uuid)]
     return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
 
 

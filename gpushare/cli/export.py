@@ -400,14 +400,14 @@ def described(
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     from gpushare.export import description
-    from gpushare.mps.home import home_of
+    from gpushare.mps.home import own_home
 
     apply = f"{'sudo ' if state.host.uid else ''}gpushare apply -f {shlex.quote(path)}"
     wanted = _as_in(state, path, live)
     return description.in_place(
         wanted,
         live,
-        lambda uuid: str(home_of(state.host.run_directory, uuid).pipe),
+        lambda uuid: str(own_home(state.host, uuid).pipe),
         apply=apply,
         daemons_only=daemons_only,
     )

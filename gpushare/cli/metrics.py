@@ -165,7 +165,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
                 layouts[gpu.index] = state.layout(gpu)
     kept, _ = kept_entries(host, snapshot.gpus)
     wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Sharing.EXCLUSIVE}
-    homes = [(home, home.read()) for home in homes_in([host.run_directory, *host.shared_run_directories])]
+    homes = [(home, home.read()) for home in homes_in(host.run_directories)]
     return Reading(
         version=__version__,
         snapshot=snapshot,

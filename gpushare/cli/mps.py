@@ -75,7 +75,7 @@ def logs(
 
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-    homes = [home_of(directory, device.uuid) for directory in (host.run_directory, *host.shared_run_directories)]
+    homes = [home_of(directory, device.uuid) for directory in host.run_directories]
     # Directories that others may write come last.
     written = [home for home in homes if (home.log / "control.log").exists()]
     home = min(written, key=lambda one: not one.is_trusted(), default=None)
@@ -252,7 +252,7 @@ def start(
     caps the SMs that a client may use; it reserves none.
     """
     from gpushare.cli.options import carried_out, one_plan
-    from gpushare.mps.home import home_of
+    from gpushare.mps.home import own_home
     from gpushare.mps.limits import LimitOptions
     from gpushare.mps.start import plan_start
     from gpushare.selection import select_for_change
@@ -267,7 +267,7 @@ def start(
         return one_plan([plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices])
 
     # Once before the locks, which need directories: a refused start must leave nothing behind.
-    homes = [home_of(host.run_directory, one.uuid) for one in devices]
+    homes = [own_home(host, one.uuid) for one in devices]
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
 

@@ -597,7 +597,7 @@ def _started(host: Host, device: Device, command: Sequence[str], options: RunOpt
 
     group: Sequence[Any] = ()
     # A dozen files are read only where such a job has run.
-    if (host.run_directory / "group").is_dir():
+    if any((directory / "group").is_dir() for directory in host.own_run_directories):
         from gpushare.run.group import members
 
         group = members(host, device)

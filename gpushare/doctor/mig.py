@@ -28,7 +28,7 @@ _NO_OBSTACLE: Final = ("nvidia-persiste", "nvidia-cuda-mps")
 
 def modes(seen: Examination) -> Iterator[Check]:
     """Check for a pending MIG mode, changes that were not finished, and MIG mode without usable instances."""
-    directories = (seen.host.run_directory, *seen.host.shared_run_directories)
+    directories = seen.host.run_directories
     journals = [Journal(replace(seen.host, run_directory=directory)) for directory in directories]
     if any(journal.running() for journal in journals):
         yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
 SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
 CGROUPS = Path("/sys/fs/cgroup")
+# Where the run directories of users are: see `local_run_directory`.
+TEMPORARY = "/tmp"  # noqa: S108 - opened as a stranger's directory
+RUNTIME = "/run/user"
 
 
 def _local_machine() -> Machine:
@@ -87,8 +90,9 @@ def _local_checkpoint() -> Checkpoint:
 class Host:
     """A host, real or simulated.
 
-    ``run_directory`` has our MPS daemons and undo records; ``shared_run_directories`` are those of others that this user
-    may use (root's). ``state_directory`` survives reboots; ``shared_state_directories`` are those of others. ``uid`` is
+    ``run_directory`` has our MPS daemons and undo records; ``earlier_run_directories`` are this user's too: what an older
+    gpushare left there is found and ended, and nothing new is made. ``shared_run_directories`` are those of others that
+    this user may use (root's). ``state_directory`` survives reboots; ``shared_state_directories`` are those of others. ``uid`` is
     the user that commands run as.
     """
 
@@ -115,7 +119,18 @@ class Host:
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
     user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_nobody_else)
     shared_run_directories: Sequence[Path] = field(default=())
+    earlier_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
+
+    @property
+    def own_run_directories(self) -> tuple[Path, ...]:
+        """Return the run directories of this user, first the one for what is new."""
+        return (self.run_directory, *self.earlier_run_directories)
+
+    @property
+    def run_directories(self) -> tuple[Path, ...]:
+        """Return the run directories in which this user finds daemons and jobs: this user's, then root's."""
+        return (*self.own_run_directories, *self.shared_run_directories)
 
     @property
     def policy(self) -> ComputePolicy:
@@ -144,27 +159,56 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody
         uid=uid,
         user_directories=user_directories if uid == 0 else _nobody_else,
         shared_run_directories=shared,
+        earlier_run_directories=earlier_run_directories(uid, run_directory),
         shared_state_directories=shared_state,
     )
 
 
 def local_run_directory(uid: int) -> Path:
-    """Return the directory of a user's daemons.
+    """Return the directory of a user's daemons and records.
 
-    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; ``$XDG_RUNTIME_DIR/gpushare``; else a directory in ``/tmp``. Short,
-    because a pipe directory may have 87 bytes.
+    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; else ``/tmp/gpushare-UID``. It is the same whether there is a login
+    session (ssh, cron, ``sudo -u``, a service), so XDG_RUNTIME_DIR does not count; and it outlives the session, as jobs do:
+    systemd removes ``/run/user/UID`` at the last logout. The others are for a ``/tmp`` that this user cannot have, as when
+    another user has made that name first. Short, because a pipe directory may have 87 bytes.
     """
     explicit = os.environ.get("GPUSHARE_RUN_DIR")
     if explicit:
         return Path(explicit).absolute()
     if uid == 0:
         return SYSTEM_RUN_DIRECTORY
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
-        return Path(runtime) / "gpushare"
-    import tempfile
+    places = _places(uid)
+    return Path(next((one for one in places if _can_have(one, uid)), places[0]))
 
-    return Path(tempfile.gettempdir()) / f"gpushare-{uid}"
+
+def earlier_run_directories(uid: int, run_directory: Path) -> tuple[Path, ...]:
+    """Return the other directories of a user where an older gpushare, which asked XDG_RUNTIME_DIR and TMPDIR, had its own."""
+    if uid == 0 or os.environ.get("GPUSHARE_RUN_DIR"):
+        return ()
+    return tuple(Path(one) for one in _places(uid) if one != str(run_directory) and _owner(one) == uid)
+
+
+def _places(uid: int) -> list[str]:
+    """Return where the run directory of a user may be. What depends on the environment comes last."""
+    places = [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare"]
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        places.append(os.path.join(os.path.realpath(runtime), "gpushare"))
+    if temporary := os.environ.get("TMPDIR"):
+        places.append(os.path.join(os.path.realpath(temporary), f"gpushare-{uid}"))
+    return list(dict.fromkeys(places))
+
+
+def _can_have(place: str, uid: int) -> bool:
+    owner = _owner(place)
+    return owner == uid or (owner is None and os.access(os.path.dirname(place), os.W_OK | os.X_OK))
+
+
+def _owner(place: str) -> int | None:
+    """Return the owner of a directory, or of what is in its place; None: nothing is, or it cannot be seen."""
+    try:
+        return os.lstat(place).st_uid
+    except OSError:
+        return None
 
 
 def local_state_directory(uid: int) -> Path:

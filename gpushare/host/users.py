@@ -2,7 +2,7 @@
 
 Root only reads there, and believes nothing but what a user could do to itself: the directory of a UID belongs to that UID,
 has no link on the way and nothing mounted on it, and its files are small, regular and that user's own. A directory that a
-user has put elsewhere (``GPUSHARE_RUN_DIR``, another ``TMPDIR``) is not found.
+user has put elsewhere (``GPUSHARE_RUN_DIR``) is not found.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from gpushare.host.host import UserDirectory
+from gpushare.host.host import RUNTIME, TEMPORARY, UserDirectory
 from gpushare.host.process import read_proc
 from gpushare.host.records import json_of, read_own
 
-# Where `local_run_directory` puts them: below XDG_RUNTIME_DIR, which is made by systemd, or in /tmp.
-_RUNTIME: Final = "/run/user"
-_TEMPORARY: Final = "/tmp"  # noqa: S108 - opened as a stranger's directory
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000
 _MOST_RECORDS: Final = 256
@@ -46,7 +43,7 @@ def as_user(user: str, directory: Path, words: str) -> str:
     return f"sudo -u {shlex.quote(user)} env GPUSHARE_RUN_DIR={shlex.quote(str(directory))} gpushare {words}"
 
 
-def user_directories(runtime: str = _RUNTIME, temporary: str = _TEMPORARY) -> Sequence[UserDirectory]:
+def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequence[UserDirectory]:
     """Return the run directories of the users of this machine."""
     mounts = _mounts()
     found = []

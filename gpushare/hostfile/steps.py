@@ -20,7 +20,7 @@ from gpushare.mig.names import NamedInstance, names_of
 from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users, start_command
+from gpushare.mps.home import DaemonHome, DaemonRecord, let_in, own_home, pipe_users, start_command
 from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
@@ -247,7 +247,7 @@ class _Daemon:
             self._let_in(home)
 
     def _start(self, device: Device) -> None:
-        home = home_of(self._host.run_directory, device.uuid)
+        home = own_home(self._host, device.uuid)
         home.create()
         with home.locked():
             # Restricted before a client can connect.
@@ -265,7 +265,7 @@ class _Daemon:
         device = self._device
         if device is None:
             return
-        home = home_of(self._host.run_directory, device.uuid)
+        home = own_home(self._host, device.uuid)
         if self._started:
             found = next((one for one in own_daemons(self._host, device.gpu) if one.device.uuid == device.uuid), None)
             if found is not None:

@@ -145,7 +145,7 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     Root sees those of all users. A job that its user and root have swapped has two records: the later one counts. This
     user's records of jobs that have ended are removed.
     """
-    own = _records(host.run_directory)
+    own = _own_records(host)
     if not all(one.living_images(host) for one in own):
         forget_ended(host)
     found = own if not shared else [*own, *_records_of_others(host)]
@@ -165,6 +165,10 @@ def _is_of_root(host: Host, swap: Swap) -> bool:
 def _same(one: Swap, other: Swap) -> bool:
     """Return whether two records are of one job."""
     return not {image[:2] for image in one.images}.isdisjoint(image[:2] for image in other.images)
+
+
+def _own_records(host: Host) -> list[Swap]:
+    return [one for directory in host.own_run_directories for one in _records(directory)]
 
 
 def _records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
@@ -189,7 +193,7 @@ def check_here(host: Host, text: str) -> None:
     Raises:
         NotSupported: it was (code ``pid_namespace``).
     """
-    for one in _all_records(host.run_directory):
+    for one in (one for directory in host.own_run_directories for one in _all_records(directory)):
         if one.is_named(text) and one.boot == boot_id() and one.space not in {None, pid_space()}:
             raise NotSupported(
                 f"{one.title} was swapped out in another PID namespace, a container or its host, where PIDs are others",
@@ -726,20 +730,20 @@ def is_back(host: Host, swap: Swap, checkpoint: Checkpoint) -> bool:
 
 def ended_swap(host: Host, text: str) -> Swap | None:
     """Return this user's record of a job that has ended and is still written down, by name or PID."""
-    records = _records(host.run_directory)
+    records = _own_records(host)
     return next((one for one in records if one.is_named(text) and not one.living_images(host)), None)
 
 
 def forget_ended(host: Host, seconds: float = 0.0) -> None:
     """Remove this user's records of jobs that have ended, unless another gpushare is at them for longer than that."""
-    if is_trusted_directory(host.run_directory, _DIRECTORY):
+    if any(is_trusted_directory(one, _DIRECTORY) for one in host.own_run_directories):
         with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
             _sweep(host)
 
 
 def _sweep(host: Host) -> None:
     """Remove this user's records of jobs that have ended. The caller holds the lock."""
-    for one in _records(host.run_directory):
+    for one in _own_records(host):
         if not one.living_images(host):
             forget(one)
 
@@ -783,7 +787,7 @@ def _laid_down(host: Host, swap: Swap, pids: Sequence[int]) -> None:
                 checkpoint.lock(pid, LOCK_SECONDS)
             if checkpoint.state(pid) == LOCKED:
                 checkpoint.checkpoint(pid, restored[pid])
-    if swap.state == RETURNING and swap.path.parent == host.run_directory / _DIRECTORY:
+    if swap.state == RETURNING and swap.keeper_uid is None:
         # A guard that comes later finds nothing to do.
         with contextlib.suppress(GpushareError):
             write_if_living(host, replace(swap, state=OUT))

@@ -18,7 +18,7 @@ from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
-from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, home_of, homes_in, start_command, unrecorded
+from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Loss, Step, carry_out
@@ -59,7 +59,7 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
 def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     """Return our live daemons on a GPU and on its MIG devices."""
     devices = {device.uuid: device for device in devices_of(gpu)}
-    directories = [host.run_directory, *host.shared_run_directories]
+    directories = host.run_directories
     records = (home.read() for home in homes_in(directories))
     known = any(record is not None and record.device_uuid in devices for record in records)
     if not known and not unrecorded(directories):
@@ -210,7 +210,7 @@ def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
     """
     said = []
     for device in devices_of(gpu):
-        home = home_of(host.run_directory, device.uuid)
+        home = own_home(host, device.uuid)
         kept = mps_aside.aside(home)
         if kept is None or kept[0].device_uuid != device.uuid:
             continue
@@ -231,7 +231,7 @@ def forget_gone(host: Host) -> None:
 
     Call it after a recovery, when devices that are missing stay missing.
     """
-    found = (host.run_directory / "mps").glob(f"*/{ASIDE}")
+    found = (path for directory in host.own_run_directories for path in (directory / "mps").glob(f"*/{ASIDE}"))
     homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
     if not homes:
         return
@@ -255,7 +255,7 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
         GpushareError: it does not start, see `plan_start`.
     """
     now = _device_now(host, device)
-    home = home_of(host.run_directory, now.uuid)
+    home = own_home(host, now.uuid)
     running = home.read()
     if (
         running is not None
@@ -293,7 +293,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
 
 def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
     """Return the record of our permanent daemon on a device, if it is running (or, for False, if it is not)."""
-    home = home_of(host.run_directory, uuid)
+    home = own_home(host, uuid)
     record = home.read()
     if record is None or record.device_uuid != uuid or record.transient:
         return None
@@ -301,7 +301,7 @@ def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
 
 
 def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
-    home = home_of(host.run_directory, record.device_uuid)
+    home = own_home(host, record.device_uuid)
     return Step(
         what=what,
         command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",

@@ -28,7 +28,7 @@ Made = tuple[str, str, int]
 def made_by_gpushare(host: Host) -> frozenset[Made]:
     """Return the instances that this user's gpushare or root's has created since the boot; some may be gone."""
     found: set[Made] = set()
-    for directory in (host.run_directory, *host.shared_run_directories):
+    for directory in host.run_directories:
         if is_trusted_directory(directory, "mig"):
             found |= _read(directory / "mig" / "made.json")
     return frozenset(found)

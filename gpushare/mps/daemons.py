@@ -364,7 +364,7 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     ``strangers``: they may report anything, or hang. A record whose daemon is gone is returned with an error:
     `gpushare mps stop` clears it away. A daemon in a home of ours is ours even without a record.
     """
-    directories = [host.run_directory, *host.shared_run_directories]
+    directories = host.run_directories
     running = _running(host)
     ours = [_ours(host, home, gpus, running) for home in homes_in(directories)]
     found = sorted((item for item in ours if item is not None), key=_by_gpu)
@@ -586,7 +586,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         NoPermission: with ``to_change``, it belongs to another user. Any user may join it.
     """
     dead: NotFound | None = None
-    for run_directory in (host.run_directory, *host.shared_run_directories):
+    for run_directory in host.run_directories:
         home = home_of(run_directory, device.uuid)
         if not home.is_trusted():
             continue

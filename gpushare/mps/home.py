@@ -32,6 +32,7 @@ from gpushare.mps.limits import VARIABLES, Limits
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.host.host import Host
     from gpushare.selection import Device
 
 RECORD_SCHEMA: Final = 1
@@ -391,6 +392,12 @@ def home_of(run_directory: Path, uuid: str) -> DaemonHome:
     home = DaemonHome(run_directory / "mps" / device_key(uuid))
     old = DaemonHome(run_directory / "mps" / old_device_key(uuid))
     return old if old.directory.is_dir() and not home._keeps(uuid) and old._keeps(uuid) else home
+
+
+def own_home(host: Host, uuid: str) -> DaemonHome:
+    """Return the home of this user's daemon of a device: where a record of one is, else where one is started."""
+    homes = [home_of(directory, uuid) for directory in host.own_run_directories]
+    return next((home for home in homes[1:] if home._keeps(uuid) and not homes[0]._keeps(uuid)), homes[0])
 
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:

@@ -13,7 +13,7 @@ from gpushare.host.compute_mode import compute_mode_step
 from gpushare.model import ComputeMode
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
-from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, home_of
+from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, own_home
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
@@ -40,7 +40,7 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
     """
     check_device(host, device)
     check_memory(device, limits.memory_limit_bytes)
-    home = home_of(host.run_directory, device.uuid)
+    home = own_home(host, device.uuid)
     # The daemon itself would die silently.
     home.check_path()
     notes = _notes(host, device, home)

@@ -179,7 +179,7 @@ def _parsed(raw: Any, path: Path, keeper_uid: int | None) -> PausedJob | None:
 
 def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     """Return the jobs with a record that still run, this user's first; with ``shared`` also root's, and for root others'."""
-    found = [read(path) for path in _files(host.run_directory)]
+    found = [read(path) for directory in host.own_run_directories for path in _files(directory)]
     for run_directory in host.shared_run_directories if shared else ():
         found += [read(path, keeper_uid=0) for path in _files(run_directory)]
     for user in host.user_directories() if shared else ():
@@ -219,7 +219,7 @@ def by_root(host: Host) -> set[Identity]:
 
 def any_record(host: Host) -> bool:
     """Return whether there may be paused jobs; costs nothing where none was ever paused."""
-    directories = (host.run_directory, *host.shared_run_directories)
+    directories = host.run_directories
     return any(_files(one) for one in directories) or any(_of_user(one) for one in host.user_directories())
 
 
@@ -245,7 +245,7 @@ def _files(run_directory: Path) -> list[Path]:
 
 def sweep(host: Host) -> None:
     """Remove this user's records of jobs that have ended. The caller holds the lock."""
-    for path in _files(host.run_directory):
+    for path in (path for directory in host.own_run_directories for path in _files(directory)):
         job = read(path)
         if job is not None and not job.lives(host):
             with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import home_of
+from gpushare.mps.home import own_home
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
 from gpushare.run.end import CONVERSATION_SECONDS
@@ -103,11 +103,11 @@ def forget_member(host: Host, pid: int) -> None:
 
 def members(host: Host, device: Device) -> tuple[Member, ...]:
     """Return this user's living members on a device, by PID."""
-    if not is_trusted_directory(host.run_directory, _DIRECTORY):
-        return ()
     found = []
-    with contextlib.suppress(OSError):
-        found = [record_from(Member, read_trusted(path)) for path in (host.run_directory / _DIRECTORY).glob("*.json")]
+    for directory in host.own_run_directories:
+        if is_trusted_directory(directory, _DIRECTORY):
+            with contextlib.suppress(OSError):
+                found += [record_from(Member, read_trusted(path)) for path in (directory / _DIRECTORY).glob("*.json")]
     living = [
         one
         for one in found
@@ -128,7 +128,7 @@ def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareE
     except GpushareError as error:
         return error
     else:
-        if home.directory != home_of(host.run_directory, device.uuid).directory:
+        if home.directory != own_home(host, device.uuid).directory:
             return NotSupported(
                 f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
                 " of its server",

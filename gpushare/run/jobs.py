@@ -121,7 +121,7 @@ def forget_ended(host: Host) -> None:
 def records(host: Host) -> list[JobRecord]:
     """Return the records of all named jobs, running or not: this user's and root's."""
     found = []
-    for run_directory in (host.run_directory, *host.shared_run_directories):
+    for run_directory in host.run_directories:
         for below in _DIRECTORIES:
             if not is_trusted_directory(run_directory, below):
                 continue

@@ -469,7 +469,7 @@ def forget_pauses(host: Host, pid: int) -> None:
 def noted_pauses(host: Host) -> tuple[Pauses, ...]:
     """Return the living programs, by PID; those of other users are missing where this one may not look."""
     found = []
-    for directory in (host.run_directory, *host.shared_run_directories):
+    for directory in host.run_directories:
         if not is_trusted_directory(directory, _directory(directory).name):
             continue
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from gpushare.host.process import known
 from gpushare.host.records import read_tail, sweep_cgroups
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
-from gpushare.mps.home import DaemonHome, Lease, client_environment, home_of
+from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
@@ -244,7 +244,7 @@ def after_death(
     host = connect(spec)
     # A claim that was released before gpushare died may be held by another run.
     claims = [one for one in claims if one.held()]
-    home = home_of(host.run_directory, uuid)
+    home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
         _end(host, home, uuid, index, programs, mps=mps)
     # Only now: while the programs lived, the daemon was in use.
@@ -259,7 +259,7 @@ def after_death(
         one.release()
     ended(host)
     sweep_cgroups(host)
-    if (host.run_directory / "swap").is_dir():
+    if any((directory / "swap").is_dir() for directory in host.own_run_directories):
         from gpushare.memory.swap import forget_ended
 
         # The guard of a swap may just be writing the record of what has ended.
@@ -375,7 +375,7 @@ class MpsShare:
         try:
             return own_daemon(self.host, self.device)[0]
         except NotFound:
-            return home_of(self.host.run_directory, self.device.uuid)
+            return own_home(self.host, self.device.uuid)
 
     @property
     def where(self) -> str:
@@ -402,15 +402,15 @@ class MpsShare:
 
     def open(self) -> None:
         """Join the daemon of the device; start one where there is none."""
-        own_home, home = home_of(self.host.run_directory, self.device.uuid), self.home
-        if home.directory != own_home.directory:
+        own, home = own_home(self.host, self.device.uuid), self.home
+        if home.directory != own.directory:
             self._joined = home
             return
-        own_home.create()
-        with own_home.locked():
+        own.create()
+        with own.locked():
             # Planned under the lock: another run may have started one, or stopped it.
             carry_out(Plan(title=f"MPS on {self.device.title}", steps=self.steps()))
-            self._joined, self.lease = own_home, own_home.take_lease()
+            self._joined, self.lease = own, own.take_lease()
 
     @property
     def guarded(self) -> tuple[str, ...]:

@@ -556,11 +556,7 @@ class KeepRecord:
 
 def keep_record(host: Host) -> KeepRecord | None:
     """Return the record of this user's keep, or else root's; one that runs first. None: there is none."""
-    found = [
-        record
-        for directory in (host.run_directory, *host.shared_run_directories)
-        if (record := _record_in(directory)) is not None
-    ]
+    found = [record for directory in host.run_directories if (record := _record_in(directory)) is not None]
     return next((one for one in found if one.runs), found[0] if found else None)
 
 
@@ -614,7 +610,7 @@ def only_one(host: Host) -> Iterator[None]:
         InUse: another one runs (code ``keep_running``).
         NoPermission, OperationFailed: the record cannot be written.
     """
-    for directory in host.shared_run_directories:
+    for directory in (*host.earlier_run_directories, *host.shared_run_directories):
         record = _record_in(directory)
         if record is not None and record.runs:
             raise _running(record.pid)
@@ -647,9 +643,9 @@ def _running(pid: int | None) -> InUse:
 
 def recover(host: Host, control: ChannelControl) -> list[Event]:
     """Put back what a killed keep left. Called by the only keep of a host."""
-    record = _record_in(host.run_directory)
+    records = [_record_in(directory) for directory in host.own_run_directories]
     events: list[Event] = []
-    for one in () if record is None else record.processes:
+    for one in (process for record in records if record is not None for process in record.processes):
         if not _is_same(host, one.pid, one.started):
             continue
         groups = {(group.client, group.handle): group for group in one.channels.compute}
@@ -657,6 +653,9 @@ def recover(host: Host, control: ChannelControl) -> list[Event]:
         user = None if one.uid is None else user_name(one.uid)
         events += _put_back(host, control, one.pid, one.started, groups, slices, user=user)
     _write(host, ())
+    for directory in host.earlier_run_directories:
+        with contextlib.suppress(OSError):
+            (directory / _DIRECTORY / _RECORD).unlink()
     return events
 
 

@@ -127,7 +127,7 @@ def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice 
 
     ``now`` is read, only where there is a record, if it is not given.
     """
-    for directory in (host.run_directory, *host.shared_run_directories):
+    for directory in host.run_directories:
         if not is_trusted_directory(directory, _DIRECTORY):
             continue
         one = record_from(LentLevel, read_trusted(_lent(directory, gpu)))

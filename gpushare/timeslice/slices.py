@@ -97,7 +97,7 @@ def slice_records(host: Host) -> dict[int, SliceRecord]:
     No call to the driver: a slice that another program changed since then is not seen.
     """
     found: dict[int, SliceRecord] = {}
-    for run_directory in (host.run_directory, *host.shared_run_directories):
+    for run_directory in host.run_directories:
         if not is_trusted_directory(run_directory, SLICES):
             continue
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def slice_records(host: Host) -> dict[int, SliceRecord]:
 def slice_record(host: Host, pid: int, started: int) -> SliceRecord | None:
     """Return the record of one process, as `slice_records`."""
     found: SliceRecord | None = None
-    for run_directory in (host.run_directory, *host.shared_run_directories):
+    for run_directory in host.run_directories:
         if is_trusted_directory(run_directory, SLICES):
             one = record_from(SliceRecord, read_trusted(run_directory / SLICES / f"{pid}.json"))
             if one is None or (one.pid, one.started) != (pid, started):
@@ -153,9 +153,10 @@ def forget_ended(host: Host) -> None:
 
 
 def _forget(host: Host, pid: int) -> None:
-    path = _path(host, pid)
-    with writing(path, "the record of a time-slice"):
-        path.unlink(missing_ok=True)
+    for directory in host.own_run_directories:
+        path = directory / SLICES / f"{pid}.json"
+        with writing(path, "the record of a time-slice"):
+            path.unlink(missing_ok=True)
 
 
 def put_record_back(host: Host, pid: int, known: SliceRecord | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import BadUsage, GpushareError, NoPermission
+from gpushare.host import host as host_module
 from gpushare.host.host import (
     SYSTEM_RUN_DIRECTORY,
+    earlier_run_directories,
     is_trusted_directory,
     local_host,
     local_run_directory,
@@ -18,14 +21,95 @@ from gpushare.host.host import (
 )
 
 
-def test_the_run_directory_of_root_and_of_users(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(sim_dir))
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return what stands in for /tmp and for /run/user, with no directory of this user yet, and neither variable set."""
+    found = SimpleNamespace(temporary=tmp_path / "tmp", runtime=tmp_path / "user", uid=os.geteuid() or 1000)
+    found.temporary.mkdir()
+    found.runtime.mkdir()
+    found.own = found.temporary / f"gpushare-{found.uid}"
+    found.session = found.runtime / str(found.uid)
+    monkeypatch.setattr(host_module, "TEMPORARY", str(found.temporary))
+    monkeypatch.setattr(host_module, "RUNTIME", str(found.runtime))
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "GPUSHARE_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def of_user(path: Path, uid: int) -> Path:
+    path.mkdir(parents=True)
+    os.chown(path, uid, uid)
+    return path
+
+
+def test_the_run_directory_is_the_same_with_and_without_a_session(
+    places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert local_run_directory(places.uid) == places.own
+    of_user(places.session, places.uid)
+    assert local_run_directory(places.uid) == places.own
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(places.session))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert local_run_directory(places.uid) == places.own
+    assert earlier_run_directories(places.uid, places.own) == ()
     assert local_run_directory(0) == SYSTEM_RUN_DIRECTORY
-    assert local_run_directory(1000) == sim_dir / "gpushare"
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
-    assert local_run_directory(1000).name == "gpushare-1000"
+    assert earlier_run_directories(0, SYSTEM_RUN_DIRECTORY) == ()
     monkeypatch.setenv("GPUSHARE_RUN_DIR", "relative")
-    assert local_run_directory(0) == Path("relative").absolute()
+    assert local_run_directory(0) == local_run_directory(places.uid) == Path("relative").absolute()
+
+
+def test_what_an_older_gpushare_left_is_read_too(
+    places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_user(places.session, places.uid)
+    session = of_user(places.session / "gpushare", places.uid)
+    # Found from cron, too, where no variable names it.
+    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session,)
+    other, temporary = (tmp_path / name for name in ("other", "temporary"))
+    there = of_user(other / "gpushare", places.uid), of_user(temporary / f"gpushare-{places.uid}", places.uid)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session, *there)
+    # Another way to write the same directory is no second one.
+    link = tmp_path / "link"
+    link.symlink_to(places.temporary)
+    of_user(places.own, places.uid)
+    monkeypatch.setenv("TMPDIR", str(link))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{places.session}/.")
+    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session,)
+    monkeypatch.setenv("GPUSHARE_RUN_DIR", str(tmp_path))
+    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == ()
+
+
+def test_a_directory_that_another_user_has_made_first_is_not_used(
+    places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = places.uid + 1
+    if os.geteuid() != 0:
+        pytest.skip("only root can make the directory of another user")
+    of_user(places.own, stranger)
+    of_user(places.session, places.uid)
+    assert local_run_directory(places.uid) == places.session / "gpushare"
+    # The same from every shell, and without a session the name is said.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert local_run_directory(places.uid) == places.session / "gpushare"
+    monkeypatch.delenv("TMPDIR")
+    places.session.rmdir()
+    places.runtime.chmod(0o500)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(places.session))
+    assert local_run_directory(places.uid) == places.own
+    of_user(places.session, stranger)
+    of_user(places.session / "gpushare", stranger)
+    assert earlier_run_directories(places.uid, places.own) == ()
+
+
+def test_a_link_of_another_user_is_not_followed(places: SimpleNamespace, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make the link of another user")
+    of_user(places.session, places.uid)
+    places.own.symlink_to(of_user(tmp_path / "mine", places.uid))
+    os.lchown(places.own, places.uid + 1, places.uid + 1)
+    assert local_run_directory(places.uid) == places.session / "gpushare"
 
 
 def test_a_user_sees_roots_daemons_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,8 @@ def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed(tmp_path
         processes.immortal.clear()
         return True
 
-    directories = {"run_directory": tmp_path, "shared_run_directories": (), "user_directories": tuple}
+    directories = dict.fromkeys(("run_directories", "own_run_directories"), (tmp_path,))
+    directories |= {"run_directory": tmp_path, "user_directories": tuple}
     host = cast("Host", type("FakeHost", (), {"processes": processes, **directories})())
     end_programs(host, [1, 2], set, None, number=signal.SIGTERM, hurry=hurry)
     assert processes.log == [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)]
