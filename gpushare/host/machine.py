@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -56,6 +56,34 @@ class Machine(Protocol):
         """Return the directory of this machine's own systemd units."""
 
 
+class _MemoryFiles(NamedTuple):
+    """Where a version of cgroups has its limits of memory: the kernel's documentation, cgroup-v2 and cgroup-v1/memory."""
+
+    below: tuple[str, ...]
+    limits: tuple[str, ...]
+    now: str
+    cached: bytes
+
+
+# Above memory.high the kernel slows the processes down until they hardly run.
+_CGROUP_2: Final = _MemoryFiles((), ("memory.max", "memory.high"), "memory.current", b"inactive_file")
+_CGROUP_1: Final = _MemoryFiles(
+    ("memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", b"total_inactive_file"
+)
+
+
+def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
+    now = read_proc(f"{directory}/{files.now}", 64)
+    if now is None or not now.strip().isdigit():
+        return
+    stat = read_proc(f"{directory}/memory.stat") or b""
+    cached = re.search(rb"^" + files.cached + rb" (\d+)$", stat, re.MULTILINE)
+    for limit in files.limits:
+        most = read_proc(f"{directory}/{limit}", 64)
+        if most is not None and most.strip().isdigit():
+            yield max(0, int(most) - int(now) + (0 if cached is None else int(cached[1])))
+
+
 class LocalMachine:
     """This machine. ``proc`` replaces ``/proc``."""
 
@@ -81,24 +109,20 @@ class LocalMachine:
             return None
         return min([int(match[1]) << 10, *self._cgroup_rooms(pid)])
 
-    def _cgroup_rooms(self, pid: int) -> list[int]:
-        """Return what each cgroup above a process still allows (v2: memory.max less memory.current).
+    def _cgroup_rooms(self, pid: int) -> Iterator[int]:
+        """Yield what each cgroup above a process still allows: its limits less what it has.
 
         The kernel drops cached files first (inactive_file of memory.stat): a job that reads much fills its cgroup with them.
         """
         text = (read_proc(f"{self._proc}/{pid}/cgroup") or b"").decode(errors="replace")
-        path = next((line[3:] for line in text.splitlines() if line.startswith("0::/")), None)
-        found: list[int] = []
-        names = [] if path is None or ".." in path else path.strip("/").split("/")
-        for depth in range(min(len(names), 32), -1, -1):
-            directory = "/".join([CGROUPS, *names[:depth]])
-            most, now = (read_proc(f"{directory}/memory.{name}", 64) for name in ("max", "current"))
-            if most is not None and now is not None and most.strip().isdigit() and now.strip().isdigit():
-                cached = re.search(
-                    rb"^inactive_file (\d+)$", read_proc(f"{directory}/memory.stat") or b"", re.MULTILINE
-                )
-                found.append(max(0, int(most) - int(now) + (0 if cached is None else int(cached[1]))))
-        return found
+        for line in text.splitlines():
+            _, controllers, path = (*line.split(":", 2), "", "")[:3]
+            files = _CGROUP_2 if not controllers else _CGROUP_1 if "memory" in controllers.split(",") else None
+            if files is None or not path.startswith("/"):
+                continue
+            names = [] if ".." in path else path.strip("/").split("/")
+            for depth in range(min(len(names), 32), -1, -1):
+                yield from _room_below(files, "/".join([CGROUPS, *files.below, *names[:depth]]))
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the soft limit of open files (``/proc/PID/limits``); unlimited is the kernel's own maximum."""

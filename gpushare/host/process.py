@@ -473,6 +473,14 @@ def cpu_time(pid: int) -> CpuTime | None:
         return _ticks(pid)
 
 
+def main_thread_time(pid: int) -> float | None:
+    """Return the CPU time of a process's main thread in seconds (``/proc/PID/task/PID/schedstat``); None: unknown."""
+    try:
+        return int((read_proc(f"/proc/{pid}/task/{pid}/schedstat") or b"").split()[0]) / 1e9
+    except (ValueError, IndexError):
+        return None
+
+
 def _ticks(pid: int) -> CpuTime | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

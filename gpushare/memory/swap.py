@@ -355,7 +355,7 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
         if free is not None and most > free:
             raise InUse(
                 f"{title} needs {format_bytes(most)} of host memory, and {format_bytes(free)} are available to it",
-                "free host memory, or raise the limit of its cgroup (memory.max)",
+                "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",
                 code="host_memory",
             )
 
@@ -441,18 +441,23 @@ def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], S
                 with _unless_ended(host, pid):
                     checkpoint.lock(pid, LOCK_SECONDS)
                 inside.add(pid)
-            known = {pid for pid, _, _ in swap.images}
-            new = [one for one in again() if one.pid not in known]
-            if not new:
+            # Locked, it grows no more. As it was before, the room for its way back could be too small.
+            now = again()
+            sizes = {(one.pid, one.started): one.memory_bytes for one in now}
+            known = tuple((*one[:2], max(one[2], sizes.get(one[:2], 0))) for one in swap.images)
+            new = [one for one in now if one.pid not in {pid for pid, _, _ in known}]
+            if not new and known == swap.images:
                 break
-            if number == _ROUNDS:
+            if new and number == _ROUNDS:
                 raise OperationFailed(
                     f"{swap.title} starts processes on the GPU again and again, and cannot go out as one",
                     "wait until it has started all of them, then try again",
                     code="job_grows",
                 )
-            swap = replace(swap, images=(*swap.images, *((one.pid, one.started, one.memory_bytes) for one in new)))
+            swap = replace(swap, images=(*known, *((one.pid, one.started, one.memory_bytes) for one in new)))
             write(swap)
+            if not new:
+                break
         for pid, size in swap.living(host):
             with _unless_ended(host, pid):
                 checkpoint.checkpoint(pid, size)

@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, or_none
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
 from gpushare.plan import Loss
@@ -570,7 +570,16 @@ def processes_to_swap(host: Host, job: Job) -> list[OnGpu]:
     found = gpu_processes(host, job)
     for index in {gpu for one in found for gpu in one.gpus}:
         for process in host.nvml.processes(index) or ():
-            held[process.pid] = held.get(process.pid, 0) + (process.memory_used_bytes or 0)
+            if process.memory_used_bytes is not None:
+                held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
     processes = [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]
     check_out(host, job.title, processes)
+    unknown = next((one.pid for one in found if one.pid not in held), None)
+    if unknown is not None:
+        raise NotSupported(
+            f"{job.title} cannot be swapped: the driver does not say how much memory process {unknown} holds, so no room "
+            f"could be kept for its way back",
+            f"pause it instead: gpushare pause {job.selector}",
+            code="memory_unknown",
+        )
     return processes

@@ -372,7 +372,7 @@ class Queued:
         if self.memory.turns:
             return Turns(self.memory.turn_seconds, self.say)
         if self.memory.idle_seconds is not None:
-            return Idle(self.memory.idle_seconds)
+            return Idle(self.memory.idle_seconds, self.say)
         if self.memory.for_production:
             return ForProduction()
         return ByHand() if self.memory.swappable else None

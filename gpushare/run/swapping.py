@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
-from gpushare.host.process import cpu_time
+from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds, moved
 from gpushare.memory.ledger import Line, Place, Request, Reservation, line_of, owners_of, reservations
 from gpushare.memory.room import client_limit
@@ -53,11 +54,24 @@ _MOST_AGAIN_SECONDS: Final = 600.0
 _PATIENCE_SECONDS: Final = 10.0
 # What ends the job waits so long for another swap.
 _RELEASE_SECONDS: Final = 10.0
+# No reason to wait or to speak: another job of this user is on its way, which takes as long as its copy; or the job has
+# nothing on the GPU yet.
+_PASSING: Final = frozenset({"swap_busy", "no_context"})
 # The first turn, where it is not known what the job holds.
 _FIRST_TURN_SECONDS: Final = 30.0
-# CPU time since it left that counts as work: more than a timer tick and a heartbeat.
-_WAKING_SECONDS: Final = 0.1
+# Less of a CPU than this is idle, over some seconds: JupyterLab in a browser asks its server again and again, which takes
+# up to 16 ms at a time, 1 to 2 ms per second.
 _IDLE_CPU_SHARE: Final = 0.02
+_IDLE_WINDOW_SECONDS: Final = 5.0
+# Longer between two looks, a job was stopped, or could not leave: nothing is known of that time.
+_MOST_BETWEEN_SECONDS: Final = 5.0
+# CPU time of a process on the GPU that counts as work, in one look, beyond what it uses while idle. The smallest cell of a
+# notebook takes 3 to 4 ms in its kernel (ipykernel 7), one that does nothing .3 ms at most in .5 s.
+_WAKING_SECONDS: Final = 0.002
+_MOST_WAKING_SECONDS: Final = 0.1
+# A job that came back so soon, so often, and then did nothing, has not worked.
+_EARLY_SECONDS: Final = 60.0
+_EARLY_TIMES: Final = 3
 # Growth is seen over this time, and in at least this number of looks.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
@@ -69,9 +83,9 @@ class Look(NamedTuple):
     now: float
     # Since it left, or came.
     since: float
-    # The job's GPU processes worked in the last window (percent of the SMs), and its CPU time in seconds so far.
+    # The job's GPU processes worked in the last window (percent of the SMs), and the CPU time of all its processes so far.
     busy_percent: int | None
-    cpu_seconds: float
+    cpu: Mapping[int, float]
     # Free on the device now. Others wait for the device, and have room there once all that take turns have left.
     free_bytes: int
     others_wait: bool
@@ -84,6 +98,8 @@ class Look(NamedTuple):
     others_stay: bool = False
     # What jobs there have that came later, and so leave before this one.
     later_bytes: int = 0
+    # The job's processes on the GPU or out of it, with the CPU time of their main threads so far.
+    main_cpu: Mapping[int, float | None] | None = None
 
 
 class Policy(Protocol):
@@ -127,34 +143,101 @@ class Idle:
     """Leaves after some time without work on the GPU and on the CPU, and comes back at its first work."""
 
     seconds: float
+    say: Callable[[str], None] = lambda _: None
     waiting: str | None = "it works again, and waits for room on the GPU; its next CUDA call waits until it is back"
     _still_since: float | None = None
-    _cpu: tuple[float, float] | None = None
-    _cpu_out: float | None = None
+    # The last look, and since when the CPU time is added up, with the sum.
+    _before: Look | None = None
+    _window: tuple[float, float] | None = None
+    # What its processes on the GPU use of a CPU while it is idle, look by look.
+    _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
+    _out_since: float | None = None
+    # It has worked since it came back; it came back soon, and how often so for nothing.
+    _worked: bool = False
+    _early: bool = False
+    _early_times: int = 0
+    _waking_seconds: float = _WAKING_SECONDS
+    _told: bool = False
 
     def leaves(self, look: Look) -> bool:
         """Return whether it has been idle for long enough."""
-        self._cpu_out = None
-        before, self._cpu = self._cpu, (look.now, look.cpu_seconds)
+        before, self._before = self._before, look
+        if self._out_since is not None:
+            before = self._out_since = self._still_since = None
+        if look.busy_percent is None and not self._told:
+            self._told = True
+            self.say("the driver does not say whether it works, so it stays on the GPU")
         if before is None or look.busy_percent is None:
-            self._still_since = None
+            self._still_since = self._window = None
             return False
-        share = (look.cpu_seconds - before[1]) / max(1e-6, look.now - before[0])
-        if look.busy_percent > 0 or share > _IDLE_CPU_SHARE:
-            self._still_since = None
+        elapsed = max(1e-6, look.now - before.now)
+        used = sum(max(0.0, seconds - before.cpu.get(pid, 0.0)) for pid, seconds in look.cpu.items())
+        if look.busy_percent > 0 or self._has_worked(before.now, elapsed, used):
+            self._still_since, self._window, self._worked = None, None, True
+            self._levels.clear()
             return False
-        self._still_since = before[0] if self._still_since is None else self._still_since
-        return look.now - self._still_since >= self.seconds
+        if elapsed > _MOST_BETWEEN_SECONDS:
+            self._still_since = look.now if self._still_since is None else self._still_since + elapsed
+        elif self._still_since is None:
+            self._still_since = before.now
+        self._levels.append(max(_each(before.cpu, look.cpu, look), default=0.0) / elapsed)
+        if look.now - self._still_since < self.seconds:
+            return False
+        self._judge()
+        return True
+
+    def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
+        """Return whether it has used more of a CPU than an idle job, over some seconds."""
+        if elapsed > _MOST_BETWEEN_SECONDS:
+            self._window = None
+            return used > _IDLE_CPU_SHARE * elapsed
+        window = min(_IDLE_WINDOW_SECONDS, max(elapsed, self.seconds))
+        start, so_far = self._window or (since, 0.0)
+        so_far += used
+        self._window = None if since + elapsed - start >= window else (start, so_far)
+        return so_far > _IDLE_CPU_SHARE * window
+
+    def _judge(self) -> None:
+        """Ask for more before it comes back, if it has come back for nothing several times."""
+        if self._worked:
+            self._waking_seconds, self._early_times = _WAKING_SECONDS, 0
+        elif self._early:
+            self._early_times += 1
+            if self._early_times >= _EARLY_TIMES:
+                self._waking_seconds, self._early_times = min(4 * self._waking_seconds, _MOST_WAKING_SECONDS), 0
+        self._early = False
 
     def returns(self, look: Look) -> bool:
-        """Return whether it has worked since it left: its next call of CUDA waits until it is back."""
-        self._still_since = self._cpu = None
-        if self._cpu_out is None:
-            self._cpu_out = look.cpu_seconds
-        return look.cpu_seconds - self._cpu_out >= _WAKING_SECONDS
+        """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
+        before, self._before = self._before, look
+        first = self._out_since is None
+        self._out_since = look.now if self._out_since is None else self._out_since
+        if before is None or (first and self._waking_seconds > _WAKING_SECONDS):
+            return False
+        # While it left, the driver's own threads have copied its memory: only the main threads tell whether it worked.
+        used = _each(before.main_cpu or {}, look.main_cpu or {}, look) if first else _each(before.cpu, look.cpu, look)
+        elapsed = look.now - before.now
+        if max(used, default=0.0) < self._waking_seconds + 1.25 * self._level() * elapsed:
+            return False
+        self._worked, self._early = False, look.now - self._out_since < _EARLY_SECONDS
+        return True
+
+    def _level(self) -> float:
+        """Return what a process on the GPU uses of a CPU while it is idle, without rare peaks."""
+        levels = sorted(self._levels)
+        return levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
     def switched(self, seconds: float) -> None:
         """Do nothing: how long it takes does not matter."""
+
+
+def _each(before: Mapping[int, float | None], after: Mapping[int, float | None], look: Look) -> list[float]:
+    """Return the CPU time that each process on the GPU has used between two looks, where that is known."""
+    return [
+        max(0.0, now - then)
+        for pid in look.main_cpu or {}
+        if (now := after.get(pid)) is not None and (then := before.get(pid)) is not None
+    ]
 
 
 @dataclass
@@ -328,12 +411,12 @@ class Swapping:
         if not self.out and self._memory.seconds <= 0 and self._memory.look():
             return True
         now = self._clock()
-        if now < self._due or now < self._later:
+        if now < self._due:
             return False
         self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
             self._notice()
-            if not self._by_hand and not isinstance(self._policy, ByHand):
+            if not self._by_hand and not isinstance(self._policy, ByHand) and now >= self._later:
                 self._step(self._read(now))
         except GpushareError as error:
             self._failed(error)
@@ -341,8 +424,7 @@ class Swapping:
 
     def _failed(self, error: GpushareError) -> None:
         """Try again later, and say why, once for each reason."""
-        if error.code == "swap_busy":
-            # Another job of this user is on its way: that takes as long as its copy.
+        if error.code in _PASSING:
             return
         self._later = self._clock() + self._again
         if not isinstance(self._policy, ForProduction):
@@ -391,8 +473,9 @@ class Swapping:
             if self._policy.leaves(look):
                 try:
                     self._leave()
-                except GpushareError:
-                    self._tell_that_it_stays(look)
+                except GpushareError as error:
+                    if error.code not in _PASSING:
+                        self._tell_that_it_stays(look)
                     raise
         elif self._place is not None or self._policy.returns(look):
             self._return()
@@ -424,12 +507,12 @@ class Swapping:
         production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
         later = 0 if line is None else self._later_bytes(line, own)
-        times = [one.seconds for pid in family if (one := cpu_time(pid)) is not None]
+        there = [one.pid for one in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
         return Look(
             now=now,
             since=self._since,
             busy_percent=None if None in busy else sum(one or 0 for one in busy),
-            cpu_seconds=sum(times),
+            cpu={pid: one.seconds for pid in family if (one := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
             others_wait=any(line is None or _can_come(one, line) for one in others),
             production_waits=bool(production),
@@ -439,6 +522,7 @@ class Swapping:
             production_needs=self._is_needed(production, line, later),
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
+            main_cpu={pid: main_thread_time(pid) for pid in there},
         )
 
     def _later_bytes(self, line: Line, own: str | None) -> int:
@@ -486,10 +570,10 @@ class Swapping:
             )
         self.times_out += 1
         self._left_at = began
-        self._moved(began, f"out of the GPU: {format_bytes(swap.memory_bytes)} to host memory")
+        self._moved(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
         if self._place is not None:
             self._place.leave()
-            self._place = None
+            self._place, self._told_stays = None, False
 
     @contextlib.contextmanager
     def _swapping(self, seconds: float = 0.0) -> Iterator[None]:

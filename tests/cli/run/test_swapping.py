@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ import pytest
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
-from gpushare.memory.swap import OUT, Swap, swaps
-from gpushare.run.swapping import _GROWTH_SECONDS, Idle, Swapping
+from gpushare.memory.swap import OUT, Swap, locked, swaps
+from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
 from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -241,6 +241,92 @@ def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) ->
     assert said == []
     assert not watch.out
     place.leave()
+
+
+def on_gpu(world: World, pid: int, size: int) -> None:
+    """Put a real process on the GPU."""
+    with changing(world.file) as (state, _):
+        state.processes.append(
+            SimulatedProcess(
+                pid=pid,
+                real=True,
+                gpu_uuid=state.gpus[0].uuid,
+                name="sleep",
+                user="root",
+                uid=0,
+                started_at=started_at(pid) or 0.0,
+                memory_bytes=size,
+            )
+        )
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """Return the PID of a program that does nothing."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: World, sleeper: int) -> None:
+    """It reads its data first: a notebook without a GPU says nothing, and a turn ends once there is something to copy."""
+    (device,) = select("0", world.host.nvml.sweep())
+    said: list[str] = []
+    at = [0.0]
+    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
+    watch = Swapping(
+        world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append, clock=lambda: at[0]
+    )
+    watch.started(sleeper)
+    for _ in range(40):
+        at[0] += 0.5
+        assert not watch.look()
+    assert said == []
+    on_gpu(world, sleeper, 4 * GIB)
+    at[0] += 0.5
+    watch.look()
+    assert watch.out
+    assert said == ["out of the GPU: 4.0 GiB to host memory in 0.0 s"]
+    watch.close()
+
+
+def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sleeper: int) -> None:
+    """Else production counts on another one, and both leave."""
+    (device,) = select("0", world.host.nvml.sweep())
+    on_gpu(world, sleeper, 8 * GIB)
+    waits = Request(memory_bytes=20 * GIB, keys=(device.uuid,), client=False, production=True)
+    production = Place(world.host, waits)
+    request = Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False, opportunistic=True, leaves=True)
+    place = Place(world.host, request)
+    place.take(device.uuid)
+    place.add(sleeper)
+    said: list[str] = []
+    at = [0.0]
+    watch = Swapping(
+        world.host, device, JobMemory(world.host, device), place, ForProduction(), said.append, clock=lambda: at[0]
+    )
+    watch.started(sleeper)
+
+    def looks() -> None:
+        for _ in range(4):
+            at[0] += 0.5
+            watch.look()
+
+    with locked(world.host):
+        looks()
+        assert [one.stays for one in reservations(world.host) or ()] == [False, False]
+    # Too little host memory is another thing.
+    fault(world, host_memory_bytes=GIB)
+    looks()
+    assert [one.stays for one in reservations(world.host) or ()] == [False, True]
+    fault(world, host_memory_bytes=64 * GIB)
+    at[0] += 60.0
+    looks()
+    assert watch.out
+    assert not watch._told_stays
+    watch.close()
+    production.leave()
 
 
 # -- the end of a job that is out --------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import pytest
 from gpushare.errors import GpushareError, InUse, OperationFailed, TimedOut
 from gpushare.host import records
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
+from gpushare.host.nvml import NvmlReader
 from gpushare.memory import swap as module
 from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, Swap, find_swap, path_of, repair, swaps
 from gpushare.sim import admin
+from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
@@ -179,6 +181,38 @@ def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, m
     assert process(world, started[0]).checkpoint == CHECKPOINTED
     cli("swap", "in", str(first)).ok()
     assert process(world, started[0]).checkpoint == RUNNING
+
+
+def _grow(world: World, pid: int, size: int) -> None:
+    with changing(world.file) as (state, _):
+        next(one for one in state.processes if one.pid == pid).memory_bytes = size
+
+
+def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another swap may be waited for before this one, and with too little room the driver would lose the job."""
+    pid = job()
+    before(monkeypatch, "lock", once(lambda: _grow(world, pid, 60 * GIB)))
+    assert cli("swap", "out", str(pid), output="json").ok().data["job"]["memory_bytes"] == 60 * GIB
+    other = job(100 * GIB)
+    assert cli("swap", "in", str(pid)).code == 19
+    admin.end_process(SPEC, other)
+    cli("swap", "in", str(pid)).ok()
+    assert process(world, pid).memory_bytes == 60 * GIB
+
+
+def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    with changing(world.file) as (state, _):
+        state.host_memory_bytes = 40 * GIB
+    before(monkeypatch, "lock", once(lambda: _grow(world, pid, 60 * GIB)))
+    answer = cli("swap", "out", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (19, "host_memory")
+    assert process(world, pid).checkpoint == RUNNING
+    assert swaps(world.host) == []
 
 
 def test_a_job_that_never_stops_starting_processes_stays(
@@ -433,3 +467,20 @@ def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli
     found = find_swap(world.host, pid)
     assert found is not None
     assert found.state == OUT
+
+
+def test_a_process_of_unknown_size_is_refused(
+    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its size no room could be reserved for its way back, and the driver would lose it."""
+    pid = job()
+    real = NvmlReader.processes
+
+    def processes(self: NvmlReader, index: int) -> Any:
+        found = real(self, index)
+        return found and tuple(replace(one, memory_used_bytes=None) for one in found)
+
+    monkeypatch.setattr(NvmlReader, "processes", processes)
+    text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
+    assert f"does not say how much memory process {pid} holds" in text
+    assert process(world, pid).checkpoint == RUNNING
