@@ -105,6 +105,7 @@ SLOW = (
     "measure/test_progress.py",
     "measure/test_tune.py",
     "measure/test_tune_ways.py",
+    "memory/test_together.py",
     "mig/test_daemons.py",
     "mig/test_interrupt.py",
     "mig/test_planner_exact.py",

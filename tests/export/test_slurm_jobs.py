@@ -42,7 +42,9 @@ class Cluster:
         for program, body in (("nvidia-smi", SMI), ("nvidia-cuda-mps-control", CONTROL)):
             (tmp / "bin" / program).write_text(body.format(tmp=tmp))
             (tmp / "bin" / program).chmod(0o755)
-        for script in SCRIPTS:
+        names = {one.name for one in self.found.documents}
+        self.scripts = [one for one in SCRIPTS if f"gpushare-{one}.sh" in names]
+        for script in self.scripts:
             body = text(self.found, f"gpushare-{script}.sh").replace(STATE, str(tmp / "state"))
             path = tmp / f"{script}.sh"
             path.write_text(body.replace("PATH=/usr/local/sbin", f"PATH={tmp / 'bin'}:/usr/local/sbin"))
@@ -79,10 +81,8 @@ class Cluster:
             "MpiDefault": "none",
             "ReturnToService": "2",
             **({"PluginDir": plugins} if plugins else {}),
-            **{key: said[key] for key in ("GresTypes", "SelectType", "PrologFlags")},
-            "Prolog": f"{self.tmp}/prolog.sh",
-            "Epilog": f"{self.tmp}/epilog.sh",
-            "TaskProlog": f"{self.tmp}/task-prolog.sh",
+            **{key: said[key] for key in ("GresTypes", "SelectType", "PrologFlags") if key in said},
+            **{one.title().replace("-", ""): f"{self.tmp}/{one}.sh" for one in self.scripts},
         }
         gres = said["NodeName"].partition("Gres=")[2]
         words = [f"{key}={value}" for key, value in config.items()]
@@ -92,15 +92,18 @@ class Cluster:
         ]
         (self.tmp / "slurm.conf").write_text("\n".join(words) + "\n")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": f"{self.tmp}/slurm.conf"}
+
     def program(self, name: str) -> str:
         return str(Path(PROGRAMS or "") / name)
 
     def ask(self, *words: str) -> str:
         """Run a command of Slurm and return what it prints."""
-        environment = {**os.environ, "SLURM_CONF": f"{self.tmp}/slurm.conf"}
         done = subprocess.run(
             [self.program(words[0]), *words[1:]],
-            env=environment,
+            env=self.environment,
             capture_output=True,
             text=True,
             check=False,
@@ -114,7 +117,7 @@ class Cluster:
             with (self.tmp / f"{name}.log").open("wb") as log:
                 argv = [self.program(name), "-D", "-f", f"{self.tmp}/slurm.conf", *more]
                 self._running.append(subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
-        _until(lambda: " State=IDLE" in self.ask("scontrol", "show", "node"), self.logs)
+        until(lambda: " State=IDLE" in self.ask("scontrol", "show", "node"), self.logs)
 
     def stop(self) -> None:
         for one in reversed(self._running):
@@ -135,7 +138,7 @@ class Cluster:
         said = self.ask("sbatch", f"--gres={gres}", "-o", str(out), "--wrap", script)
         found = re.search(r"Submitted batch job (\d+)", said)
         assert found is not None, said + self.logs()
-        _until(
+        until(
             lambda: _state(self.ask("scontrol", "show", "job", found[1])) not in {"PENDING", "RUNNING", "COMPLETING"},
             self.logs,
         )
@@ -149,7 +152,7 @@ def _state(text: str) -> str:
     return found[1] if found else ""
 
 
-def _until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
+def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, said()
@@ -189,7 +192,7 @@ def test_unequal_gpus_with_a_gap(cluster: Callable[[HostDescription], Cluster]) 
     task = one.job("mps:t4:25")
     assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (t4, f"{t4} none")
     # The epilog has ended each of them.
-    _until(lambda: not list((one.tmp / "state").glob("*/pipe/alive")), one.logs)
+    until(lambda: not list((one.tmp / "state").glob("*/pipe/alive")), one.logs)
 
 
 def test_mps_behind_mig_devices(cluster: Callable[[HostDescription], Cluster]) -> None:
