@@ -354,7 +354,7 @@ complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a p
 complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'With --opportunistic: the production job to spare, by name or PID.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
 complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic, under MPS: the share of the time to run while production runs. [default: as tuned]'
-complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root with driver 615, the driver refuses what is over it.'
+complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root with driver 615, the driver refuses what is over it. With --copies: of each copy.'
 complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-memory: end, warn or pause. [default: end]'
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on the one where it harms least.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time: 30m, 2h. [default: never]'

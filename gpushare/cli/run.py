@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpushare.run.farm import Copy, FarmOptions, FarmResult
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.program import RunOptions
-    from gpushare.run.queued import MemoryOptions
+    from gpushare.run.queued import MemoryOptions, Queued
     from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
 
@@ -254,7 +254,7 @@ def run(
             "--job-memory",
             metavar="SIZE",
             help="Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root "
-            "with driver 615, the driver refuses what is over it.",
+            "with driver 615, the driver refuses what is over it. With --copies: of each copy.",
         ),
     ] = None,
     memory_action: Annotated[
@@ -398,7 +398,8 @@ def run(
     the reason is printed and the program goes on with the driver's default.
 
     With --copies each copy gets a cap of 200/N percent and a share of the free memory, unless limits are
-    given; a copy whose memory does not fit waits. A failed copy does not affect the others.
+    given. It reserves its memory while it runs; a copy whose memory does not fit, or is reserved by other
+    jobs, waits. A failed copy does not affect the others.
     """
     from gpushare.cli.options import percentage
     from gpushare.mps.limits import Limits
@@ -448,7 +449,8 @@ def run(
         wait=wait or turns is not None or swap,
         requeue=requeue and not roles.requeue,
         gpu=gpu,
-        alone=mig is None and copies is None,
+        copies=copies,
+        mig=mig,
         reserves=limits.memory_limit_bytes is not None,
     )
     alone = mig is None and copies is None
@@ -458,17 +460,17 @@ def run(
         swapped = room is not None and room.swappable
         options = replace(options, container=_engine(host, container, roles, copies=copies, swapped=swapped))
     if mig is not None:
-        return in_instance(host, mig, gpu, command, options)
+        return in_instance(host, mig, gpu, command, options, room)
     gpus = gpus_of(host)
     if gpu is None and roles.target is not None:
         from gpushare.run.roles import place_of_production
 
         gpu = place_of_production(host, gpus, roles.target)
+    if farming.copies is not None:
+        return farm_result(host, select_one(gpu, gpus), command, options, farming, room)
     if room is not None:
         return _queued(host, gpus, gpu, command, options, room, roles)
     device = select_one(gpu, gpus)
-    if farming.copies is not None:
-        return farm_result(host, device, command, options, farming)
     return _started(host, device, command, options, roles)
 
 
@@ -621,7 +623,8 @@ def _memory_options(
     wait: bool,
     requeue: bool,
     gpu: str | None,
-    alone: bool,
+    copies: int | None,
+    mig: str | None,
     reserves: bool,
 ) -> MemoryOptions | None:
     """Return the options of the ledger of memory; None: none was given. ``reserves``: --memory was given."""
@@ -641,13 +644,18 @@ def _memory_options(
         raise BadUsage(
             f"{quoted(action)} is not an action", "give --memory-action end, warn or pause", code="bad_memory_action"
         )
-    if size is None and not wait and not (reserves and alone):
-        return None
-    if not alone:
+    if wait and copies is not None:
         raise _wrong(
-            "--wait and --job-memory are for one program on a GPU: they cannot be combined with --mig or --copies",
+            "--wait is for one program, and copies wait for room anyway while others of them run: it cannot be combined with --copies",
+            f"seq 0 {copies - 1} | xargs -P {copies} -I{{}} gpushare run --wait --job-memory 20G -- CMD {{}}",
+        )
+    if wait and mig is not None:
+        raise _wrong(
+            "--wait cannot be combined with --mig",
             "gpushare run --wait --job-memory 20G -- CMD",
         )
+    if size is None and not wait and not (reserves and copies is None and mig is None):
+        return None
     from gpushare.run.queued import MemoryOptions
 
     return MemoryOptions(
@@ -850,19 +858,23 @@ def _queued(
         say=note,
         limits=kept_limits(host),
     )
-    if settings.dry_run:
-        device, metered, found, reasons = queued.plan()
-        planned = start(device, metered)
-        if found is None:
-            return planned
-        from gpushare.memory.room import outlook_data, outlook_text
+    return _planned_or_run(queued)
 
-        return replace(
-            planned,
-            data={**planned.data, "room": outlook_data(found, reasons)},
-            notes=(*planned.notes, outlook_text(found, reasons)),
-        )
-    return queued.run()
+
+def _planned_or_run(queued: Queued) -> Any:
+    if not settings.dry_run:
+        return queued.run()
+    device, metered, found, reasons = queued.plan()
+    planned = queued.start(device, metered)
+    if found is None:
+        return planned
+    from gpushare.memory.room import outlook_data, outlook_text
+
+    return replace(
+        planned,
+        data={**planned.data, "room": outlook_data(found, reasons)},
+        notes=(*planned.notes, outlook_text(found, reasons)),
+    )
 
 
 def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOptions, *, mps: bool = True) -> Any:
@@ -890,9 +902,11 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
     return run.carry_out()
 
 
-def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
+def in_instance(
+    host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions, memory: MemoryOptions | None = None
+) -> Any:
     """Run a program in a free MIG instance, or in the one with a name."""
-    from gpushare.mps.limits import Limits
+    from gpushare.mps.limits import Limits, check_memory
     from gpushare.run.mig import free_place, take_place
     from gpushare.run.plain import PlainShare, dropped_variables
     from gpushare.run.share import MpsShare, check_program
@@ -902,8 +916,10 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
     dropped = [] if mps else dropped_variables(os.environ)
     if dropped:
         note(f"ignored without MPS: {', '.join(dropped)}; to set limits, give --threads or --memory")
+    job_bytes = None if memory is None else memory.job_bytes
 
     def check(device: Device) -> None:
+        check_memory(device, job_bytes, "--job-memory")
         if mps:
             MpsShare(host, device, options.limits).check(command[0])
 
@@ -913,7 +929,32 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
         if mps
         else PlainShare(host, place.device, claim, place.title)
     )
-    return _carried_out(host, share, command, options, mps=mps)
+    if memory is None:
+        return _carried_out(host, share, command, options, mps=mps)
+    from gpushare.hostfile.load import kept_limits
+    from gpushare.run.queued import Queued
+
+    try:
+        # Another one of its places may be larger.
+        check_memory(place.device, job_bytes, "--job-memory")
+        queued = Queued(
+            host=host,
+            devices=(place.device,),
+            command=command,
+            options=options,
+            memory=memory,
+            client=mps,
+            name=options.name,
+            production=False,
+            opportunistic=False,
+            start=lambda _, metered: _carried_out(host, share, command, metered, mps=mps),
+            say=note,
+            limits=kept_limits(host),
+        )
+        return _planned_or_run(queued)
+    except BaseException:
+        share.close()
+        raise
 
 
 def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
@@ -1299,8 +1340,17 @@ def _words(limits: Limits) -> str:
     return ", ".join(words)
 
 
-def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOptions, farming: Farming) -> Any:
+def farm_result(
+    host: Host,
+    device: Device,
+    command: Sequence[str],
+    run: RunOptions,
+    farming: Farming,
+    room: MemoryOptions | None = None,
+) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
+    from gpushare.hostfile.load import kept_limits
+    from gpushare.mps.limits import check_memory
     from gpushare.run.farm import FarmOptions, farm, plan_farm, share_of_memory
     from gpushare.run.jobs import named_job
     from gpushare.show.run import CopyLines
@@ -1316,9 +1366,11 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
     threads = limits.threads_percent
     if threads is None:
         threads = _threads(host, device, command, farming, together)
-    memory = limits.memory_limit_bytes
-    if memory is None:
-        memory = share_of_memory(host, device, together)
+    job_bytes = None if room is None else room.job_bytes
+    check_memory(device, job_bytes, "--job-memory")
+    user_limits, memory = kept_limits(host), limits.memory_limit_bytes
+    if memory is None and job_bytes is None:
+        memory = share_of_memory(host, device, together, user_limits)
     options = FarmOptions(
         copies=copies,
         limits=replace(limits, threads_percent=threads, memory_limit_bytes=memory),
@@ -1327,6 +1379,10 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
         grace_seconds=run.grace_seconds,
         stall_seconds=stall_seconds,
         at_once=at_once,
+        job_bytes=job_bytes,
+        action="end" if room is None else room.action,
+        user_limits=user_limits,
+        name=run.name,
     )
     report = CopyLines(copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
@@ -1391,8 +1447,11 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     )
     memory = options.limits.memory_limit_bytes
     limit = "no memory limit" if memory is None else f"memory limit {format_bytes(memory)}"
-    note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
+    if options.job_bytes is not None:
+        together = f"{format_bytes(options.job_bytes)} for all of its processes"
+        limit = f"memory limit {together}" if memory is None else f"{limit} per process, {together}"
     fitting = check_room(host, device, options)
+    note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
     bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
     if bounds:
         note(f"{min(bounds)} run at the same time; the others start as these end")
@@ -1410,6 +1469,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
         "seconds": round(result.seconds, 2),
         "threads_percent": options.limits.threads_percent,
         "memory_limit_bytes": options.limits.memory_limit_bytes,
+        "job_memory_bytes": options.job_bytes,
         "copies": [
             {
                 "copy": copy.number,
@@ -1419,6 +1479,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
                 "tries": copy.tries,
                 "attached": copy.attached,
                 "failure": copy.failure,
+                "reason": copy.reason,
                 "left_behind": list(copy.left_behind),
                 "log": copy.log,
             }
@@ -1435,16 +1496,21 @@ def _failures(result: FarmResult) -> list[GpushareError]:
 
     alike: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:
-        alike.setdefault((str(copy.failure), copy.hint), []).append(copy)
+        # Each that was ended for its memory held another sum.
+        alike.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
     found: list[GpushareError] = []
-    for (failure, hint), copies in alike.items():
+    for (_, hint), copies in alike.items():
         logs = [copy.log for copy in copies if copy.log]
         seen = f"see {'its' if len(copies) == 1 else 'their'} output: {', '.join(logs[:3])}" if logs else None
+        first, one = copies[0], len(copies) == 1
+        failure = str(first.failure)
+        if first.reason is not None and not one:
+            failure = f"{failure} (copy {first.number}; the others likewise)"
         found.append(
             OperationFailed(
-                f"{'copy' if len(copies) == 1 else 'copies'} {ranges(copy.number for copy in copies)}: {failure}",
+                f"{'copy' if one else 'copies'} {ranges(copy.number for copy in copies)}: {failure}",
                 hint or seen or "keep its output: --logs DIR; or restart it: --restart 1",
-                code="copy_failed",
+                code=first.reason or "copy_failed",
             )
         )
     return found

@@ -126,7 +126,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     images = {image for one in gone for image, _, _ in one.images}
     # The nearest one: a job may have been started by another one.
     out = {one.pid for one in gone} | {
-        next((pid for pid in _ancestry(host, one) if pid in roots), one) for one in images
+        next((pid for pid in ancestry(host, one) if pid in roots), one) for one in images
     }
     found = [one for one in found if one.key is None or out.isdisjoint(other.pid for other in one.claim.processes)]
     waiting: dict[int, int] = defaultdict(int)
@@ -351,7 +351,7 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
     roots = {process.pid: one for one in found for process in one.claim.processes}
     owners: dict[int, str] = {}
     for process in processes:
-        for pid in _ancestry(host, process.pid):
+        for pid in ancestry(host, process.pid):
             if pid in roots:
                 info = host.processes.describe(process.pid)
                 # A claim that names somebody else's process must not hide that one's memory.
@@ -361,7 +361,7 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
     return owners
 
 
-def _ancestry(host: Host, pid: int) -> Iterator[int]:
+def ancestry(host: Host, pid: int) -> Iterator[int]:
     """Yield a process and those that it descends from."""
     above: int | None = pid
     for _ in range(64):

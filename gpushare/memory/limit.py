@@ -20,7 +20,7 @@ from gpushare.host.process import known, signal_known
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
@@ -44,7 +44,8 @@ _UNCOUNTED_BYTES: Final = 512 * MIB
 class JobMemory:
     """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger.
 
-    ``driver`` is the driver's limit, if it has one: given back by `close`.
+    ``driver`` is the driver's limit, if it has one: given back by `close`. ``listed`` reads the processes on the GPU, if one
+    look is for several jobs.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class JobMemory:
         place: Place | None = None,
         driver: DriverLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
+        listed: Callable[[], Sequence[GpuProcess] | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
         self._driver = driver
+        self._listed = listed or (lambda: host.nvml.processes(device.gpu.index))
         # Whether the driver limits all of the job.
         self.by_driver = driver is not None
         self.peak_bytes: int | None = None
@@ -72,7 +75,7 @@ class JobMemory:
         self._family: dict[int, float] = {}
         self._strangers: set[int] = set()
         self._stopped: dict[int, float] = {}
-        self._told = False
+        self._told = self._told_blind = False
         self._due = self._touch_due = 0.0
 
     @property
@@ -110,13 +113,19 @@ class JobMemory:
         found = self._processes()
         counted = self._counted()
         if found is None:
+            inside = self._host.processes.namespace_is_host() is False
+            why = f"the driver does not list the processes of {self._device.title}"
+            self._blind("this PID namespace is not the host's" if inside else why)
             self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
         if self._place is not None and found and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self._place.touch()
         held = sum(one.memory_used_bytes or 0 for one in found)
-        if found or counted:
+        unknown = [one.pid for one in found if one.memory_used_bytes is None]
+        if unknown:
+            self._blind(f"the driver does not tell how much memory process {unknown[0]} has on {self._device.title}")
+        if (found and not unknown) or counted:
             self.peak_bytes = max(held, counted or 0, self.peak_bytes or 0)
         if self.by_driver and self.limit_bytes is not None:
             self._check_driver(found, held, self.limit_bytes)
@@ -126,6 +135,12 @@ class JobMemory:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
+
+    def _blind(self, why: str) -> None:
+        """Say once that what the job holds is not known."""
+        if self.limit_bytes is not None and not self.by_driver and not self._told_blind:
+            self._told_blind = True
+            self._say(f"its limit of {format_bytes(self.limit_bytes)} cannot be checked: {why}")
 
     def _counted(self) -> int | None:
         """Return what the driver counts for the job; a number that it would have refused is in another unit."""
@@ -213,13 +228,14 @@ class JobMemory:
         if self._host.processes.namespace_is_host() is False:
             return None
         try:
-            found = self._host.nvml.processes(self._device.gpu.index)
+            found = self._listed()
         except GpushareError:
             return None
         if found is None:
             return None
         mig = self._device.mig
-        here = [one for one in found if mig is None or one.gpu_instance_id == mig.gpu_instance_id]
+        # One of the job without an instance in the list is in the only one that it was given.
+        here = [one for one in found if mig is None or one.gpu_instance_id in {None, mig.gpu_instance_id}]
         listed = {one.pid for one in here}
         self._strangers &= listed
         return [one for one in here if self._belongs(one.pid)]

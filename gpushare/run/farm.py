@@ -1,4 +1,7 @@
-"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log."""
+"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log.
+
+Each copy is a job in the ledger of memory: its limit is reserved while it runs, and what other jobs have reserved is not free.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,19 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, InUse
+from gpushare.errors import BadUsage, GpushareError, InUse, OperationFailed
+from gpushare.memory.ledger import Line, Place, Request, ancestry, line_of, reservations
+from gpushare.memory.limit import JobMemory, MemoryAction
+from gpushare.memory.room import check_limit
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
-from gpushare.run.program import EndSignals, command_line
+from gpushare.run.program import EndSignals, command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
 from gpushare.run.share import MpsShare, open_mps_share
 from gpushare.units import MIB, format_bytes
@@ -25,6 +31,7 @@ from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
     from gpushare.selection import Device
 
 
@@ -39,51 +46,117 @@ def share_of_threads(copies: int) -> float | None:
     return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
 
 
-def share_of_memory(host: Host, device: Device, copies: int) -> int | None:
+@dataclass(frozen=True, kw_only=True)
+class Free:
+    """What copies can have on a device: bytes that nobody holds, and that no other job has reserved.
+
+    ``line`` is the ledger without the copies. ``allowed_bytes``: what this user may still reserve (None: no limit).
+    ``inside``: gpushare itself runs in a job that has reserved memory here, which is the copies' memory.
+    """
+
+    memory_bytes: int
+    line: Line
+    # Of what nobody holds.
+    reserved_bytes: int = 0
+    allowed_bytes: int | None = None
+    inside: bool = False
+
+    def beside(self, copies: int, options: FarmOptions) -> bool:
+        """Return whether this user may reserve another copy next to some."""
+        return self.allowed_bytes is None or (copies + 1) * (options.reserved_bytes or 0) <= self.allowed_bytes
+
+
+def free_memory(
+    host: Host, device: Device, user_limits: Mapping[int, int] | None = None, own: Collection[str] = ()
+) -> Free | None:
+    """Return what copies can have on a device now (nvmlDeviceGetMemoryInfo_v2, the ledger); None when it is not known.
+
+    ``own`` are the reservations of copies that run: what they hold is not free, what they may still allocate is.
+    """
+    gpu = host.nvml.gpu(device.gpu.index)
+    mig = None if device.mig is None else next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
+    if device.mig is not None and mig is None:
+        return None
+    total, used = (
+        (gpu.memory_total_bytes, gpu.memory_used_bytes)
+        if mig is None
+        else (mig.memory_total_bytes, mig.memory_used_bytes)
+    )
+    if total is None or used is None:
+        return None
+    free = total - used - ((gpu.memory_reserved_bytes or 0) if mig is None else 0)
+    found = [one for one in reservations(host) or () if one.key == device.uuid and one.id not in own]
+    above = set(ancestry(host, os.getppid())) if found else set()
+    others = [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes)]
+    inside = len(others) < len(found)
+    line = line_of(host, replace(device, gpu=gpu, mig=mig), others, limits=user_limits)
+    if line is None:
+        return None
+    limit = None if inside else (user_limits or {}).get(os.geteuid())
+    return Free(
+        memory_bytes=min(free, line.free_bytes) if others else free,
+        line=line,
+        reserved_bytes=max(0, free - line.free_bytes) if others else 0,
+        allowed_bytes=None if limit is None else max(0, limit - line.granted.get(os.geteuid(), 0)),
+        inside=inside,
+    )
+
+
+def share_of_memory(
+    host: Host, device: Device, copies: int, user_limits: Mapping[int, int] | None = None
+) -> int | None:
     """Return the memory limit of each of N copies: its share of what is free now; None when that is not known."""
-    free = free_memory(host, device)
+    free = free_memory(host, device, user_limits)
     if free is None:
         return None
-    share = int(free * (1 - _MARGIN) / copies) - CONTEXT_BYTES
+    share = int(free.memory_bytes * (1 - _MARGIN) / copies) - CONTEXT_BYTES
+    if free.allowed_bytes is not None:
+        share = min(share, free.allowed_bytes // copies)
     if share < MIB:
         raise no_room(device, free, copies, None)
     return share // MIB * MIB
 
 
-def free_memory(host: Host, device: Device) -> int | None:
-    """Return the free memory of a device in bytes (nvmlDeviceGetMemoryInfo_v2), or None when it is not known."""
-    gpu = host.nvml.gpu(device.gpu.index)
-    if device.mig is not None:
-        mig = next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
-        if mig is None or mig.memory_total_bytes is None or mig.memory_used_bytes is None:
-            return None
-        return mig.memory_total_bytes - mig.memory_used_bytes
-    if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
-        return None
-    return gpu.memory_total_bytes - gpu.memory_used_bytes - (gpu.memory_reserved_bytes or 0)
-
-
 def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
-    """Return how many copies fit into the memory that is free now; None when that is not known."""
-    limit = options.limits.memory_limit_bytes
-    free = free_memory(host, device)
-    if limit is None or free is None:
+    """Return how many copies fit into the memory that is free now; None when that is not known.
+
+    Raises:
+        InUse: none fits (code ``memory_does_not_fit``).
+        NoPermission: a copy is more than this user may reserve (code ``over_user_limit``).
+    """
+    if options.reserved_bytes is None:
         return None
-    fitting = free // (limit + CONTEXT_BYTES)
+    free = free_memory(host, device, options.user_limits)
+    if free is None:
+        return None
+    fitting = max(0, free.memory_bytes) // options.needed_bytes
+    if free.allowed_bytes is not None and options.user_limits is not None:
+        request = Request(memory_bytes=options.reserved_bytes, keys=(device.uuid,), client=True)
+        check_limit([free.line], request, options.user_limits.get(os.geteuid()))
+        fitting = min(fitting, free.allowed_bytes // options.reserved_bytes)
     if fitting < 1:
-        raise no_room(device, free, 1, limit)
+        raise no_room(device, free, 1, options)
     return min(options.copies, fitting)
 
 
-def no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
-    """Return the error for copies, each with a limit or without one, that do not fit into the free memory."""
-    if limit is None:
+def no_room(device: Device, free: Free, copies: int, options: FarmOptions | None) -> GpushareError:
+    """Return the error for copies that do not fit into the free memory; ``options`` None: they have no limit yet."""
+    if options is None or options.reserved_bytes is None:
         wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
+    elif options.job_bytes is not None:
+        wanted = f"a copy with {format_bytes(options.job_bytes)} does"
     else:
-        wanted = f"a copy with a limit of {format_bytes(limit)} and its CUDA context do"
+        wanted = f"a copy with a limit of {format_bytes(options.reserved_bytes)} and its CUDA context do"
+    there = f"{format_bytes(max(0, free.memory_bytes))} free on {device.title}"
+    allowed = free.allowed_bytes
+    if allowed is not None and (allowed < free.memory_bytes if options is None else not free.beside(0, options)):
+        there = f"{format_bytes(allowed)} that you may still reserve on {device.title}"
+    elif free.reserved_bytes:
+        there += f" ({format_bytes(free.reserved_bytes)} more are reserved by other jobs)"
+    option = "--memory" if options is None or options.job_bytes is None else "--job-memory"
     return InUse(
-        f"{wanted} not fit into the {format_bytes(max(0, free))} free on {device.title}",
-        "see what holds it: gpushare status; or give fewer --copies, or a smaller --memory",
+        f"{wanted} not fit into the {there}",
+        f"see what holds it: gpushare status; or give fewer --copies, or a smaller {option}",
         gpu=str(device.gpu.index),
         code="memory_does_not_fit",
     )
@@ -118,6 +191,8 @@ _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # An MPS server frees a client's memory a while after the client has ended.
 _ROOM_SECONDS: Final = 10.0
+# How often to look for room while copies wait for it.
+_ROOM_LOOK_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +200,8 @@ class FarmOptions:
     """How many copies, the limits of each, how often a failed one is started again, and where logs are kept.
 
     ``stall_seconds`` is how long a copy may print nothing before it counts as hung; None: for ever.
-    ``at_once`` bounds how many run at the same time (None: all).
+    ``at_once`` bounds how many run at the same time (None: all). ``job_bytes`` is the limit of all processes of a copy
+    together, and ``action`` what happens to a copy above it. ``user_limits`` are what users may reserve, by uid.
     """
 
     copies: int
@@ -135,6 +211,20 @@ class FarmOptions:
     grace_seconds: float = GRACE_SECONDS
     stall_seconds: float | None = None
     at_once: int | None = None
+    job_bytes: int | None = None
+    action: MemoryAction = "end"
+    user_limits: Mapping[int, int] | None = None
+    name: str | None = None
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Return what each copy reserves; None: no size is known."""
+        return self.limits.memory_limit_bytes if self.job_bytes is None else self.job_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return what each copy may have on the device, with its CUDA context."""
+        return self.job_bytes or (self.limits.memory_limit_bytes or 0) + CONTEXT_BYTES
 
 
 @dataclass(kw_only=True)
@@ -151,6 +241,8 @@ class Copy:
     log: str | None = None
     # What to do about the failure, where its output does not say.
     hint: str | None = None
+    # Why gpushare has ended it: ``memory_limit``, or None.
+    reason: str | None = None
     # Processes left running by any of its tries; they were ended.
     left_behind: tuple[int, ...] = ()
     # Seen among the daemon's clients; None: never checked.
@@ -186,6 +278,9 @@ class FarmReporter(Protocol):
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """A copy's program has ended and left processes running, which were ended."""
 
+    def news(self, copy: Copy, text: str) -> None:
+        """Something else to report of a copy."""
+
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """How far it is; called often."""
 
@@ -202,14 +297,17 @@ def farm(
     if options.copies < 1:
         raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
     check_room(host, device, options)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as before, contextlib.ExitStack() as held:
         logs = None if options.logs is None else held.enter_context(directory_of_logs(options.logs))
         program = numbered(command, 0)[0]
         share = open_mps_share(host, device, program, options.limits)
         several = held.enter_context(Several(host, share, grace_seconds=options.grace_seconds))
         if logs is not None:
             remove_earlier_logs(logs, options.copies)
-        return _Farm(host, device, command, options, reporter, several, logs).run()
+        copies = _Farm(host, device, command, options, reporter, several, logs)
+        # Before the share is given back, but after the copies have ended: else their memory would look free.
+        before.callback(copies.close)
+        return copies.run()
 
 
 def plan_farm(
@@ -221,7 +319,7 @@ def plan_farm(
     share.check(numbered(command, 0)[0])
     planned = _Farm(host, device, command, options, reporter, Several(host, share), None)
     environment = share.environment({})
-    return (*share.steps(), *planned.steps(share.where, environment))
+    return (*planned.before(), *share.steps(), *planned.steps(share.where, environment), *planned.meanwhile())
 
 
 class _Farm:
@@ -240,7 +338,17 @@ class _Farm:
         self._options, self._reporter, self._several = options, reporter, several
         self._copies = [Copy(number=number) for number in range(options.copies)]
         self._running: dict[int, Program] = {}
+        # What watches the memory of each copy that runs, and has its place in the ledger.
+        self._memories: dict[int, JobMemory] = {}
+        self._places: dict[int, Place] = {}
         self._full_since: float | None = None
+        # Whether gpushare itself runs in a job that has reserved memory on the device.
+        self._inside = False
+        self._next_look, self._ran = 0.0, 0
+        self._listed: tuple[GpuProcess, ...] | None = None
+        self._listed_at = -1.0
+        # Copies above their limit that cannot be ended.
+        self._stuck: set[int] = set()
         self._started = time.monotonic()
         self._looks: list[float] = []
         self._signals = EndSignals()
@@ -248,7 +356,9 @@ class _Farm:
     def run(self) -> FarmResult:
         with self._signals:
             while True:
-                self._start_what_fits()
+                if self._may_fit():
+                    self._start_what_fits()
+                self._watch_memory()
                 self._collect()
                 self._prove()
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
@@ -262,7 +372,20 @@ class _Farm:
         seconds = time.monotonic() - self._started
         return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._signals.first)
 
+    def close(self) -> None:
+        """Leave the ledger with all copies."""
+        for number in list(self._memories):
+            self._leave(number)
+
     # -- starting ------------------------------------------------------------------------------------
+
+    def _may_fit(self) -> bool:
+        """Return whether to look for room: now and then, and whenever the number of copies that run has changed."""
+        now, running = time.monotonic(), len(self._running)
+        if now < self._next_look and running == self._ran:
+            return False
+        self._next_look, self._ran = now + _ROOM_LOOK_SECONDS, running
+        return True
 
     def _start_what_fits(self) -> None:
         for copy in self._copies:
@@ -270,31 +393,80 @@ class _Farm:
                 continue
             if not self._fits():
                 return
-            self._full_since = None
             try:
+                self._reserve(copy)
+                # Another job may have reserved the same memory meanwhile. Both have written before they read again.
+                if copy.number in self._places and not self._fits():
+                    self._leave(copy.number)
+                    return
+                self._full_since = None
                 self._start(copy)
             except GpushareError as error:
+                self._leave(copy.number)
                 self._cannot_start(copy, error)
+
+    def _reserve(self, copy: Copy) -> None:
+        """Reserve the memory of a copy that is about to start.
+
+        Raises:
+            GpushareError: the ledger cannot be written, and MPS alone does not hold the limit.
+        """
+        options, size = self._options, self._options.reserved_bytes
+        if size is None:
+            return
+        place = None
+        if not self._inside:
+            request = Request(memory_bytes=size, keys=(self._device.uuid,), client=True, name=options.name)
+            try:
+                place = Place(self._host, request)
+                place.take(self._device.uuid)
+            except GpushareError:
+                if place is not None:
+                    place.leave()
+                if options.job_bytes is not None:
+                    raise
+                place = None
+        if place is not None:
+            self._places[copy.number] = place
+        self._memories[copy.number] = JobMemory(
+            self._host,
+            self._device,
+            limit_bytes=options.job_bytes,
+            action=options.action,
+            place=place,
+            say=functools.partial(self._reporter.news, copy),
+            listed=self._processes,
+        )
+
+    def _leave(self, number: int) -> None:
+        self._places.pop(number, None)
+        memory = self._memories.pop(number, None)
+        if memory is not None:
+            memory.close()
 
     def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
         copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
         self._reporter.ended(copy, again=False)
 
     def _fits(self) -> bool:
-        if self._options.at_once is not None and len(self._running) >= self._options.at_once:
+        options = self._options
+        if options.at_once is not None and len(self._running) >= options.at_once:
             return False
-        limit = self._options.limits.memory_limit_bytes
-        free = None if limit is None else free_memory(self._host, self._device)
-        if limit is None or free is None:
+        own = {place.claim.path.name for place in self._places.values()}
+        free = None
+        if options.reserved_bytes is not None:
+            free = free_memory(self._host, self._device, options.user_limits, own)
+        if free is None:
             return True
+        self._inside = free.inside
         # Memory that a running copy may still allocate is not free.
+        left = free.memory_bytes
         for program in self._running.values():
-            holds = peak_memory(self._host, self._device, program) or 0
-            free -= max(0, limit + CONTEXT_BYTES - holds)
-        if free >= limit + CONTEXT_BYTES:
+            left -= max(0, options.needed_bytes - (peak_memory(self._host, self._device, program) or 0))
+        if left >= options.needed_bytes and free.beside(len(self._running), options):
             return True
         if not self._running:
-            self._wait_for_room(no_room(self._device, free, 1, limit))
+            self._wait_for_room(no_room(self._device, free, 1, options))
         return False
 
     def _wait_for_room(self, error: GpushareError) -> None:
@@ -305,6 +477,26 @@ class _Farm:
             for copy in self._copies:
                 if copy.state == "waiting":
                     self._cannot_start(copy, error)
+
+    def before(self) -> list[Step]:
+        """Return what is reserved for the copies."""
+        size = self._options.reserved_bytes
+        free = None if size is None else free_memory(self._host, self._device, self._options.user_limits)
+        if size is None or (free is not None and free.inside):
+            return []
+        return [step_of_run(f"reserve {format_bytes(size)} on {self._device.title} for each copy while it runs")]
+
+    def meanwhile(self) -> list[Step]:
+        """Return what is done while the copies run."""
+        limit = self._options.job_bytes
+        if limit is None:
+            return []
+        action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._options.action]
+        return [
+            step_of_run(
+                f"{action} each copy whose processes together hold more than {format_bytes(limit)} (added up five times a second)"
+            )
+        ]
 
     def steps(self, where: str, environment: Mapping[str, str]) -> list[Step]:
         """Return the start of each copy."""
@@ -330,7 +522,7 @@ class _Farm:
 
         log = None if self._options.logs is None else log_of(self._options.logs, number, copy.tries)
         copy.tries += 1
-        copy.failure, copy.hint, copy.exit_code, copy.attached = None, None, None, None
+        copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
         program = self._several.start(
             f"copy {number}",
@@ -342,7 +534,49 @@ class _Farm:
         )
         copy.pid, copy.state = program.pid, "running"
         self._running[number] = program
+        if number in self._memories:
+            self._memories[number].started(program.pid)
         self._reporter.started(copy)
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def _watch_memory(self) -> None:
+        """Hold each copy to its limit: end those that are above it together, the safe way."""
+        over = self._over_limit()
+        if not over:
+            return
+        for number in over:
+            self._memories[number].release()
+        try:
+            self._several.end([self._running[number] for number in over], hurry=self._hurried)
+        except GpushareError as error:
+            for number in over:
+                if self._running[number].runs:
+                    self._stuck.add(number)
+                    self._reporter.news(self._copies[number], f"it cannot be ended: {error.message}; {error.hint}")
+
+    def _hurried(self) -> bool:
+        """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
+        self._over_limit()
+        return self._signals.came()
+
+    def _over_limit(self) -> list[int]:
+        """Add up the memory of all copies that run, in one look; return those that are to be ended."""
+        if self._options.job_bytes is None:
+            return []
+        here = {number: self._memories[number] for number, one in self._running.items() if one.runs}
+        watched = [one for one in here.values() if one.over is None]
+        if any(one.seconds <= 0 for one in watched):
+            for one in watched:
+                one.look()
+        return [number for number, one in here.items() if one.over is not None and number not in self._stuck]
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        """Return the processes on the GPU, read once for all copies."""
+        now = time.monotonic()
+        if now - self._listed_at >= _STEP_SECONDS:
+            self._listed, self._listed_at = self._host.nvml.processes(self._device.gpu.index), now
+        return self._listed
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -388,22 +622,38 @@ class _Farm:
         copy.exit_code, copy.failure = program.status, failure
         if program.no_space:
             copy.hint = hint_on_space(self._options.logs)
+        self._note_limit(copy)
         if stuck is not None:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
         # Nothing new starts next to a process that could not be ended.
+        self._stuck.discard(number)
         more = stuck is None and self._signals.first is None and copy.tries <= self._options.restarts
         again = copy.failure is not None and more
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         self._reporter.ended(copy, again=again)
 
+    def _note_limit(self, copy: Copy) -> None:
+        """Say of a copy that was ended for its memory why, whatever its exit code; and leave the ledger."""
+        memory = self._memories.get(copy.number)
+        if memory is None:
+            return
+        try:
+            memory.check()
+        except OperationFailed as error:
+            copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
+        self._leave(copy.number)
+
     def _interrupt(self) -> None:
         # A copy that ended by itself in the meantime keeps its result.
         self._collect()
+        for memory in self._memories.values():
+            memory.release()
         self._several.end(list(self._running.values()), hurry=self._signals.came)
         for number in list(self._running):
             self._close(number, None)
-            self._copies[number].state = "ended"
+            if self._copies[number].reason is None:
+                self._copies[number].state = "ended"
         for one in self._copies:
             if one.state == "waiting":
                 one.state = "never started" if one.tries == 0 else "failed"

@@ -301,6 +301,11 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
+def step_of_run(what: str, command: str = "# by gpushare run itself") -> Step:
+    """Return a step for a plan to show: what gpushare does before a program starts, or while it runs."""
+    return Step(what=what, command=command, do=lambda: None)
+
+
 # Python buffers what it prints to a file; a line must be there when it is printed.
 _UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
 

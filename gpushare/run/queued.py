@@ -27,9 +27,8 @@ from gpushare.memory.room import (
     size_text,
     wait_for_room,
 )
-from gpushare.plan import Step
 from gpushare.run.jobs import is_running, productions
-from gpushare.run.program import ENDED_BY_USER
+from gpushare.run.program import ENDED_BY_USER, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
@@ -74,10 +73,6 @@ class MemoryOptions:
 def _more(size: int) -> int:
     """Return what a program asks for that ran out of memory with this; always more."""
     return max(size + MIB, int(size * MORE) // MIB * MIB)
-
-
-def _step(what: str, command: str = "# by gpushare run itself") -> Step:
-    return Step(what=what, command=command, do=lambda: None)
 
 
 def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
@@ -219,14 +214,14 @@ class Queued:
         check_limit(lines, request, limit)
         found = outlook(self.host, devices, request, self.limits) if self.memory.wait else None
         where = devices[0] if found is None or found.device is None else found.device
-        before = [_step(one) for one in self._before(request, devices)]
+        before = [step_of_run(one) for one in self._before(request, devices)]
         limit_bytes = self.memory.job_bytes
         by_driver = limit_bytes is not None and self._may_limit(where)
         if limit_bytes is not None and by_driver:
             from gpushare.memory.driver_limit import command, words
 
-            before.append(_step(words(limit_bytes), command(where, limit_bytes)))
-        meanwhile = tuple(_step(one) for one in self._meanwhile(size, by_driver=by_driver))
+            before.append(step_of_run(words(limit_bytes), command(where, limit_bytes)))
+        meanwhile = tuple(step_of_run(one) for one in self._meanwhile(size, by_driver=by_driver))
         options = replace(self.options, before=tuple(before), meanwhile=meanwhile)
         return where, options, found, {one.uuid: what for one, what in ordered}
 

@@ -30,6 +30,7 @@ class Copy(Protocol):
     number: int
     state: str
     failure: str | None
+    reason: str | None
 
 
 class RunReport:
@@ -186,9 +187,10 @@ class CopyLines:
 
     def ended(self, copy: Copy, *, again: bool) -> None:
         """Say how a copy failed, once for all that fail alike; the errors at the end name them."""
-        if copy.failure is not None and copy.failure not in self._failures:
+        alike = copy.reason or copy.failure
+        if copy.failure is not None and alike is not None and alike not in self._failures:
             self.clear()
-            self._failures.add(copy.failure)
+            self._failures.add(alike)
             self._note(f"copy {copy.number} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
@@ -198,6 +200,11 @@ class CopyLines:
         self._note(
             f"copy {copy.number} left process {named} behind, which was ended; the program must stay in the foreground"
         )
+
+    def news(self, copy: Copy, text: str) -> None:
+        """Say something else of a copy."""
+        self.clear()
+        self._note(f"copy {copy.number}: {text}")
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """Draw the progress line."""

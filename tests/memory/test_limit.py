@@ -11,7 +11,7 @@ import pytest
 from gpushare.errors import OperationFailed
 from gpushare.host.process import ProcessInfo
 from gpushare.memory.limit import JobMemory, MemoryAction
-from gpushare.model import Gpu, GpuProcess
+from gpushare.model import Gpu, GpuProcess, MigInstance
 from gpushare.selection import Device
 from gpushare.units import GIB, MIB
 
@@ -83,9 +83,56 @@ def test_a_process_that_was_seen_counts_after_it_left_the_tree(told: Told) -> No
 
 
 def test_unknown_memory_is_not_a_number(told: Told) -> None:
-    memory, _ = job(told)
+    memory, said = job(told)
+    told.memory = {10: None, 11: GIB}
+    assert not memory.look()
+    assert not memory.look()
+    # A peak without it would be reserved the next time.
+    assert memory.peak_bytes is None
+    assert said == [
+        "its limit of 8.0 GiB cannot be checked: the driver does not tell how much memory process 10 has on GPU 0"
+    ]
+    told.memory[11] = 9 * GIB
+    assert memory.look()
+
+
+def test_processes_that_the_driver_does_not_list_are_not_none(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, said = job(told)
+    monkeypatch.setattr(memory, "_listed", lambda: None)
+    assert not memory.look()
+    assert not memory.look()
+    assert said == ["its limit of 8.0 GiB cannot be checked: the driver does not list the processes of GPU 0"]
+
+
+def test_in_another_pid_namespace_a_limit_cannot_be_checked(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, said = job(told)
+    monkeypatch.setattr(told, "namespace_is_host", lambda: False)
+    assert not memory.look()
+    assert said == ["its limit of 8.0 GiB cannot be checked: this PID namespace is not the host's"]
+
+
+def test_without_a_limit_nothing_is_said_of_what_is_unknown(told: Told) -> None:
+    memory, said = job(told, limit=None)
     told.memory = {10: None}
     assert not memory.look()
+    assert said == []
+
+
+def test_in_an_instance_only_what_is_there_counts(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = job(told)
+    memory._device = Device(gpu=Gpu(index=0, uuid="GPU-1"), mig=MigInstance(uuid="MIG-1", gpu_instance_id=3))
+
+    def listed() -> tuple[GpuProcess, ...]:
+        # The driver lists the processes of all instances on the GPU; some drivers do not say where one is.
+        places = {10: 3, 11: None, 12: 4, 99: 3}
+        return tuple(
+            GpuProcess(pid=pid, compute=True, gpu_instance_id=place, memory_used_bytes=GIB)
+            for pid, place in places.items()
+        )
+
+    monkeypatch.setattr(memory, "_listed", listed)
+    memory.look()
+    assert memory.peak_bytes == 2 * GIB
 
 
 def test_a_warning_is_said_once_for_each_time(told: Told) -> None:

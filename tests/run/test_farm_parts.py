@@ -12,6 +12,8 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import GpushareError, InUse, NotFound
+from gpushare.memory.admission import Room
+from gpushare.memory.ledger import Line, Request
 from gpushare.model import Gpu, MigInstance
 from gpushare.mps.limits import Limits
 from gpushare.run import farm as module
@@ -47,6 +49,19 @@ def mig_of(uuid: str, total: int | None, used: int | None) -> MigInstance:
     return MigInstance(uuid=uuid, memory_total_bytes=total, memory_used_bytes=used)
 
 
+def bytes_free(gpu: Gpu, mig: MigInstance | None = None) -> int | None:
+    """Return the free memory of a GPU or instance."""
+    free = free_memory(host_with(gpu), Device(gpu=gpu, mig=mig))
+    return None if free is None else free.memory_bytes
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the ledger of a host that is not one empty."""
+    real = module.reservations
+    monkeypatch.setattr(module, "reservations", lambda host: [] if isinstance(host, SimpleNamespace) else real(host))
+
+
 @pytest.mark.parametrize(
     ("total", "used", "reserved", "free"),
     [
@@ -61,7 +76,7 @@ def test_free_is_neither_used_nor_reserved(
     total: int | None, used: int | None, reserved: int | None, free: int | None
 ) -> None:
     gpu = gpu_of(total, used, reserved)
-    assert free_memory(host_with(gpu), Device(gpu=gpu)) == free
+    assert bytes_free(gpu) == free
     if free is None:
         assert share_of_memory(host_with(gpu), Device(gpu=gpu), 2) is None
         options = FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB))
@@ -71,12 +86,11 @@ def test_free_is_neither_used_nor_reserved(
 def test_in_an_instance_its_own_memory_counts_and_of_now() -> None:
     before = mig_of("MIG-b", 20 * GIB, 0)
     now = gpu_of(80 * GIB, 0, mig_instances=(mig_of("MIG-a", 40 * GIB, 0), mig_of("MIG-b", 20 * GIB, 5 * GIB)))
-    assert free_memory(host_with(now), Device(gpu=now, mig=before)) == 15 * GIB
+    assert bytes_free(now, before) == 15 * GIB
     for unknown in ((None, 0), (20 * GIB, None)):
         gpu = gpu_of(80 * GIB, 0, mig_instances=(mig_of("MIG-b", *unknown),))
-        assert free_memory(host_with(gpu), Device(gpu=gpu, mig=before)) is None
-    gone = gpu_of(80 * GIB, 0)
-    assert free_memory(host_with(gone), Device(gpu=gone, mig=before)) is None
+        assert bytes_free(gpu, before) is None
+    assert bytes_free(gpu_of(80 * GIB, 0), before) is None
 
 
 def test_a_share_of_the_memory_leaves_room_for_contexts_and_a_margin() -> None:
@@ -155,6 +169,30 @@ class Several:
         return bool(clients & {program.pid, program.pid + 1000})
 
 
+@dataclass
+class Place:
+    """Stands in for a place in the ledger."""
+
+    request: Request
+    left: bool = False
+
+    @property
+    def claim(self) -> Any:
+        return SimpleNamespace(path=Path(f"place-{id(self)}"))
+
+    def take(self, key: str) -> None:
+        """It is taken."""
+
+    def add(self, pid: int) -> None:
+        """Its program holds it too."""
+
+    def tell_limit(self, limit_bytes: int, above: str) -> None:
+        """Others can read it."""
+
+    def leave(self) -> None:
+        self.left = True
+
+
 class Step:
     """A farm whose clock, memory and daemon say what a test wants."""
 
@@ -163,9 +201,16 @@ class Step:
         self.clients: set[int] | None = set()
         self.asked = 0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
-        monkeypatch.setattr(module, "free_memory", lambda *_: self.free)
+        self.allowed: int | None = None
+        monkeypatch.setattr(module, "free_memory", lambda *_: self._free())
+        self.places: list[Place] = []
+        monkeypatch.setattr(module, "Place", self._place)
         monkeypatch.setattr(module, "peak_memory", lambda _host, _device, program: program.holds)
-        host: Any = SimpleNamespace(programs=None)
+        host: Any = SimpleNamespace(
+            programs=None,
+            processes=SimpleNamespace(namespace_is_host=lambda: True, descendants=lambda _: []),
+            nvml=SimpleNamespace(processes=lambda _: ()),
+        )
         self.several: Any = Several()
         self.several.clients = self._clients
         gpu = gpu_of(80 * GIB, 0)
@@ -178,6 +223,18 @@ class Step:
             self.several,
             None,
         )
+
+    def _free(self) -> module.Free:
+        line = Line(device=self.farm._device, room=Room(memory_bytes=80 * GIB), running=(), holders=(), others_bytes=0)
+        return module.Free(memory_bytes=self.free, line=line, allowed_bytes=self.allowed)
+
+    def _place(self, _host: Any, request: Request) -> Place:
+        self.places.append(Place(request))
+        return self.places[-1]
+
+    @property
+    def reserved(self) -> list[int | None]:
+        return [one.request.memory_bytes for one in self.places if not one.left]
 
     def _clients(self) -> set[int] | None:
         self.asked += 1
@@ -397,3 +454,125 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     step.farm._signals.first = 15
     step.farm._interrupt()
     assert step.states == ["failed", "ended", "never started", "done"]
+
+
+# -- what copies reserve -----------------------------------------------------------------------------
+
+
+def test_a_copy_reserves_its_limit_from_its_start_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=3, limits=Limits(memory_limit_bytes=GIB), at_once=2))
+    step.farm._start_what_fits()
+    assert step.reserved == [GIB, GIB]
+    step.several.started[0].runs = False
+    step.farm._collect()
+    assert step.reserved == [GIB]
+    step.farm._start_what_fits()
+    assert step.reserved == [GIB, GIB]
+    step.farm.close()
+    assert step.reserved == []
+
+
+def test_copies_of_no_known_size_reserve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=3))
+    step.farm._start_what_fits()
+    assert step.states == ["running"] * 3
+    assert step.places == []
+
+
+def test_a_copy_steps_back_for_who_reserved_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written that it reserves it, and reads again before it starts."""
+    one = GIB + CONTEXT_BYTES
+    step = Step(monkeypatch, FarmOptions(copies=1, limits=Limits(memory_limit_bytes=GIB)))
+    take = Place.take
+
+    def taken(place: Place, key: str) -> None:
+        take(place, key)
+        step.free = one - 1
+
+    monkeypatch.setattr(Place, "take", taken)
+    step.free = one
+    step.farm._start_what_fits()
+    assert step.states == ["waiting"]
+    assert step.reserved == []
+    monkeypatch.setattr(Place, "take", take)
+    step.free = one
+    step.farm._start_what_fits()
+    assert step.states == ["running"]
+
+
+def test_copies_beyond_what_their_user_may_reserve_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=3, limits=Limits(memory_limit_bytes=GIB)))
+    step.allowed = 2 * GIB
+    step.farm._start_what_fits()
+    assert step.states == ["running", "running", "waiting"]
+    step.several.started[0].runs = False
+    step.farm._collect()
+    step.allowed = GIB - 1
+    step.farm._start_what_fits()
+    assert step.states == ["done", "running", "waiting"]
+
+
+def test_a_copy_that_cannot_be_started_reserves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=1, limits=Limits(memory_limit_bytes=GIB)))
+
+    def start(title: str, *_: Any, **__: Any) -> Running:
+        raise NotFound("there is no such program", "check the spelling")
+
+    monkeypatch.setattr(step.several, "start", start)
+    step.farm._start_what_fits()
+    assert step.states == ["failed"]
+    assert step.reserved == []
+
+
+def test_the_memory_of_the_whole_job_needs_no_room_for_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=2, job_bytes=GIB))
+    step.free = 2 * GIB
+    step.farm._start_what_fits()
+    assert step.states == ["running", "running"]
+
+
+def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=2, job_bytes=GIB))
+    said: list[tuple[int, str]] = []
+    step.farm._reporter.news = lambda copy, text: said.append((copy.number, text))  # type: ignore[method-assign]
+    step.several.end = lambda *_, **__: (_ for _ in ()).throw(  # type: ignore[attr-defined]
+        InUse("process 100 hangs in the driver", "reboot")
+    )
+    step.farm._start_what_fits()
+    memory = step.farm._memories[0]
+    memory.over = "the job holds 2.0 GiB, over its limit of 1.0 GiB (process 100)"
+    monkeypatch.setattr(memory, "release", lambda: None)
+    for _ in range(2):
+        step.farm._watch_memory()
+        step.farm._collect()
+    assert said == [(0, "it cannot be ended: process 100 hangs in the driver; reboot")]
+    assert step.states == ["running", "running"]
+    # In the end it did end, by itself.
+    step.several.started[0].runs, step.several.started[0].status = False, 0
+    step.farm._collect()
+    copy = step.farm._copies[0]
+    assert (copy.state, copy.reason) == ("failed", "memory_limit")
+    assert copy.failure == f"{memory.over}: ended"
+
+
+def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=2, job_bytes=GIB))
+    step.farm._start_what_fits()
+    first, second = step.farm._memories.values()
+    first.over = "too much"
+    ended: list[list[int]] = []
+
+    def end(programs: list[Running], *, hurry: Any) -> None:
+        second.over = "too much"
+        hurry()
+        ended.append([one.pid for one in programs])
+        for one in programs:
+            one.runs = False
+
+    step.several.end = end  # type: ignore[attr-defined]
+    monkeypatch.setattr(step.farm._signals, "came", lambda: False)
+    for _ in range(3):
+        step.farm._watch_memory()
+        step.farm._collect()
+    assert ended == [[100], [101]]
+    assert [copy.reason for copy in step.farm._copies] == ["memory_limit"] * 2

@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpushare.errors import InUse
+from gpushare.errors import InUse, OperationFailed
 from gpushare.gpu_models import find_model
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
+from gpushare.host.nvml import NvmlReader
+from gpushare.memory.ledger import reservations
 from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.model import GpuProcess
 from gpushare.run import mig as run_mig
 from gpushare.run.plain import PlainWatch
 from gpushare.selection import Device
@@ -450,3 +454,92 @@ def test_dry_run_takes_nothing(cli: Cli, world: World) -> None:
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--threads", "25", "--", "true").ok().data["steps"]
     assert [one["what"].split()[0] for one in steps] == ["create", "record", "start", "record", "run"]
     assert (leases(world), list(world.directory.rglob("*.lease"))) == ({}, [])
+
+
+# -- the memory of the job ---------------------------------------------------------------------------
+
+JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
+
+
+def test_a_job_over_its_limit_in_an_instance_is_ended(cli: Cli, world: World) -> None:
+    world.mig("1g.18gb")
+    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "60")
+    assert answer.code == 1
+    (error,) = answer.lines("error")
+    assert "the job holds 5.0 GiB, over its limit of 4.0 GiB" in error
+    assert (leases(world), reservations(world.host)) == ({}, [])
+
+
+def test_only_its_own_processes_in_the_instance_count(cli: Cli, world: World) -> None:
+    _, other = world.mig("1g.18gb:4", "1g.18gb:5")
+    admin.add_process(world.spec, mig=other, memory_bytes=8 * GIB)
+    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "3G", "--seconds", "0.5")
+    assert answer.code == 0, answer
+
+
+@pytest.mark.parametrize("more", [(), ("--threads", "50")], ids=["alone", "under MPS"])
+def test_the_limit_in_an_instance_is_reserved_and_shown(
+    real: Callable[..., Started], cli: Cli, world: World, more: tuple[str, ...]
+) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    words = ("--mig", "1g", *more, "--name", "train", "--job-memory", "8G", "--memory-action", "warn")
+    job = real("run", *words, "--", *JOB, "--footprint", "2G", "--seconds", "60")
+    until(lambda: any(one.limit_bytes for one in reservations(world.host) or []), "it has said its limit")
+    data = cli("status", output="json").ok().data
+    (limited,) = data["limited_jobs"]
+    assert (limited["name"], limited["device_uuid"], limited["limit_bytes"]) == ("train", uuid, 8 * GIB)
+    assert data["gpus"][0]["mig_instances"][0]["jobs_reserved_bytes"] == 8 * GIB
+    job.signal(signal.SIGINT)
+    job.result()
+    assert (leases(world), reservations(world.host)) == ({}, [])
+
+
+@pytest.mark.parametrize("more", [(), ("-n",)])
+def test_a_limit_above_the_instance_takes_nothing(
+    refused: Callable[..., str], world: World, more: tuple[str, ...]
+) -> None:
+    world.mig("1g.18gb")
+    words = ("run", *more, "--mig", "1g", "--job-memory", "20G", "--", "true")
+    text = refused(*words, code="limit_above_gpu", exit_code=2)
+    assert "of MIG 1g.18gb of GPU 0" in text
+    assert "give at most --job-memory 16G" in text
+    assert (leases(world), reservations(world.host)) == ({}, [])
+
+
+def test_a_plan_in_an_instance_says_how_it_is_limited(cli: Cli, world: World) -> None:
+    world.mig("1g.18gb")
+    steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--job-memory", "8G", "--", "true").ok().data["steps"]
+    assert [one["what"] for one in steps] == [
+        "reserve 8.0 GiB on MIG 1g.18gb of GPU 0",
+        "run true in 1g.18gb:0 of GPU 0, if it is still free then",
+        "end it if its processes together hold more than 8.0 GiB (added up five times a second)",
+    ]
+
+
+def test_without_the_ledger_the_instance_is_given_back(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
+
+    world.mig("1g.18gb")
+    monkeypatch.setattr("gpushare.run.queued.Place", refuse)
+    assert cli("run", "--mig", "1g", "--job-memory", "8G", "--", "true").lines("error") == [
+        "error: the ledger is read-only"
+    ]
+    assert leases(world) == {}
+
+
+def test_memory_that_the_driver_does_not_tell_in_an_instance_is_said(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.mig("1g.18gb")
+    real = NvmlReader.processes
+
+    def untold(self: NvmlReader, index: int) -> tuple[GpuProcess, ...]:
+        return tuple(replace(one, memory_used_bytes=None) for one in real(self, index) or ())
+
+    monkeypatch.setattr(NvmlReader, "processes", untold)
+    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "1")
+    assert answer.code == 0, answer
+    (line,) = [line for line in answer.lines("note") if "cannot be checked" in line]
+    assert "its limit of 4.0 GiB cannot be checked: the driver does not tell how much memory process" in line
+    assert line.endswith("on MIG 1g.18gb of GPU 0")
