@@ -235,7 +235,12 @@ def run(
     ] = False,
     target: Annotated[
         str | None,
-        typer.Option("--for", metavar="JOB", help="With --opportunistic: the production job to spare, by name or PID."),
+        typer.Option(
+            "--for",
+            metavar="JOB",
+            help="With --opportunistic: the production job whose GPU and speed count, by name or PID. Memory is left to "
+            "all production jobs.",
+        ),
     ] = None,
     pause: Annotated[
         bool, typer.Option("--pause", help="With --opportunistic: pause while the production job works.")
@@ -356,7 +361,8 @@ def run(
         ),
     ] = None,
     swap: Annotated[
-        bool, typer.Option("--swap", help="With --opportunistic: leave the GPU when production needs its memory.")
+        bool,
+        typer.Option("--swap", help="With --opportunistic: leave the GPU when any production job needs its memory."),
     ] = False,
     copies: Annotated[
         int | None,
@@ -833,6 +839,7 @@ def _queued(
         devices = _usable(devices, instances=not memory.swappable)
     _check_not_mig(devices, memory)
     check_program(options.container or command[0])
+    memory = _with_spared(host, devices, memory, roles.target)
     if len(devices) == 1:
         check_memory(devices[0], memory.job_bytes, "--job-memory")
         check_memory(devices[0], options.limits.memory_limit_bytes)
@@ -875,6 +882,36 @@ def _planned_or_run(queued: Queued) -> Any:
         data={**planned.data, "room": outlook_data(found, reasons)},
         notes=(*planned.notes, outlook_text(found, reasons)),
     )
+
+
+def _with_spared(host: Host, devices: Sequence[Device], memory: MemoryOptions, target: str | None) -> MemoryOptions:
+    """Return the options with the production job of ``--for``, which need not run yet, if it is swapped for production.
+
+    Raises:
+        NotFound: no such job is known.
+        BadUsage: it runs on another device than the only one that was chosen.
+    """
+    if not memory.for_production or target is None:
+        return memory
+    from gpushare.run.roles import spared_process
+
+    try:
+        found = spared_process(host, devices[0], target)
+    except BadUsage as error:
+        if error.code != "other_device" or len(devices) == 1:
+            raise
+        found = None
+    except NotFound as error:
+        if error.code != "no_production":
+            raise
+        start = f"gpushare run --production {target} --wait --job-memory SIZE -- CMD"
+        raise error.restated(
+            hint=f"start it: {start}; or drop --for: the job leaves for every production job"
+        ) from error
+    spared = f"'{target}'" if found is None else found.title
+    if not settings.dry_run:
+        note(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
+    return replace(memory, spared=spared)
 
 
 def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOptions, *, mps: bool = True) -> Any:

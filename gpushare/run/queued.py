@@ -55,7 +55,8 @@ class MemoryOptions:
     """``--job-memory``, ``--memory-action``, ``--wait``, ``--wait-timeout`` and ``--requeue``; and who swaps it when.
 
     ``idle_seconds``: it leaves the GPU after so long without work. ``turns``: it takes turns with others, of
-    ``turn_seconds`` (None: by the measured switch). ``for_production``: it leaves when production needs room.
+    ``turn_seconds`` (None: by the measured switch). ``for_production``: it leaves when production needs room, whichever
+    job that is; ``spared`` is the one that was named, for people.
     """
 
     job_bytes: int | None = None
@@ -68,6 +69,7 @@ class MemoryOptions:
     turns: bool = False
     turn_seconds: float | None = None
     for_production: bool = False
+    spared: str | None = None
 
 
 def _more(size: int) -> int:
@@ -279,7 +281,8 @@ class Queued:
             )
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
         if memory.for_production:
-            yield "swap it out when a production job needs room, and back in when there is room again"
+            one = "a production job" if memory.spared is None else f"{memory.spared} or another production job"
+            yield f"swap it out when {one} needs room, and back in when there is room again"
         if memory.requeue and size is not None:
             yield f"if it runs out of memory, wait again for {format_bytes(_more(size))}"
 

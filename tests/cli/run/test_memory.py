@@ -17,12 +17,13 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
+from gpushare.run.jobs import PRODUCTION, record_of, write_record
 from gpushare.run.queued import ErrorTail, _at_limit, _more
 from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
-from tests.cli.drive import ROOT, Started, World, until
+from tests.cli.drive import H200, ROOT, Started, World, until
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
@@ -430,12 +431,19 @@ def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started], tmp_pat
     assert job.result().code == 0
 
 
-def test_production_takes_the_memory_of_an_opportunistic_job(real: Callable[..., Started], world: World) -> None:
+@pytest.mark.parametrize("named", [(), ("--for", "llm")], ids=["", "for another production job"])
+def test_production_takes_the_memory_of_an_opportunistic_job(
+    cli: Cli, real: Callable[..., Started], named: tuple[str, ...]
+) -> None:
     world = World(A30)
+    if named:
+        # It has run here before, and is not the one that needs room now.
+        cli("run", "--production", "llm", "--", "true", host=world.spec).ok()
     other = real(
         "run",
         "--opportunistic",
         "--swap",
+        *named,
         "--job-memory",
         "16G",
         "--",
@@ -454,6 +462,7 @@ def test_production_takes_the_memory_of_an_opportunistic_job(real: Callable[...,
     other.process.send_signal(signal.SIGINT)
     _, err = other.process.communicate(timeout=60)
     assert "out of the GPU" in err
+    assert ("it leaves the GPU when 'llm' or another production job needs room" in err) is bool(named)
     assert reservations(world.host) == []
 
 
@@ -492,6 +501,35 @@ def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[s
     assert said in text
     assert "run true" in text
     assert reservations(world.host) == []
+
+
+def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
+    cli: Cli, refused: Callable[..., str], world: World
+) -> None:
+    words = ("run", "-n", "--opportunistic", "--swap", "--job-memory", "10G")
+    text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
+    assert "or drop --for: the job leaves for every production job" in text
+    refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
+    (device,) = select(None, world.host.nvml.sweep())
+    pid = admin.add_process(H200, name="serve")
+    write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
+    said = "swap it out when 'web' or another production job needs room"
+    assert said in cli(*words, "--for", "web", "--", "true").ok().out
+    assert f"swap it out when process {pid} or another" in cli(*words, "--for", str(pid), "--", "true").ok().out
+    # One that does not run now may run later.
+    admin.end_process(H200, pid)
+    assert said in cli(*words, "--for", "web", "--", "true").ok().out
+
+
+def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Callable[..., str]) -> None:
+    world = World("sim:2xh200")
+    (device,) = select("1", world.host.nvml.sweep())
+    pid = admin.add_process(world.spec, "1", name="serve")
+    write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
+    words = ("run", "-n", "--opportunistic", "--swap", "--job-memory", "10G", "--for", "web")
+    assert "run true on GPU 1" in cli(*words, "--", "true", host=world.spec).ok().out
+    refused(*words, "-g", "0", "--", "true", code="other_device", exit_code=2, host=world.spec)
+    assert "'web' or another" in cli(*words, "-g", "any", "--", "true", host=world.spec).ok().out
 
 
 def test_a_dry_run_says_that_a_job_would_start_now_and_where(cli: Cli) -> None:
