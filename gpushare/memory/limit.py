@@ -2,7 +2,7 @@
 
 Before driver 615 nothing limits a job, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
 (nvmlDeviceGetComputeRunningProcesses: context included) every 0.2 s. A process that has left the program's tree, by a
-double fork, still counts if it was seen in the tree before.
+double fork, counts too: it was seen in the tree before, or has the job's mark in its environment.
 
 Where the driver limits the job (`driver_limit`), it refuses what is above. The sum is taken all the same: it shows a process
 that has left the cgroup, and memory that the driver does not count.
@@ -11,16 +11,17 @@ that has left the cgroup, and memory that the driver does not count.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import time
 from typing import TYPE_CHECKING, Final, Literal
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
-from gpushare.host.process import known, signal_known
+from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
@@ -37,6 +38,12 @@ _CLOSE_SHARE: Final = 0.7
 _PEAK_SECONDS: Final = 2.0
 _TOUCH_SECONDS: Final = 20.0
 _FAMILY_DEPTH: Final = 64
+# A driver that does not answer may answer again: only then it is said that the limit is not enforced.
+_UNKNOWN_SECONDS: Final = 2.0
+# What is still there after this time was left behind.
+_LEFT_SECONDS: Final = 1.0
+# In the environment of the program and of all that it starts.
+MARK: Final = "GPUSHARE_JOB"
 # The driver and NVML may count contexts differently. What is further above the driver's limit, the driver does not count.
 _UNCOUNTED_BYTES: Final = 512 * MIB
 
@@ -67,16 +74,28 @@ class JobMemory:
         self._listed = listed or (lambda: host.nvml.processes(device.gpu.index))
         # Whether the driver limits all of the job.
         self.by_driver = driver is not None
+        self._limited = limit_bytes is not None
         self.peak_bytes: int | None = None
         # Why the job was ended, for the error after its end.
         self.over: str | None = None
+        # Whether the user has asked for the end.
+        self.asked_to_end = False
         self._root, self._began = 0, self._clock()
+        self._mark = secrets.token_hex(8)
         # Of the family, with start times; and strangers, which are not asked about again.
         self._family: dict[int, float] = {}
         self._strangers: set[int] = set()
         self._stopped: dict[int, float] = {}
-        self._told = self._told_blind = False
+        self._told = self._told_again = False
+        # Why the sum is not known, since when, and whether that was said.
+        self._unknown: str | None = None
+        self._unknown_since, self._told_unknown = 0.0, False
         self._due = self._touch_due = 0.0
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Return what the environment of the program has besides: processes that leave its tree are known by it."""
+        return {MARK: self._mark}
 
     @property
     def seconds(self) -> float:
@@ -91,6 +110,8 @@ class JobMemory:
     def started(self, pid: int) -> None:
         """Begin to watch a program."""
         self._root, self._began = pid, self._clock()
+        # In a container the program is another process than the one that was started first.
+        self._strangers.clear()
         self._tell()
         self._check_inside([pid])
         if self._place is not None:
@@ -112,10 +133,8 @@ class JobMemory:
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
         found = self._processes()
         counted = self._counted()
+        self._tell_unknown(found, now)
         if found is None:
-            inside = self._host.processes.namespace_is_host() is False
-            why = f"the driver does not list the processes of {self._device.title}"
-            self._blind("this PID namespace is not the host's" if inside else why)
             self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
         if self._place is not None and found and now >= self._touch_due:
@@ -123,24 +142,37 @@ class JobMemory:
             self._place.touch()
         held = sum(one.memory_used_bytes or 0 for one in found)
         unknown = [one.pid for one in found if one.memory_used_bytes is None]
-        if unknown:
-            self._blind(f"the driver does not tell how much memory process {unknown[0]} has on {self._device.title}")
-        if (found and not unknown) or counted:
+        if counted or (found and not unknown):
             self.peak_bytes = max(held, counted or 0, self.peak_bytes or 0)
         if self.by_driver and self.limit_bytes is not None:
             self._check_driver(found, held, self.limit_bytes)
         if self.limit_bytes is None or self.by_driver or held <= self.limit_bytes:
             self._told = False
+            if self._stopped and found and self._unknown is None:
+                self._continue()
+                self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
             if self.limit_bytes is not None and not self.by_driver and held > _CLOSE_SHARE * self.limit_bytes:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
 
-    def _blind(self, why: str) -> None:
-        """Say once that what the job holds is not known."""
-        if self.limit_bytes is not None and not self.by_driver and not self._told_blind:
-            self._told_blind = True
-            self._say(f"its limit of {format_bytes(self.limit_bytes)} cannot be checked: {why}")
+    def _tell_unknown(self, found: list[GpuProcess] | None, now: float) -> None:
+        """Say once that what the job holds is not known, and when it is known again."""
+        if self.limit_bytes is None or self.by_driver:
+            return
+        limit = format_bytes(self.limit_bytes)
+        without = [one.pid for one in found or () if one.memory_used_bytes is None]
+        if without:
+            self._unknown = f"the driver does not tell how much memory process {without[0]} has on {self._device.title}"
+        elif found is not None:
+            if self._told_unknown:
+                self._say(f"its limit of {limit} is checked again")
+            self._unknown, self._told_unknown = None, False
+        if self._unknown is None:
+            self._unknown_since = now
+        elif not self._told_unknown and now - self._unknown_since >= _UNKNOWN_SECONDS:
+            self._told_unknown = True
+            self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
 
     def _counted(self) -> int | None:
         """Return what the driver counts for the job; a number that it would have refused is in another unit."""
@@ -187,16 +219,44 @@ class JobMemory:
             self._say(what + ending)
             if self._action == "pause":
                 self._stop()
+        elif self._action == "pause" and self._was_continued():
+            if not self._told_again:
+                self._told_again = True
+                self._say("somebody has continued the job above its limit: stopped again, also the next time")
+            self._stop()
         return False
 
+    def _was_continued(self) -> bool:
+        """Return whether a process that was stopped runs: by `fg`, or by somebody's SIGCONT."""
+        there = [self._host.processes.describe(pid) for pid in self._stopped]
+        return any(one is not None and not one.stopped for one in there)
+
     def _stop(self) -> None:
-        for pid, started in known(self._host.processes, self._host.processes.descendants(self._root)).items():
+        below = known(self._host.processes, self._host.processes.descendants(self._root))
+        for pid, started in {**self._strays(), **below}.items():
             with contextlib.suppress(NoPermission):
                 if signal_known(self._host.processes, pid, started, signal.SIGSTOP):
                     self._stopped[pid] = started
 
-    def release(self) -> None:
-        """Let the program continue: it is about to end, and a stopped process handles no signal."""
+    def _strays(self) -> dict[int, float]:
+        """Return the processes of the job that have left its tree, with start times."""
+        there = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
+        below = set(self._host.processes.descendants(self._root)) if there else set()
+        return {pid: at for pid, at in there.items() if pid not in below}
+
+    def asked(self) -> None:
+        """Note that the user has asked for the end of the program."""
+        self.asked_to_end = True
+
+    def release(self) -> Mapping[int, float]:
+        """Let the program continue: it is about to end, and a stopped process handles no signal.
+
+        Return the processes that are to be ended with it though they are not below it: only if the job is over its limit.
+        """
+        self._continue()
+        return {} if self.over is None else self._strays()
+
+    def _continue(self) -> None:
         stopped, self._stopped = self._stopped, {}
         for pid, started in stopped.items():
             with contextlib.suppress(NoPermission):
@@ -204,11 +264,28 @@ class JobMemory:
 
     def close(self) -> None:
         """Leave the ledger, and take the driver's limit off."""
+        self._tell_left()
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.release()
         if self._place is not None:
             self._place.leave()
+
+    def _tell_left(self) -> None:
+        """Say what is left of a job that has ended: nothing limits it any more."""
+        limited, self._limited = self._limited, False
+        if not limited or self.by_driver or self._root == 0:
+            return
+        on_gpu = self._processes() or []
+        left = set(
+            wait_gone(self._host.processes, known(self._host.processes, [one.pid for one in on_gpu]), _LEFT_SECONDS)
+        )
+        held = sum(one.memory_used_bytes or 0 for one in on_gpu if one.pid in left)
+        if left:
+            what = f"process {min(left)} of the job still runs and holds"
+            if len(left) > 1:
+                what = f"{len(left)} processes of the job still run and hold"
+            self._say(f"{what} {format_bytes(held)}: nothing limits that any more; see: gpushare status")
 
     def check(self) -> None:
         """Raise if the job was ended for its memory.
@@ -226,12 +303,15 @@ class JobMemory:
     def _processes(self) -> list[GpuProcess] | None:
         """Return the job's processes on the device; None: unknown."""
         if self._host.processes.namespace_is_host() is False:
+            self._unknown = "this PID namespace is not the host's"
             return None
         try:
             found = self._listed()
-        except GpushareError:
+        except GpushareError as error:
+            self._unknown = error.message
             return None
         if found is None:
+            self._unknown = f"the driver does not list the processes of {self._device.title}"
             return None
         mig = self._device.mig
         # One of the job without an instance in the list is in the only one that it was given.
@@ -256,5 +336,8 @@ class JobMemory:
                 self._family.update(known(self._host.processes, [pid]))
                 return True
             above = self._host.processes.parent(above)
+        if (self._host.processes.environment(pid) or {}).get(MARK) == self._mark:
+            self._family.update(known(self._host.processes, [pid]))
+            return True
         self._strangers.add(pid)
         return False

@@ -514,6 +514,7 @@ class _Farm:
 
     def _start(self, copy: Copy) -> None:
         number = copy.number
+        memory = self._memories.get(number)
         if not self._looks:
             self._looks = [time.monotonic() + seconds for seconds in _LOOKS]
 
@@ -528,14 +529,14 @@ class _Farm:
             f"copy {number}",
             numbered(self._command, number),
             self._options.limits,
-            variables=self._variables(copy),
+            variables={**self._variables(copy), **(memory.variables if memory is not None else {})},
             listen=listen,
             log=None if log is None or self._logs is None else Log(log, self._logs),
         )
         copy.pid, copy.state = program.pid, "running"
         self._running[number] = program
-        if number in self._memories:
-            self._memories[number].started(program.pid)
+        if memory is not None:
+            memory.started(program.pid)
         self._reporter.started(copy)
 
     # -- memory --------------------------------------------------------------------------------------
@@ -545,10 +546,9 @@ class _Farm:
         over = self._over_limit()
         if not over:
             return
-        for number in over:
-            self._memories[number].release()
+        strays = [pid for number in over for pid in self._memories[number].release()]
         try:
-            self._several.end([self._running[number] for number in over], hurry=self._hurried)
+            self._several.end([self._running[number] for number in over], hurry=self._hurried, strays=strays)
         except GpushareError as error:
             for number in over:
                 if self._running[number].runs:

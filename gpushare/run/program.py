@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
 from gpushare.errors import GpushareError, NoPermission, OperationFailed, system_error
-from gpushare.host.process import Streams
+from gpushare.host.process import Streams, known
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
@@ -222,6 +222,10 @@ class Meter(Protocol):
     def seconds(self) -> float:
         """Return how long until the next look."""
 
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Return what the environment of the program has besides."""
+
     def enter(self, pid: int) -> None:
         """Do what is to be done in the new process before it runs the program; may not raise."""
 
@@ -231,8 +235,11 @@ class Meter(Protocol):
     def look(self) -> bool:
         """Look; return whether the program is to be ended now."""
 
-    def release(self) -> None:
-        """Let the program continue: it is about to end."""
+    def asked(self) -> None:
+        """Note that the user has asked for the end of the program."""
+
+    def release(self) -> Mapping[int, float]:
+        """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
 
     def close(self) -> None:
         """Give back what it holds: the program has ended, or was never started."""
@@ -409,7 +416,10 @@ class Run:
         session = _Session(self.host, self.share, self.options, self.reporter)
         base = os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
         try:
-            self.exit_code = session.run(self.command, self.share.environment(base))
+            environment = self.share.environment(base)
+            if self.options.meter is not None:
+                environment |= self.options.meter.variables
+            self.exit_code = session.run(self.command, environment)
             self._peak = session.peak_bytes
         finally:
             session.close()
@@ -487,6 +497,8 @@ class _Session:
             seconds = next_look - time.monotonic()
             for number in wakeups.wait(seconds if meter is None else min(seconds, meter.seconds)):
                 if number in ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
+                    if meter is not None:
+                        meter.asked()
                     self._end(watch, number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
@@ -549,17 +561,24 @@ class _Session:
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
         watch.release()
-        if self._options.meter is not None:
-            self._options.meter.release()
+        meter = self._options.meter
+        strays = {} if meter is None else meter.release()
+
+        def hurry() -> bool:
+            again = any(one in ENDING for one in wakeups.wait(0.0))
+            if again and meter is not None:
+                meter.asked()
+            return again
+
         drain = end_programs(
             self._host,
-            [watch.program_pid],
+            {**known(self._host.processes, [watch.program_pid]), **strays},
             watch.clients,
             self._share.meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
             bound_seconds=self._options.drain_seconds,
-            hurry=lambda: any(again in ENDING for again in wakeups.wait(0.0)),
+            hurry=hurry,
         )
         if drain is not None:
             self._say(self._reporter.ended, drain)

@@ -155,10 +155,10 @@ class Queued:
         self._check_name()
         size = self._size()
         while True:
-            code, short = self._once(size)
-            more = self._more_that_fits(size) if short and self.memory.requeue and size is not None else None
+            code, again = self._once(size)
+            more = self._more_that_fits(size) if again and size is not None else None
             if more is None:
-                if short and self.memory.requeue and size is not None:
+                if again and size is not None:
                     self.say(
                         f"it ran out of memory with all that it may have ({format_bytes(size)}): not started again"
                     )
@@ -310,7 +310,7 @@ class Queued:
         return size
 
     def _once(self, size: int | None) -> tuple[Any, bool]:
-        """Run it once; return its exit code or error, and whether it ended for want of memory."""
+        """Run it once; return its exit code or error, and whether it is to be started again with more memory."""
         device, place = self._placed(size)
         # Given again with a larger size, the limit grows with it.
         limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
@@ -347,13 +347,15 @@ class Queued:
             memory.close()
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
-        short = meter.over is not None or (failed and short)
-        again = short and self.memory.requeue
+        # What its user ends has not run out of memory, whatever it has said before.
+        short = meter.over is not None or (failed and short and not memory.asked_to_end)
+        again = short and self.memory.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
-        self._keep(device, meter.peak_bytes, short=short, reached=reached)
-        return code, short
+        # With all of the GPU it was not short of what it reserved: more is not to be had.
+        self._keep(device, meter.peak_bytes, short=short and size is not None, reached=reached)
+        return code, again
 
     def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:
         """Return the driver's limit in force; None: what the job holds is added up."""

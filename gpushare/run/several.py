@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
@@ -268,9 +268,14 @@ class Group:
                 return False
             time.sleep(min(POLL_SECONDS, left))
 
-    def end(self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False) -> Drain | None:
-        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill."""
-        pids = [pid for program in programs for pid in _members(program)]
+    def end(
+        self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False, strays: Iterable[int] = ()
+    ) -> Drain | None:
+        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill.
+
+        ``strays`` are processes of theirs that have left their trees.
+        """
+        pids = [*(pid for program in programs for pid in _members(program)), *strays]
         if not pids:
             return None
         drain = end_programs(self.host, pids, self.clients, self.meter, grace_seconds=self.grace_seconds, hurry=hurry)

@@ -397,6 +397,14 @@ class Swapping:
         """Return how long until the next look."""
         return max(0.0, min(self._due - self._clock(), _LOOK_SECONDS if self.out else self._memory.seconds))
 
+    @property
+    def variables(self) -> Mapping[str, str]:
+        return self._memory.variables
+
+    def asked(self) -> None:
+        """Note that the user has asked for the end of the program."""
+        self._memory.asked()
+
     def enter(self, pid: int) -> None:
         """Put a new process under the limit of the job."""
         self._memory.enter(pid)
@@ -631,13 +639,14 @@ class Swapping:
             last = self.times_out == _SAID_TIMES and not self.out
             self._say(f"{what} in {seconds:.1f} s{'; this is not said again' if last else ''}")
 
-    def release(self) -> None:
+    def release(self) -> Mapping[int, float]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
-        self._memory.release()
+        strays = self._memory.release()
         with contextlib.suppress(GpushareError):
             self._notice()
             if self.out:
                 self._return(_RELEASE_SECONDS)
+        return strays
 
     def close(self) -> None:
         """Leave the ledger, and forget the swap."""

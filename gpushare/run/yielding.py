@@ -7,7 +7,7 @@ for instance from a checkpoint. Unlike a pause, it leaves no memory on the GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +44,15 @@ class YieldMeter:
         own = max(0.0, self._due - self._clock())
         return own if self._inner is None else min(own, self._inner.seconds)
 
+    @property
+    def variables(self) -> Mapping[str, str]:
+        return {} if self._inner is None else self._inner.variables
+
+    def asked(self) -> None:
+        """Tell the inner one."""
+        if self._inner is not None:
+            self._inner.asked()
+
     def enter(self, pid: int) -> None:
         """Do what the inner one has to do in the new process."""
         if self._inner is not None:
@@ -69,10 +78,9 @@ class YieldMeter:
         over = self._inner is not None and self._inner.seconds <= 0 and self._inner.look()
         return self.yielded or over
 
-    def release(self) -> None:
+    def release(self) -> Mapping[int, float]:
         """Let the program continue."""
-        if self._inner is not None:
-            self._inner.release()
+        return {} if self._inner is None else self._inner.release()
 
     def close(self) -> None:
         """Keep what the inner one holds: the program may start again."""

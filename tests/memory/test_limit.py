@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from gpushare.errors import OperationFailed
+from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.process import ProcessInfo
-from gpushare.memory.limit import JobMemory, MemoryAction
+from gpushare.memory.limit import MARK, JobMemory, MemoryAction
 from gpushare.model import Gpu, GpuProcess, MigInstance
 from gpushare.selection import Device
 from gpushare.units import GIB, MIB
@@ -23,12 +25,20 @@ class Told:
         self.parents: dict[int, int] = {10: 1, 11: 10, 12: 11, 99: 1}
         self.memory: dict[int, int | None] = {}
         self.sent: list[tuple[int, int]] = []
+        self.stopped: set[int] = set()
+        self.environments: dict[int, dict[str, str]] = {}
+        self.error: GpushareError | None = None
 
     def processes(self, _index: int) -> tuple[GpuProcess, ...]:
+        if self.error is not None:
+            raise self.error
         return tuple(GpuProcess(pid=pid, compute=True, memory_used_bytes=size) for pid, size in self.memory.items())
 
     def namespace_is_host(self) -> bool:
         return True
+
+    def environment(self, pid: int) -> dict[str, str] | None:
+        return self.environments.get(pid)
 
     def parent(self, pid: int) -> int | None:
         return self.parents.get(pid)
@@ -37,13 +47,19 @@ class Told:
         return pid in self.parents
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        return ProcessInfo(pid=pid, started_at=float(pid)) if pid in self.parents else None
+        if pid not in self.parents:
+            return None
+        return ProcessInfo(pid=pid, started_at=float(pid), stopped=pid in self.stopped)
 
     def descendants(self, pid: int) -> list[int]:
         return [pid, *(child for child, parent in self.parents.items() if parent == pid)]
 
     def send_to(self, pid: int, _started: float, number: int) -> None:
         self.sent.append((pid, number))
+        if number == signal.SIGSTOP:
+            self.stopped.add(pid)
+        elif number == signal.SIGCONT:
+            self.stopped.discard(pid)
 
 
 @pytest.fixture
@@ -51,11 +67,16 @@ def told() -> Told:
     return Told()
 
 
-def job(told: Told, action: MemoryAction = "end", limit: int | None = 8 * GIB) -> tuple[JobMemory, list[str]]:
+def job(
+    told: Told,
+    action: MemoryAction = "end",
+    limit: int | None = 8 * GIB,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[JobMemory, list[str]]:
     said: list[str] = []
     host = cast("Any", SimpleNamespace(nvml=told, processes=told))
     device = Device(gpu=Gpu(index=0, uuid="GPU-1"))
-    found = JobMemory(host, device, limit_bytes=limit, action=action, say=said.append)
+    found = JobMemory(host, device, limit_bytes=limit, action=action, say=said.append, clock=clock)
     found.started(10)
     return found, said
 
@@ -133,6 +154,90 @@ def test_in_an_instance_only_what_is_there_counts(told: Told, monkeypatch: pytes
     monkeypatch.setattr(memory, "_listed", listed)
     memory.look()
     assert memory.peak_bytes == 2 * GIB
+
+
+def test_a_process_that_left_the_tree_before_it_was_seen_is_known_by_its_environment(told: Told) -> None:
+    memory, _ = job(told)
+    told.parents[13] = 1
+    told.environments = {13: dict(memory.variables), 99: {MARK: "of another job"}}
+    told.memory = {10: 5 * GIB, 13: 4 * GIB, 99: 60 * GIB}
+    assert memory.look()
+    # It would go on above the limit.
+    assert memory.release() == {13: 13.0}
+
+
+def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
+    memory, _ = job(told)
+    told.parents[13] = 1
+    told.environments = {13: dict(memory.variables)}
+    told.memory = {10: GIB, 13: GIB}
+    assert not memory.look()
+    assert memory.release() == {}
+
+
+def test_the_program_of_a_container_is_no_stranger_once_it_is_known(told: Told) -> None:
+    memory, _ = job(told)
+    memory.started(99)
+    told.memory = {12: 9 * GIB}
+    assert not memory.look()
+    memory.started(10)
+    assert memory.look()
+
+
+def test_a_limit_that_cannot_be_enforced_is_said(told: Told) -> None:
+    now = [100.0]
+    memory, said = job(told, clock=lambda: now[0])
+    told.memory = {10: GIB}
+    memory.look()
+    told.error = OperationFailed("GPU 0 does not answer", "see: dmesg")
+    memory.look()
+    assert said == []
+    now[0] += 3
+    memory.look()
+    memory.look()
+    assert said == ["its limit of 8.0 GiB cannot be checked: GPU 0 does not answer"]
+    told.error = None
+    memory.look()
+    memory.look()
+    assert said[1:] == ["its limit of 8.0 GiB is checked again"]
+
+
+def test_a_job_that_somebody_continues_is_stopped_again(told: Told) -> None:
+    memory, said = job(told, "pause")
+    told.memory = {10: 9 * GIB}
+    memory.look()
+    memory.look()
+    assert [one for one in told.sent if one[0] == 10] == [(10, signal.SIGSTOP)]
+    for _ in range(2):
+        told.stopped.clear()
+        memory.look()
+        assert 10 in told.stopped
+    assert len(said) == 2
+    assert "stopped again" in said[1]
+
+
+def test_a_stopped_job_goes_on_within_its_limit(told: Told) -> None:
+    memory, said = job(told, "pause")
+    told.memory = {10: 5 * GIB, 12: 4 * GIB}
+    memory.look()
+    # One of its processes was killed.
+    del told.memory[12]
+    memory.look()
+    assert told.stopped == set()
+    assert "within its limit again" in said[1]
+
+
+def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.memory.limit._LEFT_SECONDS", 0.0)
+    memory, said = job(told)
+    told.memory = {12: 5 * GIB, 99: GIB}
+    memory.look()
+    told.parents = {12: 1, 99: 1}
+    memory.close()
+    memory.close()
+    assert said == [
+        "process 12 of the job still runs and holds 5.0 GiB: nothing limits that any more; see: gpushare status"
+    ]
 
 
 def test_a_warning_is_said_once_for_each_time(told: Told) -> None:

@@ -541,7 +541,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
     step.farm._start_what_fits()
     memory = step.farm._memories[0]
     memory.over = "the job holds 2.0 GiB, over its limit of 1.0 GiB (process 100)"
-    monkeypatch.setattr(memory, "release", lambda: None)
+    monkeypatch.setattr(memory, "release", dict)
     for _ in range(2):
         step.farm._watch_memory()
         step.farm._collect()
@@ -562,8 +562,9 @@ def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytes
     first.over = "too much"
     ended: list[list[int]] = []
 
-    def end(programs: list[Running], *, hurry: Any) -> None:
+    def end(programs: list[Running], *, hurry: Any, strays: list[int]) -> None:
         second.over = "too much"
+        assert strays == []
         hurry()
         ended.append([one.pid for one in programs])
         for one in programs:

@@ -18,6 +18,7 @@ from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, until
+from tests.cli.run.test_memory import STRAY
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
@@ -213,6 +214,13 @@ def test_the_sum_over_the_processes_of_a_copy_counts(real: Callable[..., Started
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert "the job holds 10.0 GiB, over its limit of 8.0 GiB (2 processes; process" in error
+
+
+def test_a_process_that_leaves_the_tree_of_a_copy_counts_and_ends_with_it(cli: Cli, world: World) -> None:
+    answer = cli("run", "--copies", "1", "--job-memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    assert answer.code == 1
+    assert "over its limit of 8.0 GiB" in answer.err
+    assert world.state.processes == []
 
 
 def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:

@@ -283,6 +283,64 @@ def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
     assert not any("waits again" in line for line in answer.lines("note"))
 
 
+def test_a_job_that_its_user_ends_is_not_started_again(real: Callable[..., Started], world: World) -> None:
+    """It may have survived an allocation that failed."""
+    words = ("run", "--wait", "--requeue", "--grace", "1", "--job-memory", "10G", "--", "sh", "-c")
+    job = real(*words, "echo CUDA out of memory >&2; exec sleep 60")
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    job.signal(signal.SIGINT)
+    answer = job.result()
+    assert answer.code == 130
+    assert "waits again" not in answer.err
+    assert world.state.processes == []
+
+
+def test_what_fails_with_a_whole_gpu_reserves_no_small_peak(cli: Cli) -> None:
+    """It had all memory that there is: to reserve a fifth more than it held would let it fail again and again."""
+    words = ("run", "--wait", "--requeue", "--", *JOB, "--footprint", "200G")
+    for _ in range(2):
+        answer = cli(*words)
+        assert answer.code == 1
+        assert any("its memory is not known" in line for line in answer.lines("note"))
+        assert not any("waits again" in line for line in answer.lines("note"))
+
+
+# It leaves the tree at once; simulated, so it says by itself what it holds.
+STRAY = """
+import os, time
+from gpushare.sim.current import changing, current
+from gpushare.sim.state import SimulatedProcess, StateFile, started_at
+file = StateFile(os.environ["GPUSHARE_SIM_HOST"])
+while not (found := [one for one in current(file).processes if one.pid == os.getpid()]):
+    time.sleep(0.01)
+me, ready = found[0], os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.read(ready[0], 1)
+        pid = os.getpid()
+        stray = SimulatedProcess(pid=pid, real=True, gpu_uuid=me.gpu_uuid, name="stray", user=me.user, uid=me.uid,
+                                 started_at=started_at(pid), memory_bytes=9 << 30)
+        with changing(file) as (state, _):
+            state.processes.append(stray)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+os.write(ready[1], b"x")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("--swappable",)])
+def test_a_process_that_leaves_the_tree_counts_and_ends_with_the_job(
+    cli: Cli, world: World, how: tuple[str, ...]
+) -> None:
+    answer = cli("run", *how, "--job-memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    assert answer.code == 1
+    assert "holds 9.5 GiB, over its limit of 8.0 GiB (2 processes" in answer.err
+    assert world.state.processes == []
+
+
 def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Started], cli: Cli) -> None:
     world = World("sim:2xa30")
     job = real(
