@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu
+    from gpushare.model import GpuProcess
 
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
@@ -677,6 +679,22 @@ def _cgroups(seen: Examination) -> Iterator[Check]:
             )
 
 
+# They have every GPU open on many hosts, and no memory there. The kernel keeps 15 characters of a name.
+_DAEMONS: Final = tuple(
+    name[:15] for name in ("nvidia-persistenced", "nv-hostengine", "nv-fabricmanager", "dcgm-exporter", "nvidia-smi")
+)
+
+
+def _keeps_no_memory(seen: Examination, pid: int) -> bool:
+    """Return whether a process has a GPU open for another reason: a daemon of NVIDIA's, or a job that is swapped out."""
+    info = seen.host.processes.describe(pid)
+    if info is None or (info.name or "").startswith(_DAEMONS):
+        return True
+    from gpushare.memory.swap import BACK, swaps
+
+    return any(pid == image for one in swaps(seen.host) if one.state != BACK for image, _, _ in one.images)
+
+
 def _unlisted(seen: Examination) -> Iterator[Check]:
     """Check that the memory in use belongs to processes."""
     # What virtual machines have on a hypervisor is not in the lists of processes.
@@ -693,8 +711,9 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
         pids = sorted(set(holders) - listed - {os.getpid()})
         who = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
-        if pids:
-            remedy = f"end what has it open: kill {' '.join(map(str, pids[:_AT_MOST]))}"
+        suspects = [pid for pid in pids if not _keeps_no_memory(seen, pid)][:_AT_MOST]
+        if suspects:
+            remedy = f"end what has it open: kill {' '.join(map(str, suspects))}"
         elif opened is not None and not opened.complete:
             remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if node is None else node}"
         else:
@@ -727,7 +746,7 @@ def _idle(seen: Examination) -> Iterator[Check]:
             one
             for one in gpu.processes or ()
             # Of clients of MPS and under MIG nothing is known.
-            if one.sm_percent == 0 and (one.memory_used_bytes or 0) > MUCH_UNLISTED
+            if one.compute and one.sm_percent == 0 and (one.memory_used_bytes or 0) > MUCH_UNLISTED
         ]
         work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if still else None  # type: ignore[misc]
         if work is None:
@@ -740,15 +759,30 @@ def _idle(seen: Examination) -> Iterator[Check]:
             if now - worked < _IDLE_SECONDS:
                 continue
             since = f"for {format_duration(now - worked)}" if one.pid in work else "for as long as the driver remembers"
-            root = "" if info.uid == seen.host.uid else "sudo "
             yield Check.warning(
                 "gpu.idle_memory",
                 gpu=gpu.index,
                 seen=f"process {process_title(seen, one.pid)} holds {format_bytes(one.memory_used_bytes)} of GPU "
                 f"{gpu.index} and has not worked there {since}",
                 why="nobody else can have this memory meanwhile",
-                remedy=f"{root}gpushare swap out {one.pid}; next time: gpushare run --idle 10m -- CMD; or end it",
+                remedy=_out_of_the_way(seen, one, info),
             )
+
+
+def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -> str:
+    """Return how a process that does nothing gives its memory back."""
+    from gpushare.memory.swap import check_host
+    from gpushare.pause.record import paused_since
+
+    root = "" if info.uid == seen.host.uid else "sudo "
+    end = f"{root}kill {process.pid}"
+    try:
+        check_host(seen.host)
+    except GpushareError as error:
+        return f"end it: {end} ({error.message})"
+    if process.pid in paused_since(seen.host):
+        return f"let it continue: gpushare resume {process.pid}; or end it: {end}"
+    return f"{root}gpushare swap out {process.pid}; next time: gpushare run --idle 10m -- CMD; or end it"
 
 
 def _rules(seen: Examination) -> Iterator[Check]:

@@ -720,6 +720,34 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
 
 
+def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: World) -> None:
+    world.fault("unlisted-memory", str(3 << 30))
+    daemon = admin.add_process(world.spec, holder=True, name="nvidia-persistenced")
+    found = finding(cli, "gpu.unlisted_memory")
+    assert f"open in {daemon} (nvidia-persistenced" in found["seen"]
+    assert found["remedy"].startswith("when nothing runs on it: sudo nvidia-smi --gpu-reset")
+    other = admin.add_process(world.spec, holder=True, name="python3")
+    assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
+
+
+def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(cli: Cli, world: World) -> None:
+    from gpushare.sim.current import changing
+
+    pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook")
+    display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            one.started_at -= 7200
+    (found,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
+    assert found["remedy"].startswith(f"gpushare swap out {pid}; ")
+    assert str(display) not in found["seen"]
+    cli("pause", str(pid)).ok()
+    assert finding(cli, "gpu.idle_memory")["remedy"] == f"let it continue: gpushare resume {pid}; or end it: kill {pid}"
+    cli("resume", str(pid)).ok()
+    world.fault("driver", "550.54.14")
+    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"end it: kill {pid} (driver 550 cannot copy")
+
+
 def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World) -> None:
     from gpushare.sim.current import changing
 
