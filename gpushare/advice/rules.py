@@ -295,8 +295,8 @@ def short_now(s: Situation, way: Way) -> bool:
 
 
 def _waits_for_answers(s: Situation, way: Way) -> bool | None:
-    """Return whether a job that would leave has a latency target."""
-    return any_of(one.latency for one, _ in s.leavers(way))
+    """Return whether a job that would leave has a latency target: of a pair it is production's, which stays."""
+    return False if way is Way.SWAP and s.pair else any_of(one.latency for one, _ in s.leavers(way))
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
