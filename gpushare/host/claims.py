@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import OperationFailed
 from gpushare.host.host import make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
-from gpushare.host.records import unwritable
+from gpushare.host.records import kept_mode, unwritable
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
         raise unwritable(path, "the claim of a job", error, code=_CODE) from error
     try:
         # Others must be able to read it, whatever the umask.
-        os.fchmod(descriptor, 0o644)
+        os.fchmod(descriptor, kept_mode(path, 0o644))
         _written(descriptor, text)
     except OSError as error:
         _remove(path)

@@ -31,6 +31,8 @@ _MOST_BYTES: Final = 4 << 20
 # `cgroups.PREFIX`; that file is loaded only where there is one.
 _JOB_CGROUP: Final = "gpushare-job-"
 _LOCK_POLL_SECONDS: Final = 0.05
+# Where old files are removed.
+_AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 
 
 def read_trusted(path: Path) -> Any:
@@ -280,12 +282,22 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
                     f"remove what is in the way: ls -l {shlex.quote(str(path))}",
                     code=code,
                 )
-            if found.st_mode & 0o077 and found.st_uid == os.geteuid():
-                os.fchmod(descriptor, 0o600)
+            mode = kept_mode(path, 0o600)
+            if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
+                os.fchmod(descriptor, mode)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def kept_mode(path: Path, mode: int) -> int:
+    """Return the mode of a file of ours; in /tmp with the sticky bit, so that systemd-tmpfiles never takes it for old.
+
+    It removes what nobody has touched for 10 or 30 days, and leaves files with that bit alone (XDG Base Directory
+    Specification, XDG_RUNTIME_DIR). On Linux the bit has no other meaning for a file.
+    """
+    return mode | stat.S_ISVTX if str(path).startswith(_AGED) else mode
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o644) -> None:
@@ -305,7 +317,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            os.fchmod(descriptor, mode)
+            os.fchmod(descriptor, kept_mode(path, mode))
             # While it is open and therefore locked.
             os.replace(temporary, path)
     except BaseException:

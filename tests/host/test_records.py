@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ from gpushare.errors import OperationFailed
 from gpushare.host import records
 from gpushare.host.records import (
     clear_leftovers,
+    kept_mode,
     open_lock,
     read_tail,
     read_trusted,
@@ -167,10 +171,29 @@ def test_what_others_plant_in_the_place_of_a_lock_is_refused(tmp_path: Path, kin
 def test_a_lock_is_closed_to_others_also_one_that_was_open(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     os.close(open_lock(path, "a lock"))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
     os.close(open_lock(path, "a lock"))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_only_in_tmp_a_file_has_the_sticky_bit() -> None:
+    modes = [kept_mode(Path(path), 0o644) for path in ("/tmp/gpushare-1/a", "/var/tmp/a", "/run/gpushare/a", "/tmpa/b")]
+    assert modes == [0o1644, 0o1644, 0o644, 0o644]
+
+
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="needs systemd-tmpfiles")
+def test_systemd_tmpfiles_leaves_what_is_ours_in_tmp(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        directory = Path(name)
+        replace_file(directory / "one.json", "{}")
+        os.close(open_lock(directory / "lock", "a lock"))
+        (directory / "stranger").touch()
+        # systemd-tmpfiles goes by all times, and a file's ctime cannot be set back.
+        rule = tmp_path / "rule.conf"
+        rule.write_text(f"d {directory} - - - 1us\n")
+        subprocess.run(["systemd-tmpfiles", "--clean", str(rule)], check=True, timeout=20)
+        assert {one.name for one in directory.iterdir()} == {"one.json", "lock"}
 
 
 def test_what_a_crash_left_is_removed_but_nothing_that_is_being_written(tmp_path: Path) -> None:
