@@ -250,6 +250,8 @@ class WaitingJob:
     device_uuids: tuple[str, ...]
     production: bool
     waiting_since: float | None
+    # Its gpushare is stopped (Ctrl-Z): others pass it until it continues.
+    stopped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -241,19 +240,14 @@ class Observer:
 
     def _room(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
         """Return how many clients a server of this daemon takes on the GPU, or None when that is unknown."""
-        from gpushare.mps.control import max_clients
+        from gpushare.mps.control import max_clients, share_of_slices
 
         capability = None if gpu.error else self._host.nvml.compute_capability(gpu.index)
         mig = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
         # NVIDIA's MIG guide: 48 times the instance's share of the compute slices.
-        fraction = 1.0 if mig is None else self._share(gpu, mig.profile)
+        share = None if mig is None else share_of_slices(mig.profile, self._host.nvml.max_mig_devices(gpu.index))
+        fraction = 1.0 if mig is None else share
         return None if fraction is None else max_clients(self._mps_version, capability, fraction)
-
-    def _share(self, gpu: Gpu, profile: str | None) -> float | None:
-        """Return the share of the compute slices of ``3g.71gb`` (or ``1c.3g.71gb``) on this GPU."""
-        slices = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
-        total = self._host.nvml.max_mig_devices(gpu.index)
-        return int(slices.group(1) or slices.group(2)) / total if slices and total else None
 
 
 def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:

@@ -821,6 +821,7 @@ def _queued(
 ) -> Any:
     """Run a program that is held to its memory, or waits for it first."""
     from gpushare.hostfile.load import kept_limits
+    from gpushare.model import ComputeMode
     from gpushare.mps.limits import check_memory
     from gpushare.run.queued import Queued
     from gpushare.run.share import check_program
@@ -851,6 +852,11 @@ def _queued(
 
         return _carried_out(host, PlainShare(host, device), command, metered, mps=False)
 
+    if all(one.gpu.compute_mode is ComputeMode.PROHIBITED for one in devices):
+        from gpushare.mps.daemons import check_mode
+
+        # To wait for that would take until somebody changes it.
+        check_mode(devices[0])
     queued = Queued(
         host=host,
         devices=devices,

@@ -21,6 +21,7 @@ _KERNEL_THREAD: Final = 0x00200000
 # Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _GONE: Final = frozenset({"Z", "X", "x"})
+_STOPPED: Final = frozenset({"T", "t"})
 
 
 class Identity(NamedTuple):
@@ -34,6 +35,12 @@ def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] in _STOPPED
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -131,7 +131,7 @@ def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiti
             # Jobs of the same user are in its way: nobody can make others wait with a small job and a large one.
             return False
     # The most that may still be there when it starts, if the job does not.
-    most = _largest_sum([one.memory_bytes for one in running], room.memory_bytes - need)
+    most = _largest_sum([one.memory_bytes for one in running if one.memory_bytes], room.memory_bytes - need)
     if most + need + _size(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:

@@ -16,6 +16,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
+from gpushare.host.identity import is_stopped
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
 from gpushare.memory.swap import LOST, OUT, swaps
 from gpushare.model import MUCH_UNLISTED, ComputeMode
@@ -81,6 +82,11 @@ class Reservation:
     def pid(self) -> int:
         """Return the PID of its program; of the gpushare that waits or starts it, until there is one."""
         return self.claim.processes[-1].pid
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether it waits and is stopped: it takes no place until it continues, so it holds up nobody."""
+        return self.key is None and is_stopped(self.claim.pid)
 
     @property
     def waiting_since_ns(self) -> int | None:
@@ -168,7 +174,8 @@ def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, 
 
 def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
     """Return the jobs that would be before one that came now."""
-    return [one for one in found if one.key is None and not _spares(one, one.claim.uid, request, uid)]
+    waiting = [one for one in found if one.key is None and not one.stopped]
+    return [one for one in waiting if not _spares(one, one.claim.uid, request, uid)]
 
 
 def _reservation(claim: Claim) -> Reservation | None:
@@ -260,7 +267,8 @@ def line_of(
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
     for one in here:
-        held = sum(process.memory_used_bytes or 0 for process in processes if owners.get(process.pid) == one.id)
+        own_processes = [process for process in processes if owners.get(process.pid) == one.id]
+        held = sum(process.memory_used_bytes or 0 for process in own_processes)
         there = one.id in owners.values()
         if not there and (one.id in lapsed or at - one.claim.touched_at > LAPSE_SECONDS):
             continue
@@ -274,6 +282,9 @@ def line_of(
         # Without a reservation, what it holds counts.
         takes = room.whole_bytes if alone and not one.client else max(size, held)
         running.append(Running(memory_bytes=takes, client=one.client, uid=one.claim.uid))
+        # Each of its processes is a client of its own.
+        more = sum(process.mps for process in own_processes) - 1
+        running += [Running(memory_bytes=0, client=True, uid=one.claim.uid)] * more
     for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
@@ -490,7 +501,8 @@ class Place:
         waiting = [
             _in_line(one, lines, limits)
             for one in found
-            if one.id == own or (one.key is None and one.id not in self._passed and self._goes_first(one))
+            if one.id == own
+            or (one.key is None and one.id not in self._passed and not one.stopped and self._goes_first(one))
         ]
         taken = _admitted(lines, waiting)
         self._watch({name for name in taken if name != own})
@@ -547,6 +559,7 @@ class Place:
             line is not None
             and own.id not in line.beyond
             and sum(one.memory_bytes for one in line.running) <= line.room.memory_bytes
+            and (line.room.clients is None or sum(one.client for one in line.running) <= line.room.clients)
         )
 
     def _lines(
@@ -595,7 +608,7 @@ def position(found: Sequence[Reservation], place: Place) -> int:
     for one in found:
         if one.id == place.claim.path.name:
             break
-        before += one.key is None and not keys.isdisjoint(one.keys)
+        before += one.key is None and not keys.isdisjoint(one.keys) and not one.stopped
     return before
 
 

@@ -70,6 +70,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) 
                 gpu_indexes=tuple(sorted({indexes[key] for key in one.keys if key in indexes})),
                 device_uuids=one.keys,
                 production=one.production,
+                stopped=one.stopped,
                 waiting_since=None if ticket is None else now - max(0, clock - ticket) / _BILLION,
             )
         )

@@ -28,7 +28,7 @@ from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
-from gpushare.units import GIB, counted, format_bytes
+from gpushare.units import GIB, counted, format_bytes, format_duration
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -53,10 +53,16 @@ def read_lines(
 
 def client_limit(host: Host, device: Device) -> int | None:
     """Return how many clients an MPS server takes on a device; None: unknown."""
-    from gpushare.mps.control import max_clients, probe_version
+    from gpushare.mps.control import max_clients, probe_version, share_of_slices
 
+    index, fraction = device.gpu.index, None
+    if device.mig is not None:
+        profile = device.mig.profile
+        fraction = or_none(lambda: share_of_slices(profile, host.nvml.max_mig_devices(index)))
+        if fraction is None:
+            return None
     version = or_none(lambda: probe_version(host.programs))
-    return max_clients(version, or_none(lambda: host.nvml.compute_capability(device.gpu.index)))
+    return max_clients(version, or_none(lambda: host.nvml.compute_capability(index)), fraction or 1.0)
 
 
 def best_first(
@@ -170,6 +176,7 @@ def wait_for_room(
     began, said = clock(), -_SAY_SECONDS
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
     now: Sequence[Device] = ()
+    reasons: Sequence[str] = ()
     waited = False
 
     def order() -> list[str]:
@@ -177,17 +184,19 @@ def wait_for_room(
 
     try:
         while True:
-            now = _again(host, uuids, client=place.request.client)
+            now, reasons = _again(host, devices, client=place.request.client)
             if place.try_to_take(now, clients, limits, order if waited and len(uuids) > 1 else None):
                 return next(one for one in now if one.uuid == place.key)
             waited = True
             due = clock() - said >= _SAY_SECONDS
             lines = read_lines(host, now, limits) if due else []
             if lines:
-                check_ever(lines, place.request)
+                if len(lines) == len(uuids):
+                    # On one that cannot be used now it may fit.
+                    check_ever(lines, place.request)
                 check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
-                raise _no_room(read_lines(host, now, limits), place.request, seconds)
+                raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons)
             if lines:
                 said = clock()
                 before = position(reservations(host) or [], place)
@@ -196,8 +205,7 @@ def wait_for_room(
                 say(_waiting(lines, place, before) + held_back if why is None else why)
             elif due:
                 said = clock()
-                names = ", ".join(device.title for device in devices)
-                say(f"waiting: {names} cannot be used now (no answer, or another program has it alone)")
+                say(f"waiting for {size_text(place.request)}: {_unusable(reasons)}")
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()
@@ -218,11 +226,13 @@ class Outlook:
     holders: tuple[WaitingJob, ...]
     # Why its user's limit would hold it back.
     held_back: str = ""
+    # Why others of its devices cannot be used now.
+    unusable: tuple[str, ...] = ()
 
 
 def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Mapping[int, int]) -> Outlook:
     """Return what would happen to a job that came now; nothing is entered anywhere."""
-    now = _again(host, [device.uuid for device in devices], client=request.client)
+    now, reasons = _again(host, devices, client=request.client)
     found = reservations(host) or []
     clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
     possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
@@ -243,6 +253,7 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
         lines=lines,
         holders=tuple(holders),
         held_back=_held_back(lines, request, limits.get(os.geteuid())) if lines else "",
+        unusable=tuple(reasons),
     )
 
 
@@ -272,7 +283,7 @@ def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
         why = reasons.get(found.device.uuid) or f"{format_bytes(free[found.device.uuid])} free"
         return f"now it would start at once, on {found.device.title}: {why}"
     if not found.lines:
-        return "now it would wait: none of its GPUs can be used (no answer, or another program has it alone)"
+        return f"now it would wait: {_unusable(found.unusable)}"
     parts = []
     for line in found.lines[:_MOST_NAMED]:
         held = [_named(one) for one in found.holders if one.device_uuids == (line.device.uuid,)]
@@ -325,29 +336,44 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _again(host: Host, uuids: Sequence[str], *, client: bool) -> list[Device]:
-    """Return the devices as they are now, without those that cannot be used: lost, or one program has it alone."""
+def _again(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
+    """Return the devices as they are now, and why others cannot be used: lost, or one program has it alone."""
     gpus: Sequence[Gpu] = [gpu for gpu in host.nvml.sweep() if gpu.error is None]
     found: list[Device] = []
-    for uuid in uuids:
+    reasons: list[str] = []
+    for device in devices:
         try:
-            found += select(uuid, gpus)
+            (now,) = select(device.uuid, gpus)
         except GpushareError:
+            reasons.append(f"{device.title} does not answer")
             continue
-    return [one for one in found if not _is_taken(host, one.gpu, client=client)]
+        why = _why_taken(host, now.gpu, client=client)
+        if why is None:
+            found.append(now)
+        else:
+            reasons.append(f"{now.title} {why}")
+    return found, reasons
 
 
-def _is_taken(host: Host, gpu: Gpu, *, client: bool) -> bool:
-    """Return whether the compute mode keeps another program out now: a further client only if the GPU is not under MPS."""
+def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:
+    """Return why the compute mode keeps another program out now: a further client only if the GPU is not under MPS."""
     if gpu.compute_mode is ComputeMode.PROHIBITED:
-        return True
+        return "is in compute mode prohibited"
     if gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
-        return False
+        return None
     from gpushare.mps.control import SERVER_PROGRAM
 
-    alone = [one.pid for one in gpu.processes or () if one.compute and not (client and one.mps)]
-    names = [info.name if (info := host.processes.describe(pid)) is not None else None for pid in alone]
-    return any(not client or name != SERVER_PROGRAM for name in names)
+    for one in gpu.processes or ():
+        if one.compute and not (client and one.mps):
+            info = host.processes.describe(one.pid) if client else None
+            if info is None or info.name != SERVER_PROGRAM:
+                return f"is in compute mode exclusive-process, and process {one.pid} has it"
+    return None
+
+
+def _unusable(reasons: Sequence[str]) -> str:
+    more = len(reasons) - _MOST_NAMED
+    return "; ".join(reasons[:_MOST_NAMED]) + (f"; and {more} more cannot be used" if more > 0 else "")
 
 
 def size_text(request: Request) -> str:
@@ -410,17 +436,18 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
     )
 
 
-def _no_room(lines: Sequence[Line], request: Request, seconds: float) -> InUse:
+def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str]) -> InUse:
     most = max((line.free_bytes for line in lines), default=0)
+    free = f"at most {format_bytes(most)} are free" if lines else _unusable(reasons) or "its memory is not known"
     want = "a job that needs a whole GPU" if request.memory_bytes is None else format_bytes(request.memory_bytes)
     if seconds <= 0:
         return InUse(
-            f"there is no room for {want} now: at most {format_bytes(most)} are free",
+            f"there is no room for {want} now: {free}",
             "wait for it: --wait, or --wait --wait-timeout 10m; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(
-        f"there was no room for {want} within {seconds:g} s: at most {format_bytes(most)} are free",
+        f"there was no room for {want} within {format_duration(seconds)}: {free}",
         "wait longer: --wait-timeout TIME; see who holds the memory: gpushare status",
         code="no_room",
     )

@@ -474,6 +474,12 @@ def max_clients(version: int | None, compute_capability: tuple[int, int] | None,
     return max(1, int(whole * fraction))
 
 
+def share_of_slices(profile: str | None, slices: int | None) -> float | None:
+    """Return the share of a GPU's compute slices that an instance of ``3g.71gb`` (or ``1c.3g.71gb``) has; None: unknown."""
+    found = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
+    return int(found.group(1) or found.group(2)) / slices if found and slices else None
+
+
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
     """Return the daemon's environment: one device by UUID, private directories.
 

@@ -653,6 +653,15 @@ def check_device(host: Host, device: Device) -> None:
             gpu=str(device.gpu.index),
             code="mig_enabled",
         )
+    check_mode(device)
+
+
+def check_mode(device: Device) -> None:
+    """Raise if no CUDA program can use the device.
+
+    Raises:
+        InUse: compute mode PROHIBITED.
+    """
     if device.gpu.compute_mode is ComputeMode.PROHIBITED:
         raise InUse(
             f"{device.title} is in compute mode prohibited: no CUDA program can use it",

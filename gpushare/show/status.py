@@ -352,6 +352,7 @@ def _waiting(snapshot: Snapshot) -> Table:
         Column(key="name", title="job", optional=True),
         Column(key="memory_bytes", title="memory", right=True, format=_wanted),
         Column(key="waiting", title="waiting", right=True, rank=1, format=age),
+        Column(key="state", title="state", optional=True),
     )
     rows = tuple(
         {
@@ -362,6 +363,7 @@ def _waiting(snapshot: Snapshot) -> Table:
             "name": one.name,
             "memory_bytes": one.memory_bytes,
             "waiting": None if one.waiting_since is None else (snapshot.taken_at or 0.0) - one.waiting_since,
+            "state": "stopped: others pass it" if one.stopped else None,
         }
         for one in snapshot.waiting_jobs[:_MOST_WAITING]
     )

@@ -20,6 +20,7 @@ import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
+from gpushare.host.identity import is_stopped
 from gpushare.host.machine import LocalMachine
 from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
 
@@ -87,8 +88,10 @@ def test_a_stopped_process_is_told(start: Start) -> None:
     child = start("cat")
     LOCAL.send(child.pid, signal.SIGSTOP)
     eventually(lambda: described(child.pid).stopped)
+    assert is_stopped(child.pid)
     LOCAL.send(child.pid, signal.SIGCONT)
     eventually(lambda: not described(child.pid).stopped)
+    assert not is_stopped(child.pid)
 
 
 def test_a_zombie_is_not_alive_but_there(start: Start) -> None:

@@ -29,12 +29,13 @@ from gpushare.memory.ledger import (
     reservations,
     waiting_before,
 )
+from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import best_first, wait_for_room
-from gpushare.model import ComputeMode
+from gpushare.memory.room import best_first, client_limit, wait_for_room
+from gpushare.model import ComputeMode, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
-from gpushare.sim.admin import add_process, set_fault
+from gpushare.sim.admin import add_process, set_fault, set_mig
 from gpushare.units import GIB, MIB
 
 SPEC = "sim:2xa30"
@@ -104,6 +105,42 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     assert not take(host, late)
     assert take(host, early)
     assert late.key is None
+
+
+def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = devices(host)[0].uuid
+    early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
+    monkeypatch.setattr(Place, "_turn", lambda *_: key)
+    early.claim.tell(f"hold {key}")
+    assert not late.try_to_take(devices(host), {key: 1}, {})
+    assert early.try_to_take(devices(host), {key: 1}, {})
+
+
+def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = devices(host)[0]
+    gpu = replace(
+        device.gpu, processes=tuple(GpuProcess(pid=pid, mps=True, memory_used_bytes=GIB) for pid in (51, 52, 53))
+    )
+    place = Place(host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=True))
+    place.take(device.uuid)
+    found = reservations(host) or []
+    monkeypatch.setattr(ledger, "owners_of", lambda *_: dict.fromkeys((51, 52, 53), found[0].id))
+    line = line_of(host, replace(device, gpu=gpu), found, clients=4)
+    assert line is not None
+    assert sum(one.client for one in line.running) == 3
+    assert sum(one.memory_bytes for one in line.running) == 8 * GIB
+    place.leave()
+
+
+def test_an_instance_takes_its_share_of_the_clients(host: Host) -> None:
+    assert client_limit(host, devices(host)[0]) == 48
+    set_mig(SPEC, "0", ["1g.6gb", "2g.12gb"])
+    gpu = devices(host)[0].gpu
+    limits = {one.profile: client_limit(host, Device(gpu=gpu, mig=one)) for one in gpu.mig_instances}
+    assert limits == {"1g.6gb": 12, "2g.12gb": 24}
+    assert client_limit(host, Device(gpu=gpu, mig=replace(gpu.mig_instances[0], profile=None))) is None
 
 
 @pytest.mark.parametrize("own", ["the driver", "a display", "an MPS server"])
@@ -323,6 +360,33 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
     place = enter(host, 10 * GIB)
     assert wait_for_room(host, place, devices(host), None, {}, lambda _: None, best=best).gpu.index == 0
     place.leave()
+
+
+def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: Host) -> None:
+    """A larger GPU that one program has alone: when that has ended, the job fits there."""
+    first, second = devices(host)
+    add_process(SPEC, memory_bytes=GIB, name="alone")
+    host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    small = replace(second, gpu=replace(second.gpu, memory_total_bytes=4 * GIB))
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(host.nvml), "sweep", lambda _: (devices_now[0], small.gpu))
+        devices_now = (host.nvml.gpu(0),)
+        with pytest.raises(InUse) as caught:
+            wait_for_room(host, enter(host, 10 * GIB), (first, second), 0.05, {}, said.append)
+    assert caught.value.code == "no_room"
+
+
+def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
+    pid = add_process(SPEC, memory_bytes=GIB, name="alone")
+    host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
+    said: list[str] = []
+    with pytest.raises(InUse) as caught:
+        wait_for_room(host, enter(host, 10 * GIB), devices(host), 0.05, {}, said.append)
+    why = f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
+    assert said == [f"waiting for 10.0 GiB: {why}"]
+    assert caught.value.message == f"there was no room for 10.0 GiB within 0.05 s: {why}"
 
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
@@ -559,6 +623,22 @@ def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pyt
         forward(ledger.PATIENCE_SECONDS / 2)
         assert not take(host, honest)
         assert take(host, honest)
+
+
+def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z: until it continues, others pass it at once, even if its own turn may never come."""
+    key = devices(host)[0].uuid
+    running = Place(host, Request(memory_bytes=4 * GIB, keys=(key,), client=False))
+    running.take(key)
+    large = Place(host, Request(memory_bytes=None, keys=(key,), client=False))
+    small = Place(host, Request(memory_bytes=4 * GIB, keys=(key,), client=False))
+    assert not take(host, small)
+    monkeypatch.setattr(ledger, "is_stopped", lambda pid: pid == os.getpid())
+    assert [one.memory_bytes for one in waiting_before(reservations(host) or [], small.request, 0)] == []
+    assert waiting_jobs(host, [one.gpu for one in devices(host)], reservations(host) or [])[0].stopped
+    assert take(host, small)
+    monkeypatch.undo()
+    assert not take(host, large)
 
 
 def test_a_reservation_that_is_only_touched_lapses(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -633,7 +633,7 @@ def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     words = ("run", "-n", "--turns", "auto", "--job-memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec).ok()
-    assert any("none of its GPUs can be used" in line for line in answer.lines("note"))
+    assert any("now it would wait: GPU 0 is in compute mode exclusive-process" in line for line in answer.lines("note"))
     admin.end_process(world.spec, pid)
 
 
@@ -722,9 +722,18 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
     words = ("run", "--turns", "auto", "--wait-timeout", "1", "--job-memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec)
     assert answer.code == 19
-    assert any("another program has it alone" in line for line in answer.lines("note"))
+    assert any(f"exclusive-process, and process {pid} has it" in line for line in answer.lines("note"))
     admin.end_process(world.spec, pid)
     cli(*words, host=world.spec).ok()
+
+
+def test_a_prohibited_gpu_is_not_waited_for(refused: Callable[..., str]) -> None:
+    world = World("sim:2xa30")
+    world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
+    words = ("run", "--wait", "--job-memory", "4G")
+    refused(*words, "-g", "1", "--", "true", code="compute_prohibited", exit_code=19, host=world.spec)
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    refused(*words, "-g", "any", "--", "true", code="compute_prohibited", exit_code=19, host=world.spec)
 
 
 def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
@@ -737,7 +746,7 @@ def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
     request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=False)
     with pytest.raises(InUse):
         wait_for_room(world.host, Place(world.host, request), first, 0.2, {}, said.append)
-    assert said == ["waiting: GPU 0 cannot be used now (no answer, or another program has it alone)"]
+    assert said == ["waiting for 1.0 GiB: GPU 0 does not answer"]
     place.leave()
 
 
