@@ -328,20 +328,14 @@ def _slices(host: Host) -> dict[int, int]:
 
 def has_records(host: Host, name: str) -> bool:
     """Return whether there is a directory of records of this kind: most hosts need not load what reads them."""
-    return any(os.path.isdir(os.path.join(directory, name)) for directory in _run_directories(host))
+    if any(os.path.isdir(os.path.join(directory, name)) for directory in host.run_directories):
+        return True
+    users = host.user_directories()
+    if not users:
+        return False
+    from gpushare.host.users import users_have
 
-
-def has_files(host: Host, name: str) -> bool:
-    """Return whether there is a record of this kind, where the directory stays when the last one is gone."""
-    for directory in _run_directories(host):
-        with contextlib.suppress(OSError):
-            if any(one.endswith(".json") for one in os.listdir(os.path.join(directory, name))):
-                return True
-    return False
-
-
-def _run_directories(host: Host) -> tuple[Path, ...]:
-    return (*host.run_directories, *(one.path for one in host.user_directories()))
+    return users_have(users, name, records=False)
 
 
 def has_claims(host: Host, prefix: str) -> bool:

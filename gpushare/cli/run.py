@@ -521,12 +521,11 @@ def _way(text: str | None) -> str | None:
 
 
 def _slice(text: str | None) -> int | None:
-    from gpushare.timeslice.rules import MOST_US
-    from gpushare.timeslice.slices import check_slice
-    from gpushare.units import format_slice, parse_slice
-
     if text is None:
         return None
+    from gpushare.timeslice.slices import MOST_US, check_slice
+    from gpushare.units import format_slice, parse_slice
+
     found = check_slice(parse_slice(text))
     if found > MOST_US:
         raise BadUsage(
@@ -577,9 +576,6 @@ def _kept(text: str | None, *, adapt: bool) -> float:
 
 def _rate(metric: str | None, log: str | None, *, higher_is_better: bool) -> PrintedRate | None:
     """Return where production prints its speed, or None."""
-    from gpushare.run.jobs import PrintedRate
-    from gpushare.run.numbers import check_pattern
-
     if metric is None and log is None:
         if not higher_is_better:
             raise _wrong(
@@ -592,6 +588,9 @@ def _rate(metric: str | None, log: str | None, *, higher_is_better: bool) -> Pri
             "--metric needs --log, and --log needs --metric",
             "gpushare run --production NAME --metric 'rate=([0-9.]+)' --log FILE -- CMD",
         )
+    from gpushare.run.jobs import PrintedRate
+    from gpushare.run.numbers import check_pattern
+
     check_pattern("--metric", metric)
     return PrintedRate(os.path.abspath(log), metric, higher_is_better)
 

@@ -100,9 +100,10 @@ LEDGER: Final = "gpushare-memory-"
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
-    from gpushare.snapshot import has_claims, has_files
+    from gpushare.host.users import has_records
+    from gpushare.snapshot import has_claims
 
-    if not has_claims(host, LEDGER) and not has_files(host, "swap"):
+    if not has_claims(host, LEDGER) and not has_records(host, "swap"):
         return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
     from gpushare.memory.look import with_ledger
 

@@ -13,11 +13,14 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.host import RUNTIME, TEMPORARY, UserDirectory
 from gpushare.host.process import read_proc
 from gpushare.host.records import json_of, read_own
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
 
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000
@@ -36,6 +39,35 @@ def records_of(user: UserDirectory, room: str) -> list[tuple[Path, Any]]:
                 raw = json_of(read_own(name, directory=inside, owner=user.owner))
                 found.append((user.path / room / name, raw))
     return found
+
+
+def has_records(host: Host, room: str) -> bool:
+    """Return whether there may be a record of this kind: of this user or root, or to root of any user.
+
+    The directory of a room stays when its last record is gone.
+    """
+    for directory in host.run_directories:
+        with contextlib.suppress(OSError):
+            if _any_record(os.listdir(directory / room)):
+                return True
+    return users_have(host.user_directories(), room)
+
+
+def users_have(users: Sequence[UserDirectory], room: str, *, records: bool = True) -> bool:
+    """Return whether there may be a record of this kind in the run directories of users; or only its directory."""
+    for user in users:
+        with (
+            contextlib.suppress(OSError),
+            _opened(user.path, user.owner) as top,
+            _below(top, room, user.owner) as inside,
+        ):
+            if not records or _any_record(os.listdir(inside)):
+                return True
+    return False
+
+
+def _any_record(names: Sequence[str]) -> bool:
+    return any(name.endswith(".json") for name in names)
 
 
 def as_user(user: str, directory: Path, words: str) -> str:

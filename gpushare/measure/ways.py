@@ -26,7 +26,7 @@ from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.program import Guard
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, lent_level, plan_level
-from gpushare.timeslice.rules import LEAST_US, MOST_US
+from gpushare.timeslice.slices import LEAST_US, MOST_US
 from gpushare.units import format_slice, parse_slice, quoted
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
 from gpushare.host.process import named
+from gpushare.host.users import has_records
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
@@ -22,7 +23,6 @@ from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
-from gpushare.pause.record import any_record
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 from gpushare.selection import Device, no_mig
 
@@ -219,7 +219,7 @@ class Eviction:
 
     def _end(self) -> None:
         self.begun = True
-        if any_record(self._host):
+        if has_records(self._host, "pause"):
             from gpushare.pause.change import resume_to_end
 
             # A handler that waits for the GPU does not end a paused program.

@@ -217,12 +217,6 @@ def by_root(host: Host) -> set[Identity]:
     }
 
 
-def any_record(host: Host) -> bool:
-    """Return whether there may be paused jobs; costs nothing where none was ever paused."""
-    directories = host.run_directories
-    return any(_files(one) for one in directories) or any(_of_user(one) for one in host.user_directories())
-
-
 def paused_since(host: Host) -> dict[int, float]:
     """Return the processes that are paused now, or were when their gpushare died, with the time of the pause."""
     return {

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
-from gpushare.pause.record import any_record
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -77,7 +77,7 @@ def end_programs(
     if not pids:
         return None
     # A handler that waits for the GPU does not end a paused program.
-    if any_record(host):
+    if has_records(host, "pause"):
         from gpushare.pause.change import resume_to_end
 
         resume_to_end(host, pids)
@@ -92,9 +92,7 @@ def end_programs(
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
-    from gpushare.snapshot import has_files
-
-    if has_files(host, "swap"):
+    if has_records(host, "swap"):
         from gpushare.memory.swap import lay_down
 
         lay_down(host, list(pids))

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 KEEP_UNIT: Final = "gpushare-timeslice.service"
 # Weight 1: the slice that a compute group has on an H100 and an H200 (driver 580), and so each process without a weight.
 SLICE_PER_WEIGHT_US: Final = 2048
-LEAST_US: Final = 20
-MOST_US: Final = 30_000
 # Weights below it lose their slice to the switch (measured: from 500 us down); above it a slice is longer than 30 ms.
 LEAST_WEIGHT: Final = 0.5
 MOST_WEIGHT: Final = 14

@@ -21,7 +21,6 @@ from gpushare.host.records import read_trusted, record_from, replace_file, writi
 from gpushare.host.slice_lock import SLICES, probed, slices_locked
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
-from gpushare.timeslice.rules import LEAST_US, MOST_US
 from gpushare.units import format_slice
 from gpushare.values import dataclass
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA: Final = 1
+# The slices that a user may set.
+LEAST_US: Final = 20
+MOST_US: Final = 30_000
 # A process may make or close contexts between a look and a call.
 _TRIES: Final = 3
 

@@ -14,6 +14,7 @@ import pytest
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
+from gpushare.host.users import has_records
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, Target, changing, find_paused, free, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
@@ -22,7 +23,6 @@ from gpushare.pause.record import (
     PAUSING,
     RESUMING,
     PausedJob,
-    any_record,
     paused_jobs,
     paused_since,
     read,
@@ -280,7 +280,7 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
 )
 def test_a_broken_record_is_none(job: Paused, text: str) -> None:
     job.pause()
-    assert any_record(job.host)
+    assert has_records(job.host, "pause")
     job.path.write_text(text)
     assert paused_jobs(job.host) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.host import users
 from gpushare.host.host import UserDirectory
-from gpushare.host.users import records_of, user_directories
+from gpushare.host.users import records_of, user_directories, users_have
 from tests.security.conftest import Stranger
 
 
@@ -133,3 +133,22 @@ def test_what_a_user_has_mounted_is_not_entered(
 def test_mounts_are_read() -> None:
     if subprocess.run(["findmnt", "-n", "/proc"], capture_output=True, check=False).returncode == 0:
         assert users._mounts()["/proc"] == "proc"
+
+
+def test_whether_there_are_records_is_not_looked_up_through_a_link(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger
+) -> None:
+    """A link could lead root to a file system that never answers."""
+    home = own(runtime, alice) / "gpushare"
+    alice.does(lambda: write(home))
+    (user,) = user_directories(str(runtime), str(sticky))
+    assert users_have([user], "swap")
+    assert not users_have([user], "pause")
+    elsewhere = sticky / "elsewhere"
+    alice.does(lambda: write(elsewhere))
+    alice.does(lambda: (home / "pause").symlink_to(elsewhere / "swap"))
+    assert not users_have([user], "pause")
+    assert not users_have([user], "pause", records=False)
+    alice.does((home / "swap" / "1.json").unlink)
+    assert not users_have([user], "swap")
+    assert users_have([user], "swap", records=False)

@@ -15,7 +15,6 @@ from gpushare.inputs import Mark
 from gpushare.model import Gpu
 from gpushare.timeslice.rules import (
     MOST_CHARACTERS,
-    MOST_US,
     Decision,
     Names,
     Origin,
@@ -26,6 +25,7 @@ from gpushare.timeslice.rules import (
     fits_glob,
     needs,
 )
+from gpushare.timeslice.slices import MOST_US
 
 DEFAULT = 2048
 GPU = Gpu(index=0, uuid="GPU-00000000-0278-5de8-9bc3-edc91cebc70e")
