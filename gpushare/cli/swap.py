@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,8 +13,12 @@ from gpushare.cli.options import AskingCommand, Command, Group, carried_out, not
 from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported, or_none
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpushare.host.host import Host
+    from gpushare.memory.ledger import Request
     from gpushare.memory.swap import Swap
+    from gpushare.selection import Device
 
 group = typer.Typer(
     cls=Group,
@@ -39,6 +44,7 @@ def out(job: JobArgument) -> Any:
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
+    from gpushare.memory.room import room_kept
     from gpushare.memory.swap import BACK, OUT, check_host, find_swap, go_out, guarded, is_back, leaving, locked
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job, processes_to_swap
@@ -82,7 +88,7 @@ def out(job: JobArgument) -> Any:
             checkpoint = host.open_checkpoint()
             if again is not None and again.state == OUT and not is_back(host, again, checkpoint):
                 raise _already(again)
-            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found)))
+            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found), room_kept))
 
     pids = " ".join(str(one.pid) for one in processes)
     what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
@@ -113,11 +119,9 @@ def back_in(
     nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
     """
     from gpushare.hostfile.load import kept_limits
-    from gpushare.memory.ledger import Place, Request
-    from gpushare.memory.room import wait_for_room
-    from gpushare.memory.swap import GPU_MARGIN_BYTES, LOST, come_in, ended_swap, guarded, locked, lost, taken_over
+    from gpushare.memory.ledger import Request
+    from gpushare.memory.swap import BACK, GPU_MARGIN_BYTES, LOST, ended_swap, lost, taken_over
     from gpushare.plan import Plan, Step
-    from gpushare.selection import Device
     from gpushare.units import format_bytes, parse_seconds
 
     if wait_timeout is not None and not wait:
@@ -125,11 +129,42 @@ def back_in(
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
     host = settings.connect()
     gone = ended_swap(host, job)
-    _repair(host)
-    swap = taken_over(host, _out_now(host, job, gone))
+    repaired = _repair(host)
+    try:
+        swap = taken_over(host, _out_now(host, job, gone))
+    except NotFound:
+        back = next((one for one in repaired if one.is_named(job) and one.living(host)), None)
+        if back is None:
+            raise
+        # The repair has brought it back.
+        plan = Plan(title=f"{back.title} is back already", steps=(), undo=f"gpushare swap out {back.selector}")
+        return _with_job(carried_out("swap in", plan), replace(back, state=BACK, restored=True))
     losses = _consent(host, swap)
     if swap.state == LOST:
         raise lost(swap)
+    device = _device_of(host, swap)
+    need = swap.memory_bytes + GPU_MARGIN_BYTES
+    request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
+    limits = kept_limits(host).without(os.geteuid())
+    done: list[Swap] = []
+    pids = " ".join(str(pid) for pid, _ in swap.living(host))
+    what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
+    undo = f"gpushare swap out {swap.selector}"
+    step = Step(
+        what=what,
+        command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
+        undo=undo,
+        do=lambda: done.append(_come_back(host, job, swap, device, request, limits, seconds)),
+    )
+    notes = (_room_now(host, device, request, limits, wait=wait),) if settings.dry_run else ()
+    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo, consent=losses, notes=notes))
+    return _with_job(result, done[0] if done else swap)
+
+
+def _device_of(host: Host, swap: Swap) -> Device:
+    """Return the GPU that a job comes back to. Raises NotFound, NotSupported."""
+    from gpushare.selection import Device
+
     # Not by `select`: a record that a user has written may say "all".
     gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
     if gpu is None:
@@ -145,31 +180,46 @@ def back_in(
             gpu=str(gpu.index),
             code="mig_enabled",
         )
-    device = Device(gpu=gpu)
-    done: list[Swap] = []
+    return Device(gpu=gpu)
 
-    def act() -> None:
-        need = swap.memory_bytes + GPU_MARGIN_BYTES
-        request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
+
+def _come_back(
+    host: Host,
+    text: str,
+    swap: Swap,
+    device: Device,
+    request: Request,
+    limits: Mapping[int, int],
+    seconds: float | None,
+) -> Swap:
+    """Wait for room, and bring a job back; wait again if a program that keeps no place was faster."""
+    from gpushare.memory.ledger import Place
+    from gpushare.memory.room import wait_for_room
+    from gpushare.memory.swap import come_in, guarded, locked, taken_over
+
+    ends = None if seconds is None else time.monotonic() + seconds
+    while True:
         place = Place(host, request)
-        wait_for_room(host, place, [device], seconds, kept_limits(host).without(os.geteuid()), note)
+        left = None if ends is None else max(0.0, ends - time.monotonic())
+        wait_for_room(host, place, [device], left, limits, note)
         try:
             with guarded(host), locked(host, say=note):
-                done.append(come_in(host, taken_over(host, _out_now(host, job, swap)), host.open_checkpoint()))
+                return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
+        except InUse as error:
+            if error.code != "no_room" or left == 0.0:
+                raise
         finally:
             place.leave()
 
-    pids = " ".join(str(pid) for pid, _ in swap.living(host))
-    what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
-    undo = f"gpushare swap out {swap.selector}"
-    step = Step(
-        what=what,
-        command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
-        undo=undo,
-        do=act,
-    )
-    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo, consent=losses))
-    return _with_job(result, done[0] if done else swap)
+
+def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int, int], *, wait: bool) -> str:
+    from gpushare.memory.room import outlook, outlook_text
+
+    found = outlook(host, [device], request, limits)
+    if found.device is None:
+        text = outlook_text(found, {})
+        return text if wait else text.replace("now it would wait for", "now there is no room for", 1)
+    return f"now there is room: {outlook_text(found, {}).rpartition(': ')[2]}"
 
 
 def listed() -> Any:
@@ -238,21 +288,22 @@ def _row(swap: Swap) -> dict[str, Any]:
 
 
 def _with_job(result: Any, swap: Swap) -> Any:
-    from dataclasses import replace
-
     return replace(result, data={**result.data, "job": _row(swap)})
 
 
-def _repair(host: Host) -> None:
-    """Complete or take back what a gpushare that died has left, even if there is nothing else to do."""
+def _repair(host: Host) -> list[Swap]:
+    """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
     from gpushare.host.records import sweep_leftovers
+    from gpushare.memory.room import room_kept
     from gpushare.memory.swap import repair
 
     if settings.dry_run:
-        return
+        return []
     sweep_leftovers(host)
-    for one in repair(host, note):
+    repaired = repair(host, note, room_kept)
+    for one in repaired:
         note(f"{one.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
+    return repaired
 
 
 def _already(swap: Swap) -> InUse:

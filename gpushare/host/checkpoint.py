@@ -108,6 +108,9 @@ class Checkpoint:
         state = self.state(pid)
         if code in {SUCCESS, ILLEGAL_STATE} and state in {LOCKED, RUNNING}:
             return
+        if code == SUCCESS and state is None:
+            # The caller looks again.
+            return
         if code != _OUT_OF_MEMORY and state == CHECKPOINTED:
             raise OperationFailed(
                 f"the driver did not put process {pid} back on the GPU (CUDA error {code}); it is still in host memory",
@@ -120,6 +123,11 @@ class Checkpoint:
             f"end it: kill -9 {pid}",
             code="job_lost",
         )
+
+    def demand(self) -> None:
+        """Raise NotSupported if the driver's library, or a call of it, is missing."""
+        for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"):
+            self._function(f"cuCheckpointProcess{name}")
 
     def state(self, pid: int) -> int | None:
         """Return RUNNING, LOCKED, CHECKPOINTED or FAILED; None: the driver does not tell, or does not know the process."""

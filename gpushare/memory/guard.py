@@ -23,6 +23,7 @@ def main() -> None:
 
     from gpushare.connect import connect
     from gpushare.errors import GpushareError
+    from gpushare.memory.room import room_kept
     from gpushare.memory.swap import repair
 
     host = connect(spec)
@@ -33,7 +34,7 @@ def main() -> None:
     for pause in (0.0, 1.0, 5.0, 30.0):
         time.sleep(pause)
         try:
-            repair(host)
+            repair(host, keep=room_kept)
         except GpushareError:
             continue
         return

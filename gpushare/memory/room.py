@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from gpushare.memory.ledger import (
     Place,
     Request,
     Reservation,
+    ancestry,
     is_on,
     line_of,
     never_fits,
@@ -26,6 +28,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
+from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room
 from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
 from gpushare.units import GIB, counted, format_bytes, format_duration
@@ -210,6 +213,39 @@ def wait_for_room(
     except BaseException:
         place.leave()
         raise
+
+
+@contextlib.contextmanager
+def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
+    """Reserve room for a job that is half out, for as long as it comes back; a `Keep`.
+
+    What it holds in the ledger itself is enough: `run` has its place as long as the job is not out.
+    """
+    places: list[Place] = []
+
+    def kept(size: int) -> bool | None:
+        free = has_room(host, swap, size)
+        devices = [Device(gpu=one) for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid]
+        found = reservations(host)
+        if not free or found is None or not devices:
+            return free
+        family = {pid for image, _, _ in swap.images for pid in ancestry(host, image)}
+        own = (
+            one
+            for one in found
+            if one.key == swap.gpu_uuid and not family.isdisjoint(p.pid for p in one.claim.processes)
+        )
+        if any(one.memory_bytes is None or one.memory_bytes >= size for one in own):
+            return True
+        need = size + GPU_MARGIN_BYTES
+        places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
+        return places[-1].try_to_take(devices, {}, {})
+
+    try:
+        yield kept
+    finally:
+        for place in places:
+            place.leave()
 
 
 @dataclass(frozen=True, kw_only=True)

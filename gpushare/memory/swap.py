@@ -364,7 +364,7 @@ def check_host(host: Host) -> None:
     """Raise unless jobs can be swapped on this host.
 
     Raises:
-        NotSupported: a driver before 570, or another PID namespace than the host's.
+        NotSupported: a driver before 570, no libcuda, or another PID namespace than the host's.
     """
     major = (host.nvml.driver_version() or "").partition(".")[0]
     if major.isdecimal() and int(major) < 570:
@@ -377,6 +377,7 @@ def check_host(host: Host) -> None:
             "run gpushare on the host, with the PID that gpushare status shows there",
             code="pid_namespace",
         )
+    host.open_checkpoint().demand()
 
 
 def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
@@ -418,18 +419,26 @@ def leaving(
     )
 
 
-def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], Sequence[OnGpu]] = lambda: ()) -> Swap:
+def go_out(
+    host: Host,
+    swap: Swap,
+    checkpoint: Checkpoint,
+    again: Callable[[], Sequence[OnGpu]] = lambda: (),
+    keep: Keep | None = None,
+) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
 
     The caller holds the lock of the swaps, and has started the guard. ``again`` returns the job's processes on the GPU as
     they are now, and raises if one of them cannot go out: a process that it has started meanwhile goes with the others. If
-    a process cannot be locked or copied, all are back as they were, unless the message says otherwise.
+    a process cannot be locked or copied, all are back as they were, unless the message says otherwise; ``keep`` reserves the
+    room for that.
 
     Raises:
         NotFound: all of it has ended.
         GpushareError: it cannot go out.
     """
     began = time.monotonic()
+    checkpoint.demand()
     _sweep(host)
     before = _read(swap.path)
     write(swap)
@@ -462,7 +471,8 @@ def go_out(host: Host, swap: Swap, checkpoint: Checkpoint, again: Callable[[], S
             with _unless_ended(host, pid):
                 checkpoint.checkpoint(pid, size)
     except GpushareError:
-        take_back(host, swap, checkpoint)
+        with (keep or _free_now)(host, swap) as room:
+            take_back(host, swap, checkpoint, room)
         raise
     if not swap.living(host):
         raise _ended(swap)
@@ -546,7 +556,8 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
 
     Raises:
         OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then all of
-            the job is out again.
+            the job is out again; or it does not tell whether it has put all of it back (``state_unknown``).
+        InUse: somebody has taken the room since it was reserved (code ``no_room``); nothing was changed.
         NotFound: the job has ended.
     """
     living = swap.living(host)
@@ -554,6 +565,14 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         raise _ended(swap)
     if swap.state == LOST:
         raise lost(swap)
+    checkpoint.demand()
+    need = sum(size for pid, size in living if checkpoint.state(pid) != RUNNING)
+    if has_room(host, swap, need) is False:
+        raise InUse(
+            f"there is no room for {format_bytes(need + GPU_MARGIN_BYTES)} any more: another program has taken it",
+            f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
+            code="no_room",
+        )
     before, returning = _read(swap.path), replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
@@ -570,6 +589,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     _unlock(host, swap, checkpoint)
     if not swap.living(host):
         raise _ended(swap)
+    _demand_running(host, swap, checkpoint)
     back = replace(swap, state=BACK, restored=True, since=max(time.time(), swap.since))
     try:
         write_if_living(host, back)
@@ -591,6 +611,17 @@ def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) 
         # Here, not by the guard: it would ask the driver for as long as half a minute.
         with contextlib.suppress(GpushareError):
             take_back(host, swap, checkpoint, room=lambda _size: False)
+
+
+def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
+    """Raise unless the driver says of all processes that they run: the record stays for whoever looks next."""
+    for pid, _ in swap.living(host):
+        if checkpoint.state(pid) != RUNNING and host.processes.identity(pid) is not None:
+            raise OperationFailed(
+                f"the driver does not say that process {pid} of {swap.title} runs again",
+                f"try again: gpushare swap in {swap.selector}; see: sudo dmesg | tail",
+                code="state_unknown",
+            )
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
@@ -644,16 +675,20 @@ def _no_guard(why: str) -> OperationFailed:
 # -- what a death left -------------------------------------------------------------------------------------------------
 
 
-def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool] | None = None) -> None:
+def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool | None] | None = None) -> None:
     """Bring a job that is half out to one state: all of it running if the GPU has room, else all of it out.
 
     ``room`` says whether this number of bytes is free on its GPU; without it, NVML is asked. The caller holds the lock.
+
+    Raises:
+        TimedOut, NotSupported: the driver does not answer, or is not there; the record stays.
     """
     sizes = dict(swap.living(host))
-    states = {pid: checkpoint.state(pid) for pid in sizes}
     if not sizes:
         forget(swap)
         return
+    checkpoint.demand()
+    states = {pid: checkpoint.state(pid) for pid in sizes}
     hanging = next((pid for pid in sizes if checkpoint.hangs(pid)), None)
     if hanging is not None:
         # What was asked of it may still take effect, so the record stays for whoever looks next.
@@ -667,7 +702,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         return
     out = [pid for pid, state in states.items() if state == CHECKPOINTED]
     need = sum(sizes[pid] for pid in out)
-    if out and not (room or (lambda size: _has_room(host, swap, size)))(need):
+    if out and not (room or (lambda size: has_room(host, swap, size)))(need):
         for pid, state in states.items():
             if state == RUNNING:
                 with _unless_ended(host, pid):
@@ -696,18 +731,29 @@ def _leave_out(host: Host, swap: Swap) -> None:
         write_if_living(host, replace(swap, state=OUT))
 
 
-def _has_room(host: Host, swap: Swap, size: int) -> bool:
+def has_room(host: Host, swap: Swap, size: int) -> bool | None:
+    """Return whether this number of bytes and a margin are free on the GPU of a job; None: unknown."""
     for gpu in host.nvml.sweep():
         if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
             free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
             return size + GPU_MARGIN_BYTES <= free
-    return False
+    return None
 
 
-def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
+# What keeps room on the GPU of a job for as long as it comes back; it is given the bytes, and returns whether there is any.
+Keep = Callable[["Host", Swap], contextlib.AbstractContextManager[Callable[[int], "bool | None"]]]
+
+
+@contextlib.contextmanager
+def _free_now(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
+    yield lambda size: has_room(host, swap, size)
+
+
+def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep = _free_now) -> list[Swap]:
     """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself.
 
-    Records of jobs that have ended are removed, and those of jobs that are back, which a full disk has kept, corrected.
+    ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of jobs that have ended are removed, and
+    those of jobs that are back, which a full disk has kept, corrected.
     """
     there = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING, OUT}]
     if not there:
@@ -722,7 +768,8 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap
                 continue
             if now.state == OUT and not is_back(host, now, checkpoint):
                 continue
-            take_back(host, now, checkpoint)
+            with keep(host, now) as room:
+                take_back(host, now, checkpoint, room)
             if now.state != OUT:
                 touched.append(now)
     return touched

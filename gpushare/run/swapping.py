@@ -15,7 +15,7 @@ from gpushare.errors import GpushareError
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds, moved
 from gpushare.memory.ledger import Line, Place, Request, Reservation, line_of, owners_of, reservations
-from gpushare.memory.room import client_limit
+from gpushare.memory.room import client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
     GPU_MARGIN_BYTES,
@@ -28,6 +28,7 @@ from gpushare.memory.swap import (
     forget_ended,
     go_out,
     guarded,
+    has_room,
     leaving,
     locked,
     taken_over,
@@ -574,7 +575,7 @@ class Swapping:
         began = self._clock()
         with self._swapping():
             self._swap = go_out(
-                self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job)
+                self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job), room_kept
             )
         self.times_out += 1
         self._left_at = began
@@ -600,7 +601,9 @@ class Swapping:
         now = taken_over(self._host, now)
         if self._place is None:
             self._place = Place(self._host, self._request(now))
-        if self._place.key is None and not self._take(self._place):
+        free = self._place.key is not None or self._take(self._place)
+        # Others may have taken what is reserved, if gpushare did not start them.
+        if not free or has_room(self._host, now, now.memory_bytes) is False:
             if self._policy.waiting is not None and self._policy.waiting != self._said:
                 self._said = self._policy.waiting
                 self._say(self._said)

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError, InUse, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.host import records
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory import swap as module
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, Swap, find_swap, path_of, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -484,3 +486,134 @@ def test_a_process_of_unknown_size_is_refused(
     text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
     assert f"does not say how much memory process {pid} holds" in text
     assert process(world, pid).checkpoint == RUNNING
+
+
+# -- a driver that is missing, or does not tell ------------------------------------------------------------------------
+
+
+def _without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_self: Checkpoint, name: str) -> Any:
+        raise NotSupported(f"this driver has no {name}", "driver 570 or later is needed", code="driver_too_old")
+
+    monkeypatch.setattr(Checkpoint, "_function", missing)
+
+
+def test_without_the_calls_of_the_driver_nothing_begins(
+    cli: Cli, refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, other = job(), job(4 * GIB)
+    cli("swap", "out", str(other)).ok()
+    with monkeypatch.context() as without:
+        _without_library(without)
+        for words in (("swap", "out", str(pid)), ("swap", "out", str(pid), "-n"), ("swap", "in", str(other))):
+            refused(*words, code="driver_too_old", exit_code=3)
+        refused("run", "--swappable", "--", "true", code="driver_too_old", exit_code=3)
+    assert [(one.pid, one.state) for one in swaps(world.host)] == [(other, OUT)]
+    cli("swap", "in", str(other)).ok()
+
+
+@pytest.mark.parametrize("state", [LEAVING, RETURNING])
+def test_a_record_stays_while_the_driver_is_missing(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """As between the upgrade of a driver and the reboot: the job is out, and must not be taken for one that is back."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    (swap,) = swaps(world.host)
+    module.write(replace(swap, state=state))
+    with monkeypatch.context() as without:
+        _without_library(without)
+        with pytest.raises(NotSupported):
+            repair(world.host)
+    assert [one.state for one in swaps(world.host)] == [state]
+    repair(world.host)
+    assert process(world, pid).checkpoint == RUNNING
+
+
+def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    with monkeypatch.context() as silent:
+        silent.setattr(Checkpoint, "state", lambda *_: None)
+        # Its guard asks the driver itself, and would complete it.
+        silent.setattr(module, "guarded", lambda _host: contextlib.nullcontext())
+        answer = cli("swap", "in", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (1, "state_unknown")
+    assert [one.pid for one in swaps(world.host)] == [pid]
+    # The repair brings it back, and nothing is left to do.
+    answer = cli("swap", "in", str(pid), output="json").ok()
+    assert answer.data["job"]["state"] == "back"
+    assert process(world, pid).checkpoint == RUNNING
+    assert cli("swap", "list", output="json").ok().data["jobs"] == []
+
+
+# -- room ----------------------------------------------------------------------------------------------------------------
+
+
+def _others_come(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:
+    """Let a program that gpushare did not start take memory between the reservation and the restore."""
+    came: list[int] = []
+    real = Checkpoint.demand
+
+    def demand(self: Checkpoint) -> None:
+        if not came:
+            came.append(job(size))
+        real(self)
+
+    monkeypatch.setattr(Checkpoint, "demand", demand)
+    return came
+
+
+def test_room_that_another_program_took_after_the_reservation_loses_nothing(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    came = _others_come(monkeypatch, 130 * GIB)
+    answer = cli("swap", "in", str(pid), output="json")
+    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert [one.state for one in swaps(world.host)] == [OUT]
+    came.clear()
+    admin.end_process(SPEC, next(one.pid for one in world.state.processes if one.pid != pid))
+    answer = cli("swap", "in", str(pid), "--wait", "--wait-timeout", "1s", output="json")
+    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    admin.end_process(SPEC, came[0])
+    cli("swap", "in", str(pid), "--wait").ok()
+
+
+def _half_out(cli: Cli, world: World) -> int:
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    (swap,) = swaps(world.host)
+    module.write(replace(swap, state=RETURNING))
+    return pid
+
+
+def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World) -> None:
+    pid, uuid = _half_out(cli, world), world.state.gpus[0].uuid
+    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
+    place.take(uuid)
+    repair(world.host, keep=room_kept)
+    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert [one.state for one in swaps(world.host)] == [OUT]
+    place.leave()
+    (swap,) = swaps(world.host)
+    module.write(replace(swap, state=RETURNING))
+    repair(world.host, keep=room_kept)
+    assert process(world, pid).checkpoint == RUNNING
+    assert not reservations(world.host)
+
+
+def test_a_repair_uses_the_room_that_the_job_itself_has_reserved(cli: Cli, world: World) -> None:
+    _half_out(cli, world)
+    uuid = world.state.gpus[0].uuid
+    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
+    place.take(uuid)
+    (swap,) = swaps(world.host)
+    with room_kept(world.host, replace(swap, uid=0, images=((os.getpid(), 1, 1),))) as room:
+        assert room(20 * GIB)
+        assert not room(139 * GIB + GIB)
+    place.leave()

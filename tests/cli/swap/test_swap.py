@@ -167,6 +167,18 @@ def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
     assert process(world, int(pid)).checkpoint == RUNNING
 
 
+def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    assert "now there is room: 139.8 GiB free" in cli("swap", "in", pid, "-n").ok().err
+    other = job(130 * GIB)
+    assert "now there is no room for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n").ok().err
+    assert "now it would wait for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n", "--wait").ok().err
+    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    assert other
+    assert not reservations(world.host)
+
+
 def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("swap", "out", pid).ok()
