@@ -19,6 +19,14 @@ def main() -> None:
     # Not the directory of this file, which Python has put there.
     sys.path[0] = root
     import os
+
+    os.write(1, b"ready\n")
+    if sys.stdin.buffer.readline() != b"done\n":
+        _repair(spec)
+
+
+def _repair(spec: str) -> None:
+    # Imported only here: each swap waits for the start of its guard, and almost no guard has anything to repair.
     import time
 
     from gpushare.connect import connect
@@ -27,9 +35,6 @@ def main() -> None:
     from gpushare.memory.swap import repair
 
     host = connect(spec)
-    os.write(1, b"ready\n")
-    if sys.stdin.buffer.readline() == b"done\n":
-        return
     # A driver that does not answer now may answer later.
     for pause in (0.0, 1.0, 5.0, 30.0):
         time.sleep(pause)
