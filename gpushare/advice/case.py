@@ -17,14 +17,17 @@ T = TypeVar("T")
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
-    found = list(values)
-    if any(value is True for value in found):
-        return True
-    return None if any(value is None for value in found) else False
+    found: bool | None = False
+    for value in values:
+        if value is True:
+            return True
+        if value is None:
+            found = None
+    return found
 
 
 def all_of(values: Iterable[bool | None]) -> bool | None:
-    return negated(any_of(negated(value) for value in values))
+    return negated(any_of([negated(value) for value in values]))
 
 
 def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
@@ -130,31 +133,31 @@ class Case:
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
-        return any_of(getattr(one, field) for one in self.workloads)
+        return any_of([getattr(one, field) for one in self.workloads])
 
-    @property
+    @functools.cached_property
     def counts(self) -> tuple[int | None, ...]:
         """Return the number of processes of each workload; in a list of several, 1 unless given."""
         several = len(self.workloads) > 1
         return tuple(one.processes or (1 if several else None) for one in self.workloads)
 
-    @property
+    @functools.cached_property
     def processes(self) -> int | None:
         known = [count for count in self.counts if count is not None]
         return sum(known) if known else None
 
-    @property
+    @functools.cached_property
     def wanted_isolation(self) -> frozenset[Isolation] | None:
         said = [one.isolation for one in self.workloads if one.isolation is not None]
         return frozenset().union(*said) if said else None
 
-    @property
+    @functools.cached_property
     def pattern(self) -> Pattern | None:
         """Return the load pattern, if all workloads that have one have the same."""
         said = {one.pattern for one in self.workloads if one.pattern is not None}
         return said.pop() if len(said) == 1 else None
 
-    @property
+    @functools.cached_property
     def groups(self) -> int | None:
         """Return the number of parties to separate: as given, or one per workload of a list."""
         if len(self.workloads) > 1 or self.workloads[0].groups is not None:
@@ -166,11 +169,11 @@ class Case:
         """Return the number of shares if each party has its own: groups, else processes."""
         return self.groups if self.groups is not None else self.processes
 
-    @property
+    @functools.cached_property
     def roles(self) -> frozenset[Role]:
         return frozenset(one.role for one in self.workloads if one.role is not None)
 
-    @property
+    @functools.cached_property
     def same_user(self) -> bool | None:
         """Return whether all processes belong to one user."""
         if any(one.same_user is False for one in self.workloads):

@@ -6,7 +6,7 @@ Each row names its source: a document or a measurement. Users see the reasons, b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -18,6 +18,7 @@ from gpushare.advice.table import Cell, Mechanism
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING, Way
 from gpushare.model import ComputeMode
 from gpushare.units import format_bytes
+from gpushare.values import dataclass
 
 When = Callable[[Situation], "bool | None"]
 
@@ -59,6 +60,8 @@ class Rule:
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
         common = None if self.when is None else self.when(situation)
+        if self.when_way is None and not common and (common is False or self.unknown is None):
+            return
         for way in self.ways:
             applies = common if self.when_way is None else self.when_way(situation, way)
             if applies:

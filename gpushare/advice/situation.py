@@ -658,8 +658,9 @@ class Situation:
             count = self.case.processes or 2
             if len(ones) == 1:
                 share = _share(ones[0], 1, CONTEXT_BYTES)
-                parts = ones[0].shares or (0.0,) * count
-                return tuple(replace(share, percent=part) for part in parts)
+                if not ones[0].shares:
+                    return (share,) * count
+                return tuple(replace(share, percent=part) for part in ones[0].shares)
             return tuple(_share(one, 1, CONTEXT_BYTES) for one in ones for _ in range(one.processes or 1))
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
         if len(ones) > 1:
