@@ -10,7 +10,7 @@ import signal
 import signal as signals
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
@@ -92,6 +92,33 @@ def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
     except (OSError, MemoryError):
         return None
     return text if len(text) <= most else None
+
+
+class Stat(NamedTuple):
+    """Some fields of ``/proc/PID/stat``; ``started`` in ticks since boot."""
+
+    state: bytes
+    parent: int
+    group: int
+    started: int
+
+
+def every_stat() -> Iterator[tuple[int, Stat]]:
+    """Yield every process with its PID. Those that end meanwhile, or that this user may not see, are left out."""
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        try:
+            # Without a buffer: there may be thousands.
+            descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                text = os.read(descriptor, 4096)
+            finally:
+                os.close(descriptor)
+            fields = text[text.rindex(b")") + 1 :].split(None, 20)
+            yield int(name), Stat(fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+        except (OSError, ValueError, IndexError):
+            continue
 
 
 def command_line_of(pid: int) -> Sequence[str] | None:
@@ -292,12 +319,18 @@ class LocalProcesses:
         return sorted(found)
 
     def descendants(self, pid: int) -> Sequence[int]:
-        import psutil
-
-        try:
-            return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-        except psutil.NoSuchProcess:
+        every = dict(every_stat())
+        if pid not in every:
             return []
+        below: dict[int, list[int]] = {}
+        for child, (_, parent, _, started) in every.items():
+            # An older one cannot be a child of it: its parent had this PID before.
+            if started >= every[pid].started:
+                below.setdefault(parent, []).append(child)
+        family = [pid]
+        for member in family:
+            family += below.pop(member, [])
+        return family
 
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent (field 4 of ``/proc/PID/stat``), or None."""

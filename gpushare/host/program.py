@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.host.process import every_stat
 from gpushare.values import dataclass
 
 
@@ -276,16 +277,9 @@ class LocalPrograms:
 
 def group_members(group: int) -> list[int]:
     """Return the PIDs of a process group without its leader and zombies."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != group:
-            # It may end meanwhile.
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                    fields = file.read().rpartition(")")[2].split()
-                if int(fields[2]) == group and fields[0] not in "ZX":
-                    found.append(int(name))
-    return sorted(found)
+    return sorted(
+        pid for pid, one in every_stat() if one.group == group and pid != group and one.state not in {b"Z", b"X"}
+    )
 
 
 _SECONDS: Final = 1.0

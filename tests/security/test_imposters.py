@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.host.process import Stat, every_stat
 from gpushare.host.program import LocalPrograms
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM
 from gpushare.sim import admin
@@ -133,17 +134,14 @@ def test_hanging_daemons_of_others_are_asked_at_once(mallory: Stranger, imposter
 def test_many_in_one_directory_cost_no_look_at_all_processes_each(
     mallory: Stranger, imposter: Path, control: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
-
     says(control, ":")
     looks: list[int] = []
-    every = psutil._ppid_map
 
-    def counted() -> dict[int, int]:
+    def counted() -> Iterator[tuple[int, Stat]]:
         looks.append(1)
-        return every()
+        return every_stat()
 
-    monkeypatch.setattr(psutil, "_ppid_map", counted)
+    monkeypatch.setattr("gpushare.host.process.every_stat", counted)
     with imposters(mallory, imposter, *[mallory.home / "p"] * 12) as pids:
         answer = gpushare("mps", "status", output="json")
     assert looks == []
