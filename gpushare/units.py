@@ -22,8 +22,8 @@ TIB: Final = 1024**4
 _SIZE: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$"
 _FACTORS: Final = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _PERCENT: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$"
-_SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$"
-_SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h|d)?\s*$"
+_SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_SIZE: Final = 1024 * TIB
 # A year: more is a typing error, and system clocks overflow.
 _MAX_SECONDS: Final = 366 * 86400.0
@@ -112,7 +112,7 @@ def parse_thread_percentage(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return a duration in seconds: ``5``, ``2.5s``, ``250ms``, ``10m``, ``1h``.
+    """Return a duration in seconds: ``5``, ``2.5s``, ``250ms``, ``10m``, ``1h``, ``2d``.
 
     Raises:
         BadUsage: not a duration, or longer than a year.

@@ -796,14 +796,21 @@ def _given(text: str, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
     """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
     from gpushare.selection import select
 
-    try:
-        found = select(text, gpus)
-    except GpushareError:
+    # CUDA takes those before the first that there is not: "0,-1,1" is GPU 0.
+    words: list[str] = []
+    for word in text.split(","):
+        try:
+            select(word, gpus)
+        except GpushareError:
+            break
+        words.append(word)
+    if not words:
         raise BadUsage(
             f"-g any takes one of the GPUs in CUDA_VISIBLE_DEVICES, and {quoted(text)} names none of this host",
             "name one: -g 0; or for any of the host: env -u CUDA_VISIBLE_DEVICES gpushare run --wait -g any -- CMD",
             code="bad_gpu",
-        ) from None
+        )
+    found = select(",".join(words), gpus)
     if len(found) < len(gpus):
         note(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(one.title for one in found)}")
     return found
@@ -860,7 +867,7 @@ def _queued(
         host=host,
         devices=devices,
         command=command,
-        options=options,
+        options=replace(options, rate=roles.rate),
         memory=memory,
         client=not memory.swappable and roles.slice_us is None and roles.way != "slices",
         name=roles.production or options.name,

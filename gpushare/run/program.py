@@ -320,13 +320,13 @@ _UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
 def check_log(path: Path) -> None:
     """Raise unless a program's output can be appended to a file of this user; nothing is created."""
     if os.path.lexists(path):
-        os.close(_open_log(path))
+        os.close(open_log(path))
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         reason = "Permission denied" if path.parent.is_dir() else "its directory does not exist"
         raise _bad_log(path, reason)
 
 
-def _open_log(path: Path) -> int:
+def open_log(path: Path) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -484,7 +484,7 @@ class _Session:
         if log is None:
             yield None if stderr is None else Streams(0, 1, stderr)
             return
-        descriptor = _open_log(log)
+        descriptor = open_log(log)
         try:
             yield Streams(0, descriptor, descriptor if stderr is None else stderr)
         finally:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,14 @@ from gpushare.memory.room import (
     wait_for_room,
 )
 from gpushare.run.jobs import is_running, productions
-from gpushare.run.program import ENDED_BY_USER, step_of_run
+from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
     from gpushare.mps.limits import Limits
@@ -42,9 +45,14 @@ if TYPE_CHECKING:
 
 # A program that ran out of memory gets a fifth more.
 MORE: Final = 1.2
+# What CUDA, its libraries, PyTorch, JAX and TensorFlow say; not what Java and Node.js say of their heaps.
 _NO_MEMORY: Final = re.compile(
-    rb"out of memory|CUDA_ERROR_OUT_OF_MEMORY|OutOfMemoryError|cudaErrorMemoryAllocation", re.IGNORECASE
+    rb"(?<!heap )out[ _]of[ _]memory|(?<!java\.lang\.)OutOfMemoryError|cudaErrorMemoryAllocation"
+    rb"|OOM when allocating|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
 )
+# The host's memory is short, not the GPU's.
+_KILLED: Final = 128 + signal.SIGKILL
 _TAIL_BYTES: Final = 64 << 10
 # One that its user ended before may not have reached its peak.
 _LONG_SECONDS: Final = 60.0
@@ -98,9 +106,10 @@ def _write_all(descriptor: int, text: bytes) -> None:
 
 
 class ErrorTail:
-    """Passes a program's stderr on and keeps its end, which tells a program that ran out of memory."""
+    """Passes a program's stderr on, to ours or to its log, and keeps its end, which tells one that ran out of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path | None = None) -> None:
+        self._to = 2 if log is None else open_log(log)
         self._read, self.descriptor = os.pipe()
         os.set_inheritable(self.descriptor, True)
         self._tail = b""
@@ -113,8 +122,10 @@ class ErrorTail:
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
-                    _write_all(2, text)
+                    _write_all(self._to, text)
         os.close(self._read)
+        if self._to != 2:
+            os.close(self._to)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -189,13 +200,19 @@ class Queued:
 
     def _more_that_fits(self, size: int) -> int | None:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
-        lines = read_lines(self.host, self.devices, self.limits)
-        most = max((line.room.memory_bytes for line in lines), default=None)
-        own = self.limits.get(os.geteuid())
-        most = own if most is None or (own is not None and own < most) else most
+        most = self._most()
         if most is None:
             return _more(size)
         return None if size >= most else min(_more(size), most)
+
+    def _most(self) -> int | None:
+        """Return all that this job may have on one of its devices; None: unknown."""
+        lines = read_lines(self.host, self.devices, self.limits)
+        # More would never start, for as long as what is there without a job is there.
+        sizes = [line.room.whole_bytes for line in lines]
+        own = self.limits.get(os.geteuid())
+        most = max(sizes, default=None)
+        return own if most is None or (own is not None and own < most) else most
 
     def plan(self) -> tuple[Device, RunOptions, Outlook | None, Mapping[str, str]]:
         """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
@@ -301,6 +318,8 @@ class Queued:
             return None
         most, short = max(peaks)
         size = _more(most) if short else most
+        limit = self._most() if short else None
+        size = size if limit is None else min(size, limit)
         why = (
             "a fifth more than it had when it ran out of memory"
             if short
@@ -330,14 +349,17 @@ class Queued:
         if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
             meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
-        tail, began = ErrorTail() if self.memory.requeue else None, time.monotonic()
-        options = replace(
-            self.options,
-            limits=self._grown(size),
-            meter=meter,
-            stderr=None if tail is None else tail.descriptor,
-        )
+        tail: ErrorTail | None = None
+        began = time.monotonic()
         try:
+            if self.memory.requeue:
+                tail = ErrorTail(self.options.log)
+            options = replace(
+                self.options,
+                limits=self._grown(size),
+                meter=meter,
+                stderr=None if tail is None else tail.descriptor,
+            )
             code = self.start(device, options)
         except OperationFailed as error:
             if error.code != "memory_limit":
@@ -348,7 +370,7 @@ class Queued:
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
         # What its user ends has not run out of memory, whatever it has said before.
-        short = meter.over is not None or (failed and short and not memory.asked_to_end)
+        short = meter.over is not None or (failed and short and code != _KILLED and not memory.asked_to_end)
         again = short and self.memory.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))

@@ -657,7 +657,7 @@ def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
 # -- GPUs that cannot be used --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["1", "{uuid}", "1,1"])
+@pytest.mark.parametrize("given", ["1", "{uuid}", "1,1", "1,-1,0", "1,9"])
 def test_any_keeps_to_the_gpus_that_a_batch_system_gave(cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     world = World("sim:2xa30")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given.format(uuid=world.uuid(1)))
@@ -762,6 +762,54 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
         text = text[os.write(tail.descriptor, text) :]
     assert tail.ran_out_of_memory()
     assert len(capfd.readouterr().err) == 200_020
+
+
+@pytest.mark.parametrize(
+    ("said", "short"),
+    [
+        (b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+        (b"CUDA_ERROR_OUT_OF_MEMORY", True),
+        (b"RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True),
+        (b"std::bad_alloc: out_of_memory: CUDA error at: cuda_memory_resource.hpp", True),
+        (b"ResourceExhaustedError: OOM when allocating tensor with shape[8] on device:GPU:0", True),
+        (b"RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.", True),
+        (b"FATAL ERROR: Reached heap limit - JavaScript heap out of memory", False),
+        (b"java.lang.OutOfMemoryError: Java heap space", False),
+        (b"DefaultCPUAllocator: can't allocate memory: Cannot allocate memory", False),
+    ],
+)
+def test_what_tells_that_there_was_no_gpu_memory(said: bytes, short: bool) -> None:
+    tail = ErrorTail()
+    os.write(tail.descriptor, said + b"\n")
+    assert tail.ran_out_of_memory() == short
+
+
+def test_what_the_host_has_killed_is_not_started_again(cli: Cli) -> None:
+    program = ("sh", "-c", "echo CUDA out of memory >&2; kill -9 $$")
+    answer = cli("run", "--wait", "--requeue", "--job-memory", "10G", "--", *program)
+    assert answer.code == 137
+    assert not any("waits again" in line for line in answer.lines("note"))
+
+
+def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> None:
+    """A display: all of the GPU is less than all of its memory, and more would never start."""
+    admin.add_process(world.spec, memory_bytes=GIB // 2, graphics=True, name="Xorg")
+    program = ("sh", "-c", "echo CUDA out of memory >&2; exit 1")
+    words = ("--wait", "--requeue", "--wait-timeout", "2", "--job-memory", "135G", "--", *program)
+    answer = cli("run", *words)
+    assert answer.code == 1
+    assert "note: it ran out of memory with all that it may have (139.3 GiB): not started again" in answer.lines("note")
+    # What it asks for the next time is no more than that, too.
+    answer = cli("run", "-n", "--wait", "--", *program)
+    assert any("now it would start at once" in line for line in answer.ok().lines("note"))
+
+
+def test_stderr_goes_to_the_log_of_a_production_job(cli: Cli, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)", "--log", str(log))
+    program = ("sh", "-c", "echo rate=1; echo broken >&2")
+    cli("run", "--wait", "--requeue", "--job-memory", "4G", *words, "--", *program)
+    assert sorted(log.read_text().splitlines()) == ["broken", "rate=1"]
 
 
 def test_what_a_failed_program_is_told_of_its_limit() -> None:
