@@ -356,7 +356,7 @@ complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: p
 complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic, under MPS: the share of the time to run while production runs. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root with driver 615, the driver refuses what is over it. With --copies: of each copy.'
 complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-memory: end, warn or pause. [default: end]'
-complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on the one where it harms least.'
+complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on the one where it harms least. With --mig: until an instance is free.'
 complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time: 30m, 2h. [default: never]'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more. With --opportunistic: end it when production works, and start it again when it rests.'
 complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.'

@@ -39,12 +39,15 @@ from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.memory.limit import MemoryAction
+    from gpushare.mig.places import Place
     from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
     from gpushare.run.farm import Copy, FarmOptions, FarmResult
     from gpushare.run.jobs import PrintedRate
+    from gpushare.run.mig import OutlookOnPlaces
     from gpushare.run.program import RunOptions
     from gpushare.run.queued import MemoryOptions, Queued
     from gpushare.run.roles import SparedProcess
@@ -270,7 +273,8 @@ def run(
         bool,
         typer.Option(
             "--wait",
-            help="Wait until a GPU has room, first come first served. With -g any: on the one where it harms least.",
+            help="Wait until a GPU has room, first come first served. With -g any: on the one where it harms least. With --mig: "
+            "until an instance is free.",
         ),
     ] = False,
     wait_timeout: Annotated[
@@ -651,13 +655,13 @@ def _memory_options(
         )
     if wait and copies is not None:
         raise _wrong(
-            "--wait is for one program, and copies wait for room anyway while others of them run: it cannot be combined with --copies",
+            "copies do not wait in line for room: --wait cannot be combined with --copies",
             f"seq 0 {copies - 1} | xargs -P {copies} -I{{}} gpushare run --wait --job-memory 20G -- CMD {{}}",
         )
-    if wait and mig is not None:
+    if requeue and mig is not None:
         raise _wrong(
-            "--wait cannot be combined with --mig",
-            "gpushare run --wait --job-memory 20G -- CMD",
+            "--requeue cannot be combined with --mig: the instance does not grow",
+            "gpushare run --wait --mig PROFILE -- CMD",
         )
     if size is None and not wait and not (reserves and copies is None and mig is None):
         return None
@@ -956,8 +960,9 @@ def in_instance(
 ) -> Any:
     """Run a program in a free MIG instance, or in the one with a name."""
     from gpushare.mps.limits import Limits, check_memory
-    from gpushare.run.mig import free_place, take_place
+    from gpushare.run.mig import wait_words
     from gpushare.run.plain import PlainShare, dropped_variables
+    from gpushare.run.program import step_of_run
     from gpushare.run.share import MpsShare, check_program
 
     check_program(options.container or command[0])
@@ -972,38 +977,90 @@ def in_instance(
         if mps:
             MpsShare(host, device, options.limits).check(command[0])
 
-    place, claim = (free_place(host, text, gpu), None) if settings.dry_run else take_place(host, text, gpu, check)
+    place, claim, room = _place_for(host, text, gpu, check, options, memory)
+    if room is not None and memory is not None:
+        options = replace(options, before=(step_of_run(wait_words(text, memory.wait_seconds)),))
     share = (
         MpsShare(host, place.device, options.limits, claim)
         if mps
         else PlainShare(host, place.device, claim, place.title)
     )
-    if memory is None:
-        return _carried_out(host, share, command, options, mps=mps)
-    from gpushare.hostfile.load import kept_limits
-    from gpushare.run.queued import Queued
+
+    def start(metered: RunOptions) -> Any:
+        return _carried_out(host, share, command, metered, mps=mps)
 
     try:
         # Another one of its places may be larger.
         check_memory(place.device, job_bytes, "--job-memory")
-        queued = Queued(
-            host=host,
-            devices=(place.device,),
-            command=command,
-            options=options,
-            memory=memory,
-            client=mps,
-            name=options.name,
-            production=False,
-            opportunistic=False,
-            start=lambda _, metered: _carried_out(host, share, command, metered, mps=mps),
-            say=note,
-            limits=kept_limits(host),
-        )
-        return _planned_or_run(queued)
+        if memory is None or job_bytes is None:
+            done = start(options)
+        else:
+            done = _limited_in(host, place.device, command, options, memory, start, client=mps)
     except BaseException:
         share.close()
         raise
+    if room is None:
+        return done
+    return replace(done, data={**done.data, "room": room.data}, notes=(*done.notes, room.text))
+
+
+def _place_for(
+    host: Host,
+    text: str,
+    gpu: str | None,
+    check: Callable[[Device], None],
+    options: RunOptions,
+    memory: MemoryOptions | None,
+) -> tuple[Place, HeldClaim | None, OutlookOnPlaces | None]:
+    """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
+    from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
+
+    if memory is None or not memory.wait:
+        if settings.dry_run:
+            return free_place(host, text, gpu), None, None
+        return (*take_place(host, text, gpu, check), None)
+    from gpushare.run.queued import check_not_waiting
+
+    check_not_waiting(host, options.name)
+    # Any GPU is all of them, as without -g.
+    gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
+    if settings.dry_run:
+        found = outlook_on_places(host, text, gpu, check)
+        return found.place, None, found
+    taken = wait_for_place(host, text, gpu, check, seconds=memory.wait_seconds, name=options.name, say=note)
+    return (*taken, None)
+
+
+def _limited_in(
+    host: Host,
+    device: Device,
+    command: Sequence[str],
+    options: RunOptions,
+    memory: MemoryOptions,
+    start: Callable[[RunOptions], Any],
+    *,
+    client: bool,
+) -> Any:
+    """Run a program that is held to its memory in an instance which it has already."""
+    from gpushare.hostfile.load import kept_limits
+    from gpushare.run.queued import Queued
+
+    return _planned_or_run(
+        Queued(
+            host=host,
+            devices=(device,),
+            command=command,
+            options=options,
+            memory=replace(memory, wait=False),
+            client=client,
+            name=options.name,
+            production=False,
+            opportunistic=False,
+            start=lambda _, metered: start(metered),
+            say=note,
+            limits=kept_limits(host),
+        )
+    )
 
 
 def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:

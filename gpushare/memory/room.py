@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
-from gpushare.host.claims import why_unreadable
+from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.memory.harm import Command, There, in_words, order
 from gpushare.memory.ledger import (
     PREFIX,
@@ -383,12 +383,22 @@ def _again(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list
         except GpushareError:
             reasons.append(f"{device.title} does not answer")
             continue
-        why = _why_taken(host, now.gpu, client=client)
+        leased = None if now.mig is None else _leased(host, now.uuid)
+        why = (
+            _why_taken(host, now.gpu, client=client) if leased is None else f"is leased to process {leased} (run --mig)"
+        )
         if why is None:
             found.append(now)
         else:
             reasons.append(f"{now.title} {why}")
     return found, reasons
+
+
+def _leased(host: Host, uuid: str) -> int | None:
+    """Return the gpushare whose program has an instance alone (`run --mig`); None: nobody, or one that this job is a part of."""
+    claim = (live_claims(host) or {}).get(uuid)
+    above = set() if claim is None else set(ancestry(host, os.getpid()))
+    return None if claim is None or any(one.pid in above for one in claim.processes) else claim.pid
 
 
 def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:

@@ -1,9 +1,10 @@
-"""`gpushare run --mig`: find and claim a free MIG instance."""
+"""`gpushare run --mig`: find and claim a free MIG instance, or wait for one."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.claims import Claim, HeldClaim, take_claim
@@ -13,16 +14,24 @@ from gpushare.mig.places import Place, means_profile, named_places, places_on, p
 from gpushare.model import Holder
 from gpushare.mps.daemons import find_daemons
 from gpushare.selection import Device, select
-from gpushare.units import quoted
+from gpushare.units import counted, format_duration, quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.memory.ledger import Place as Entry
+    from gpushare.memory.ledger import Reservation
+    from gpushare.model import MigInstance
 
 # The kernel cuts process names at 15 bytes.
 _MPS_PROCESS: Final = "nvidia-cuda-mps"
 
 # The holders of an instance; empty: it is free; None: unknown.
 Inside = tuple[Holder, ...] | None
+Held = list[tuple[Place, Inside]]
+# How often a waiting job says that it still waits; and how many instances its entry in the line names.
+_SAY_SECONDS: Final = 60.0
+_MOST_KEYS: Final = 128
 
 
 def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
@@ -41,9 +50,17 @@ def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
 
 def free_place(host: Host, text: str, gpu: str | None) -> Place:
     """Return the instance that a run would take now, without taking it."""
-    places = find_places(host, text, gpu)
+    free, held = free_places(host, find_places(host, text, gpu))
+    if not free:
+        raise _busy(host, held)
+    return free[0]
+
+
+def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
+    """Return which instances are free, and who holds the others."""
     claims, daemons = claimed_instances(host), _daemons(host, places)
-    held: list[tuple[Place, Inside]] = []
+    free: list[Place] = []
+    held: Held = []
     for place in places:
         inside = _inside(host, place, daemons)
         claim = None if claims is None else claims.get(place.mig.uuid)
@@ -52,10 +69,10 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
         elif claim is not None:
             held.append((place, (claim,)))
         elif _is_free(place, inside):
-            return place
+            free.append(place)
         else:
             held.append((place, inside))
-    raise _busy(host, held)
+    return free, held
 
 
 def take_place(
@@ -71,8 +88,16 @@ def take_place(
     """
     places = find_places(host, text, gpu)
     check(places[0].device)
+    taken, held = _take(host, places)
+    if taken is None:
+        raise _busy(host, held)
+    return taken
+
+
+def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
+    """Take the first of some instances that is free; return it, and who holds those before it."""
     daemons = _daemons(host, places)
-    held: list[tuple[Place, Inside]] = []
+    held: Held = []
     for place in places:
         inside = _inside(host, place, daemons)
         if not _is_free(place, inside):
@@ -88,10 +113,176 @@ def take_place(
             claim.release()
             raise
         if again is not None and _is_free(again, inside):
-            return again, claim
+            return (again, claim), held
         claim.release()
         held.append((place, inside))
-    raise _busy(host, held)
+    return None, held
+
+
+def wait_for_place(
+    host: Host,
+    text: str,
+    gpu: str | None,
+    check: Callable[[Device], None],
+    *,
+    seconds: float | None,
+    name: str | None,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[Place, HeldClaim]:
+    """Wait until such an instance is free, and take it as `take_place`; first come, first served among those that wait.
+
+    ``seconds`` None: as long as it takes. The place in the line is an entry in the ledger of memory, and is left in any case.
+
+    Raises:
+        InUse: the time is over (code ``no_room``).
+        GpushareError: as `take_place`, before it waits.
+    """
+    from gpushare.memory.ledger import PATIENCE_SECONDS, Request, position, reservations
+    from gpushare.memory.ledger import Place as Entry
+    from gpushare.memory.room import POLL_SECONDS
+
+    places = find_places(host, text, gpu)
+    check(places[0].device)
+    keys = tuple(place.mig.uuid for place in places[:_MOST_KEYS])
+    entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
+    began, said, could = clock(), -_SAY_SECONDS, clock()
+    try:
+        while True:
+            free, held = free_places(host, places)
+            found = reservations(host) or []
+            ahead, now = jobs_before(found, entry, free), clock()
+            # Those that could have taken one for long, and have not, may be stopped.
+            could = could if free else now
+            if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
+                taken, _ = _take(host, free[len(ahead) :] or free)
+                if taken is not None:
+                    return taken
+            why = in_use(held) if held else "none is there" if not places else "others were first"
+            if seconds is not None and now - began >= seconds:
+                raise _none_in_time(text, why, seconds)
+            if now - said >= _SAY_SECONDS:
+                said = now
+                before = position(found, entry)
+                line = f", {counted(before, 'job')} before it" if before else ""
+                say(f"waiting for a free instance ({quoted(text)}){line}: {why}")
+            sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
+            try:
+                places = find_places(host, text, gpu)
+            except GpushareError:
+                # It is being changed, or the GPU does not answer: it may come back.
+                places = []
+    finally:
+        entry.leave()
+
+
+def jobs_before(found: Sequence[Reservation], entry: Entry | None, free: Sequence[Place]) -> list[Reservation]:
+    """Return the jobs that wait before one for an instance that is free now; all that do, if it is not in the line."""
+    before: list[Reservation] = []
+    for one in found:
+        if entry is not None and one.id == entry.claim.path.name:
+            break
+        size = one.memory_bytes or 0
+        if (
+            one.key is None
+            and not one.stopped
+            and any(place.mig.uuid in one.keys and size <= (place.mig.memory_total_bytes or size) for place in free)
+        ):
+            before.append(one)
+    return before
+
+
+def wait_words(text: str, seconds: float | None) -> str:
+    """Return what waiting is called in a plan."""
+    most = "" if seconds is None else f", for {format_duration(seconds)} at most"
+    return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlookOnPlaces:
+    """What would happen to a job that came now: the instance that it would take, or the first of those that it would wait for.
+
+    ``data`` has the same keys as that of `memory.room`.
+    """
+
+    place: Place
+    text: str
+    data: Mapping[str, Any]
+
+
+def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[Device], None]) -> OutlookOnPlaces:
+    """Return what would happen to a job that waits for an instance; nothing is entered anywhere. Raises as `take_place`."""
+    from gpushare.memory.ledger import reservations
+    from gpushare.memory.look import waiting_jobs
+
+    places = find_places(host, text, gpu)
+    check(places[0].device)
+    free, held = free_places(host, places)
+    found = reservations(host) or []
+    ahead = len(jobs_before(found, None, free))
+    now = free[ahead] if len(free) > ahead else None
+    keys = {place.mig.uuid for place in places}
+    gpus = list({place.gpu.index: place.gpu for place in places}.values())
+    behind = (
+        []
+        if now is not None
+        else [one for one in waiting_jobs(host, gpus, found) if not keys.isdisjoint(one.device_uuids)]
+    )
+    inside = {place.mig.uuid: one for place, one in held}
+    if now is not None:
+        why = f"now it would start at once, in {now.title}"
+    else:
+        line = f"; {counted(len(behind), 'job')} before it" if behind else ""
+        why = (
+            f"now it would wait for an instance ({quoted(text)}): {in_use(held) if held else 'others are first'}{line}"
+        )
+    data = {
+        "starts_now": now is not None,
+        "gpu": None if now is None else now.gpu.index,
+        "device_uuid": None if now is None else now.mig.uuid,
+        "why": why,
+        "memory_bytes": None,
+        "behind": [
+            {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": one.memory_bytes} for one in behind
+        ],
+        "devices": [
+            {
+                "gpu": place.gpu.index,
+                "device_uuid": place.mig.uuid,
+                "free_bytes": _free_bytes(place.mig),
+                "reserved_bytes": None,
+                "others_bytes": None,
+                "why": None,
+                "held_by": [
+                    {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": None}
+                    for one in inside.get(place.mig.uuid) or ()
+                ],
+            }
+            for place in places
+        ],
+    }
+    return OutlookOnPlaces(place=now or places[0], text=why, data=data)
+
+
+def _free_bytes(mig: MigInstance) -> int | None:
+    if mig.memory_total_bytes is None or mig.memory_used_bytes is None:
+        return None
+    return max(0, mig.memory_total_bytes - mig.memory_used_bytes)
+
+
+def _none_in_time(text: str, why: str, seconds: float) -> InUse:
+    if seconds <= 0:
+        return InUse(
+            f"no instance ({quoted(text)}) is free now: {why}",
+            "wait for it: --wait, or --wait --wait-timeout 10m; see who holds them: gpushare mig status",
+            code="no_room",
+        )
+    return InUse(
+        f"no instance ({quoted(text)}) was free within {seconds:g} s: {why}",
+        "wait longer: --wait-timeout TIME; see who holds them: gpushare mig status",
+        code="no_room",
+    )
 
 
 def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:
@@ -140,16 +331,20 @@ def _daemons(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
     }
 
 
-def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
+def in_use(held: Sequence[tuple[Place, Inside]]) -> str:
+    """Return in words who holds instances."""
     places = "; ".join(f"{place.title}: {_who(inside)}" for place, inside in held[:8])
-    more = f"; and {len(held) - 8} more" if len(held) > 8 else ""
+    return f"in use: {places}" + (f"; and {len(held) - 8} more" if len(held) > 8 else "")
+
+
+def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
     first = held[0][0]
-    hint = "wait until it ends; see: gpushare mig status"
+    hint = "wait until it ends: --wait; see: gpushare mig status"
     if first.name is None:
-        hint = f"wait for one, or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
+        hint = f"wait for one: --wait; or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
     if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
-    return InUse(f"in use: {places}{more}", hint, gpu=str(first.gpu.index), code="instance_in_use")
+    return InUse(in_use(held), hint, gpu=str(first.gpu.index), code="instance_in_use")
 
 
 def _who(inside: Inside) -> str:

@@ -85,6 +85,22 @@ def _more(size: int) -> int:
     return max(size + MIB, int(size * MORE) // MIB * MIB)
 
 
+def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> None:
+    """Raise if a job of this user with the same name waits: only one of them could start. Running ones are checked later.
+
+    Raises:
+        InUse: one does (code ``name_in_use``).
+    """
+    found = () if name is None else reservations(host) or ()
+    same = [one for one in found if one.name == name and one.key is None and one.claim.uid == os.geteuid()]
+    if same:
+        raise InUse(
+            f"a job '{name}' already waits for room (process {same[0].claim.pid})",
+            f"give it another name: {option} OTHER",
+            code="name_in_use",
+        )
+
+
 def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
     """Return why a program may have failed whose memory the driver limits: the exit code is its own, and does not say."""
     held = "" if peak_bytes is None else f" (it held {format_bytes(peak_bytes)} at most)"
@@ -163,7 +179,7 @@ class Queued:
             InUse: no room in time (code ``no_room``); a job of this name waits already (``name_in_use``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
-        self._check_name()
+        check_not_waiting(self.host, self.name, "--production" if self.production else "--name")
         size = self._size()
         while True:
             code, again = self._once(size)
@@ -178,17 +194,6 @@ class Queued:
                 return code
             size = more
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
-
-    def _check_name(self) -> None:
-        """Raise if a job of this user with the same name waits: only one of them could start. Running ones are checked later."""
-        found = () if self.name is None else reservations(self.host) or ()
-        same = [one for one in found if one.name == self.name and one.key is None and one.claim.uid == os.geteuid()]
-        if same:
-            raise InUse(
-                f"a job '{self.name}' already waits for room (process {same[0].claim.pid})",
-                f"give it another name: {'--production' if self.production else '--name'} OTHER",
-                code="name_in_use",
-            )
 
     def _grown(self, size: int | None) -> Limits:
         """Return the limits of the program, which grow with what it reserves: else it would run out of memory again."""
@@ -241,7 +246,7 @@ class Queued:
 
             before.append(step_of_run(words(limit_bytes), command(where, limit_bytes)))
         meanwhile = tuple(step_of_run(one) for one in self._meanwhile(size, by_driver=by_driver))
-        options = replace(self.options, before=tuple(before), meanwhile=meanwhile)
+        options = replace(self.options, before=(*self.options.before, *before), meanwhile=meanwhile)
         return where, options, found, {one.uuid: what for one, what in ordered}
 
     def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:

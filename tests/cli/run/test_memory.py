@@ -39,7 +39,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
         (("--job-memory", "4", "--", "true"), "bad_size", 2),
         (("--job-memory", "1T", "--", "true"), "limit_above_gpu", 2),
         (("--wait", "--copies", "2", "--", "true"), "bad_combination", 2),
-        (("--wait", "--mig", "1g", "--", "true"), "bad_combination", 2),
+        (("--wait", "--mig", "1g", "--", "true"), "mig_off", 6),
         (("--copies", "2", "--memory-action", "warn", "--", "true"), "bad_combination", 2),
         (("--copies", "2", "--job-memory", "1T", "--", "true"), "limit_above_gpu", 2),
         (("--wait", "--wait-timeout", "x", "--", "true"), "bad_duration", 2),

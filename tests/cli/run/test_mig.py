@@ -17,7 +17,8 @@ from gpushare.errors import InUse, OperationFailed
 from gpushare.gpu_models import find_model
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.nvml import NvmlReader
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Place as Entry
+from gpushare.memory.ledger import Request, reservations
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import GpuProcess
 from gpushare.run import mig as run_mig
@@ -543,3 +544,203 @@ def test_memory_that_the_driver_does_not_tell_in_an_instance_is_said(
     (line,) = [line for line in answer.lines("note") if "cannot be checked" in line]
     assert "its limit of 4.0 GiB cannot be checked: the driver does not tell how much memory process" in line
     assert line.endswith("on MIG 1g.18gb of GPU 0")
+
+
+# -- waiting for an instance -------------------------------------------------------------------------
+
+
+def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    second = real("run", "--wait", "--mig", "1g", "--name", "second", "--", sys.executable, "-c", PRINT)
+    second.says("waiting for a free instance ('1g'): in use: 1g.18gb:0 of GPU 0: gpushare run, process")
+    (job,) = cli("status", output="json").ok().data["waiting_jobs"]
+    assert (job["name"], job["device_uuids"], job["place"]) == ("second", [uuid], 1)
+    assert ended(first) == 0
+    assert variables(second)["CUDA_VISIBLE_DEVICES"] == uuid
+    assert (leases(world), reservations(world.host)) == ({}, [])
+
+
+def test_the_first_one_that_waits_gets_the_instance_first(
+    real: Callable[..., Started], world: World, tmp_path: Path
+) -> None:
+    world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    order = tmp_path / "order"
+    later = []
+    for number in range(3):
+        later.append(real("run", "--wait", "--mig", "1g", "--", "sh", "-c", f"echo {number} >> {order}"))
+        later[-1].says("waiting for a free instance")
+    assert ended(first) == 0
+    assert [one.result().code for one in later] == [0, 0, 0]
+    assert order.read_text().split() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [("0", "is free now: in use: 1g.18gb:0"), ("0.3", "was free within 0.3 s: in use: 1g.18gb:0")]
+)
+def test_no_instance_in_time(
+    real: Callable[..., Started], refused: Callable[..., str], world: World, seconds: str, said: str
+) -> None:
+    world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    words = ("run", "--wait", "--wait-timeout", seconds, "--mig", "1g", "--", "true")
+    assert said in refused(*words, code="no_room", exit_code=19)
+    assert reservations(world.host) == []
+    assert ended(first) == 0
+
+
+def test_ctrl_c_leaves_the_line_of_instances(real: Callable[..., Started], world: World) -> None:
+    world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    second = real("run", "--wait", "--mig", "1g", "--", "true")
+    second.says("waiting for a free instance")
+    second.signal(signal.SIGINT)
+    assert second.result().code == 130
+    assert reservations(world.host) == []
+    assert ended(first) == 0
+
+
+def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
+    """It may be stopped, or only an entry that somebody has made."""
+    (uuid,) = world.mig("1g.18gb")
+    before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False))
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    said: list[str] = []
+    place, claim = run_mig.wait_for_place(
+        world.host,
+        "1g",
+        None,
+        lambda _: None,
+        seconds=None,
+        name=None,
+        say=said.append,
+        clock=lambda: clock[0],
+        sleep=sleep,
+    )
+    assert place.mig.uuid == uuid
+    assert 10 <= clock[0] <= 11
+    assert said == ["waiting for a free instance ('1g'), 1 job before it: others were first"]
+    claim.release()
+    before.leave()
+
+
+def test_a_job_that_needs_more_than_an_instance_has_delays_nobody(world: World) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    before = Entry(world.host, Request(memory_bytes=60 * GIB, keys=(uuid, world.uuid(0)), client=False))
+    _, claim = run_mig.wait_for_place(world.host, "1g", None, lambda _: None, seconds=0, name=None, say=lambda _: None)
+    claim.release()
+    before.leave()
+
+
+def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None:
+    """A layout that is changed has no such instance for a while."""
+    (uuid,) = world.mig("1g.18gb")
+    taken = take_claim(world.host, uuid)
+    assert isinstance(taken, HeldClaim)
+    steps = iter([world.mig, lambda: (taken.release(), world.mig("1g.18gb"))])
+    place, claim = run_mig.wait_for_place(
+        world.host,
+        "1g",
+        None,
+        lambda _: None,
+        seconds=None,
+        name=None,
+        say=lambda _: None,
+        sleep=lambda _: next(steps)() and None,
+    )
+    assert place.instance.profile.name == "1g.18gb"
+    claim.release()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--wait", "--mig", "2g"), "no_instance", 6),
+        (("--wait", "--mig", "nobody"), "no_name", 6),
+        (("--wait", "--mig", "1g", "--job-memory", "20G"), "limit_above_gpu", 2),
+        (("-n", "--wait", "--mig", "1g", "--job-memory", "20G"), "limit_above_gpu", 2),
+        (("--wait", "--requeue", "--mig", "1g"), "bad_combination", 2),
+        (("--wait-timeout", "5", "--mig", "1g"), "bad_combination", 2),
+    ],
+)
+def test_waiting_for_what_is_wrong(
+    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    world.mig("1g.18gb")
+    refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+    assert (leases(world), reservations(world.host)) == ({}, [])
+
+
+def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    words = (
+        "-o",
+        "json",
+        "run",
+        "-n",
+        "--wait",
+        "--wait-timeout",
+        "5m",
+        "--mig",
+        "1g",
+        "--job-memory",
+        "8G",
+        "--",
+        "true",
+    )
+    data = cli(*words).ok().data
+    assert data["steps"][0]["what"] == (
+        "wait until an instance ('1g') is free, first come first served, for 5 min at most; take it"
+    )
+    room = data["room"]
+    assert (room["starts_now"], room["device_uuid"], room["behind"]) == (True, uuid, [])
+    assert room["why"] == "now it would start at once, in 1g.18gb:0 of GPU 0"
+    taken = take_claim(world.host, uuid)
+    assert isinstance(taken, HeldClaim)
+    before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False, name="first"))
+    room = cli(*words).ok().data["room"]
+    assert (room["starts_now"], room["device_uuid"]) == (False, None)
+    assert [one["name"] for one in room["behind"]] == ["first"]
+    assert [one["held_by"][0]["pid"] for one in room["devices"]] == [os.getpid()]
+    assert "; 1 job before it" in room["why"]
+    # Nothing was entered, and nothing taken.
+    assert [one.name for one in reservations(world.host) or []] == ["first"]
+    taken.release()
+    # The instance is free, but the other one came first.
+    assert not cli(*words).ok().data["room"]["starts_now"]
+    before.leave()
+
+
+def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    words = ("run", "--wait", "--mig", "1g", "--name", "train", "--", "true")
+    second = real(*words)
+    second.says("waiting for a free instance")
+    refused(*words, code="name_in_use", exit_code=19)
+    assert ended(first) == 0
+    assert second.result().code == 0
+
+
+def test_room_in_an_instance_that_one_program_has_is_for_nobody_else(
+    real: Callable[..., Started], cli: Cli, world: World
+) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    first = waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 1, "the first one runs")
+    words = ("run", "--wait", "--wait-timeout", "0.3", "-g", uuid, "--job-memory", "2G", "--", "true")
+    assert cli(*words).code == 19
+    assert ended(first) == 0
+    assert cli(*words).code == 0
