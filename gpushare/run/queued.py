@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, InUse, OperationFailed
 from gpushare.memory.admission import UserLimits
+from gpushare.memory.cost import moved
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
@@ -30,7 +31,7 @@ from gpushare.memory.room import (
 )
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
-from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns
+from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns, short_turns
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
@@ -181,6 +182,7 @@ class Queued:
         """
         check_not_waiting(self.host, self.name, "--production" if self.production else "--name")
         size = self._size()
+        self._warn(size)
         while True:
             code, again = self._once(size)
             more = self._more_that_fits(size) if again and size is not None else None
@@ -228,6 +230,7 @@ class Queued:
             BadUsage, NoPermission: as `run`.
         """
         size = self._size()
+        self._warn(size)
         limit = self.limits.get(os.geteuid())
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
@@ -332,6 +335,25 @@ class Queued:
         )
         self.say(f"it reserves {format_bytes(size)}, {why}")
         return size
+
+    def _warn(self, size: int | None) -> None:
+        """Say what is known before the start: turns that are too short, and host memory that is too small for the copy."""
+        if not self.memory.swappable or not size:
+            return
+        from gpushare.memory.cost import host_bytes
+
+        free = self.host.machine.free_memory(os.getpid())
+        if free is not None and host_bytes(size) > free:
+            self.say(
+                f"it needs {format_bytes(host_bytes(size))} of host memory to leave the GPU, and {format_bytes(free)} are "
+                f"available: it may have to stay"
+            )
+        if self.memory.turns and self.memory.turn_seconds is not None:
+            expected = moved(size)
+            switch = expected.out_seconds + expected.in_seconds
+            text = short_turns(self.memory.turn_seconds, switch)
+            if text is not None:
+                self.say(f"{text} (for {format_bytes(size)} as on an H200; gpushare measures it)")
 
     def _once(self, size: int | None) -> tuple[Any, bool]:
         """Run it once; return its exit code or error, and whether it is to be started again with more memory."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, InUse
 from gpushare.host.process import cpu_time, main_thread_time
-from gpushare.memory.cost import TURN_FACTOR, kept_share, most_out_seconds, moved
-from gpushare.memory.ledger import Line, Place, Request, Reservation, line_of, owners_of, reservations
+from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
+from gpushare.memory.ledger import Line, Place, Request, Reservation, ancestry, line_of, owners_of, reservations
 from gpushare.memory.room import client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
@@ -31,6 +31,7 @@ from gpushare.memory.swap import (
     has_room,
     leaving,
     locked,
+    swaps,
     taken_over,
 )
 from gpushare.run.jobs import find_job, processes_to_swap
@@ -101,6 +102,8 @@ class Look(NamedTuple):
     later_bytes: int = 0
     # The job's processes on the GPU or out of it, with the CPU time of their main threads so far.
     main_cpu: Mapping[int, float | None] | None = None
+    # What the next job of this user that waits has reserved and is not in host memory yet; 0: none, or not known.
+    next_bytes: int = 0
 
 
 class Policy(Protocol):
@@ -282,14 +285,21 @@ class Turns:
         """Note a switch, and warn once of turns that are too short for it."""
         self._switches.append(seconds)
         switch = self.switch_seconds
-        if self._warned or self.seconds is None or switch is None or self.seconds >= TURN_FACTOR * switch:
-            return
-        self._warned = True
-        loss = 100 * (1 - kept_share(self.seconds, switch))
-        self.say(
-            f"turns of {self.seconds:g} s lose about {loss:.0f} % of the time to switches of {switch:.1f} s; "
-            f"give --turns {math.ceil(TURN_FACTOR * switch)}s or more"
-        )
+        text = None if self._warned or self.seconds is None or switch is None else short_turns(self.seconds, switch)
+        if text is not None:
+            self._warned = True
+            self.say(text)
+
+
+def short_turns(seconds: float, switch_seconds: float) -> str | None:
+    """Return what turns lose that are short for their switches; None: they are long enough."""
+    if seconds >= TURN_FACTOR * switch_seconds:
+        return None
+    loss = 100 * (1 - kept_share(seconds, switch_seconds))
+    return (
+        f"turns of {seconds:g} s lose about {loss:.0f} % of the time to switches of {switch_seconds:.1f} s; "
+        f"give --turns {math.ceil(TURN_FACTOR * switch_seconds)}s or more"
+    )
 
 
 @dataclass
@@ -481,6 +491,7 @@ class Swapping:
         if self._swap is None:
             if self._policy.leaves(look):
                 try:
+                    self._check_both(look)
                     self._leave()
                 except GpushareError as error:
                     if error.code not in _PASSING:
@@ -488,6 +499,24 @@ class Swapping:
                     raise
         elif self._place is not None or self._policy.returns(look):
             self._return()
+
+    def _check_both(self, look: Look) -> None:
+        """Raise unless host memory has room for the copy of the next job too: else that could not leave, and this never return.
+
+        Raises:
+            InUse: it has not (code ``host_memory``).
+        """
+        if not isinstance(self._policy, Turns) or not look.next_bytes:
+            return
+        need = host_bytes(look.held_bytes + look.next_bytes)
+        free = self._host.machine.free_memory(self._pid)
+        if free is not None and free < need:
+            raise InUse(
+                f"the copies of this job ({format_bytes(look.held_bytes)}) and of the next ({format_bytes(look.next_bytes)}) "
+                f"do not both fit into host memory ({format_bytes(free)} available), so it stays on the GPU",
+                "free host memory, or run them one after another: --wait instead of --turns",
+                code="host_memory",
+            )
 
     def _tell_that_it_stays(self, look: Look) -> None:
         """Let production that waits know that this job does not make room for it."""
@@ -532,7 +561,17 @@ class Swapping:
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
             main_cpu={pid: main_thread_time(pid) for pid in there},
+            next_bytes=self._next_bytes([one for one in others if line is not None and _can_come(one, line)]),
         )
+
+    def _next_bytes(self, coming: Sequence[Reservation]) -> int:
+        first = next(iter(coming), None)
+        # Of others it is not known whether they are in host memory already.
+        if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
+            return 0
+        images = [pid for one in swaps(self._host) if one.state == OUT for pid, _, _ in one.images]
+        comes_back = any(first.claim.pid in ancestry(self._host, pid) for pid in images)
+        return 0 if comes_back else first.memory_bytes
 
     def _later_bytes(self, line: Line, own: str | None) -> int:
         """Return what jobs there have that leave for production too, and came after this one."""

@@ -415,3 +415,26 @@ def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
     until(lambda: len([one for one in swaps(world.host) if one.state == OUT]) == 2, "both have left")
     large.leave()
     finish(*jobs)
+
+
+def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(
+    start: Callable[..., Started], world: World
+) -> None:
+    """The next job could not leave again, and the first would never come back."""
+    fault(world, host_memory_bytes=18 * GIB)
+    job = start("--turns", "0.5", "--job-memory", "14G", size="13G")
+    other = Place(world.host, Request(memory_bytes=14 * GIB, keys=(world.uuid(),), client=False))
+    job.says("do not both fit into host memory (18.0 GiB available), so it stays on the GPU")
+    assert swaps(world.host) == []
+    other.leave()
+    finish(job)
+
+
+def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli: Cli, world: World) -> None:
+    words = ("run", "-n", "--job-memory", "8G")
+    assert "lose about 39 % of the time" in cli(*words, "--turns", "10s", "--", "true", host=A30).ok().err
+    assert "lose" not in cli(*words, "--turns", "60s", "--", "true", host=A30).ok().err
+    fault(world, host_memory_bytes=8 * GIB)
+    for option in (("--turns", "auto"), ("--idle", "10m"), ("--swappable",)):
+        err = cli(*words, *option, "--", "true", host=A30).ok().err
+        assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
