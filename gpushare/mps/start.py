@@ -212,7 +212,7 @@ class _Start:
         # Exit code 0 proves nothing (an unknown option exits 0 too): the daemon must answer.
         deadline = time.monotonic() + _ANSWER_SECONDS
         looks, said = 0, done.text or "it printed nothing"
-        while not self._control.answers():
+        while not self._answers(deadline):
             # One look may miss it between its fork and exec; its process is there when the program has returned.
             looks = 0 if self._pid() is not None else looks + 1
             late = time.monotonic() > deadline
@@ -225,6 +225,15 @@ class _Start:
                     code="daemon_silent",
                 )
             time.sleep(0.05)
+
+    def _answers(self, deadline: float) -> bool:
+        """Return whether the new daemon answers. On a busy machine its first answer may take longer than others."""
+        try:
+            return self._control.answers()
+        except TimedOut:
+            if time.monotonic() > deadline:
+                raise
+            return False
 
     def _end_started(self) -> None:
         from gpushare.mps.stop import end_daemon

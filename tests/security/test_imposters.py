@@ -17,10 +17,10 @@ import pytest
 
 from gpushare.host.process import Stat, every_stat
 from gpushare.host.program import LocalPrograms
-from gpushare.mps.control import PROGRAM, SERVER_PROGRAM
+from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl
 from gpushare.sim import admin
 from tests.cli.drive import World, alive, until
-from tests.real_daemon.conftest import PATH_VARIABLE, daemons_below
+from tests.real_daemon.conftest import PATH_VARIABLE, PATIENCE_SECONDS, daemons_below
 from tests.security.conftest import Stranger, gpushare
 
 
@@ -198,7 +198,11 @@ def test_the_doctor_looks_into_no_directory_that_a_stranger_names(
 
 
 @pytest.fixture
-def real_program() -> str:
+def real_program(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the path of the real program, which answers when the machine lets it, as in `tests/real_daemon`."""
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
+    monkeypatch.setitem(MpsControl.tell.__kwdefaults__, "timeout", PATIENCE_SECONDS)
+    monkeypatch.setattr(MpsControl.answers, "__defaults__", (PATIENCE_SECONDS,))
     path = os.environ.get(PATH_VARIABLE, "")
     if not (path and os.access(path, os.X_OK)):
         pytest.skip(f"{PATH_VARIABLE} does not name the real {PROGRAM}")

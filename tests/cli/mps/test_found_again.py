@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.errors import TimedOut
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
 from gpushare.model import old_device_key
@@ -135,6 +136,29 @@ def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_d
     assert checks["mps.unasked"] == "skip"
     text = cli("export", "prometheus").ok().out
     assert "gpushare_mps_daemon_up{" not in text
+
+
+def test_a_daemon_whose_first_answer_is_late_is_waited_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is very busy, or while somebody else's conversation with it stands still."""
+    run = SimulatedPrograms.run
+    cli("status").ok()
+    late: list[str] = []
+
+    def slow(self: SimulatedPrograms, argv: Sequence[str], **named: Any) -> Completed:
+        done = run(self, argv, **named)
+        if "-d" in argv:
+            late.extend(["once", "twice"])
+        elif late:
+            late.pop()
+            raise TimedOut("no answer", "wait")
+        return done
+
+    monkeypatch.setattr(SimulatedPrograms, "run", slow)
+    cli("mps", "start", "--threads", "50").ok()
+    assert late == []
+    monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", -1.0)
+    cli("mps", "stop").ok()
+    assert cli("mps", "start", output="json").error["code"] == "daemon_hangs"
 
 
 def test_a_daemon_that_dies_right_after_its_start_is_noticed_at_once(
