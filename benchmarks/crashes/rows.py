@@ -306,7 +306,9 @@ def _run_rows() -> list[Row]:
     stop = ("mps", "stop", "-g", "0")
     running = _after(("mps", "start", "-g", "0", "--threads", "80"), first=_foreign_mps)
     copies = ("run", "-g", "0", "--copies", "2", "--", *PROGRAM)
+    limited = ("run", "-g", "0", "--copies", "2", "--job-memory", "4G", "--", *PROGRAM)
     mig = _run("--mig", "2g.20gb")
+    waits = _run("--wait", "--mig", "2g.20gb", "--job-memory", "4G")
     named = _run("--mig", "idle", "--threads", "50")
     production = _run("-g", "0", "--production", "web")
     opportunistic = _run("-g", "0", "--opportunistic")
@@ -318,10 +320,12 @@ def _run_rows() -> list[Row]:
         row(name="run under MPS", prepare=running, command=limits, then=[limits, stop]),
         row(name="run under MPS, its guard too", prepare=running, command=limits, then=[limits], guard_after=3),
         row(name="run --copies", command=copies, then=[copies, stop]),
+        row(name="run --copies --job-memory", command=limited, then=[limited, stop]),
         row(name="run --production", command=production, then=[production]),
         row(name="run --opportunistic", command=opportunistic, then=[opportunistic]),
         inside(name="run --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig]),
         inside(name="run --mig, its guard too", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig], guard_after=3),
+        inside(name="run --wait --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=waits, then=[waits]),
         inside(name="run --mig NAME with limits", command=named, then=[named]),
     ]  # fmt: skip
 
