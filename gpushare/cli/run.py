@@ -1559,7 +1559,11 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     fitting = check_room(host, device, options)
     note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
     bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
-    if bounds:
+    if fitting == 0:
+        note(
+            "the memory is reserved by jobs that do not use the GPU yet: the copies wait; what is not used within 60 s does not count"
+        )
+    elif bounds:
         note(f"{min(bounds)} run at the same time; the others start as these end")
 
 

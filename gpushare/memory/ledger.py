@@ -397,6 +397,30 @@ class Request:
     opportunistic: bool = False
 
 
+class Lapses:
+    """Which reservations have had nothing on their device for as long as this looks at them, whatever their files say."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def look(self, host: Host, found: Sequence[Reservation], devices: Sequence[Device]) -> set[str]:
+        """Return the reservations of others that do not count any more; ``devices`` were read just now."""
+        now = time.monotonic()
+        used: set[str] = set()
+        for device in devices:
+            here = [one for one in found if one.key == device.uuid]
+            processes = [one for one in device.gpu.processes or () if is_on(one, device)]
+            used |= set(owners_of(host, here, processes).values())
+        self._since = {
+            one.id: self._since.get(one.id, now) for one in found if one.key is not None and one.id not in used
+        }
+        return {name for name, since in self._since.items() if now - since > LAPSE_SECONDS}
+
+    def pending(self, line: Line) -> bool:
+        """Return whether a reservation that counts on a device may still lapse."""
+        return any(one.id in self._since for one in line.holders)
+
+
 class Place:
     """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
 
@@ -437,9 +461,9 @@ class Place:
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
         self._before: frozenset[str] | None = None
-        # Since when jobs could take a place and have not, and since when reservations have nothing on their device.
+        # Since when jobs could take a place and have not; and which reservations have nothing on their device.
         self._could: dict[str, float] = {}
-        self._unused: dict[str, float] = {}
+        self._lapses = Lapses()
         self._passed: set[str] = set()
 
     @property
@@ -530,21 +554,6 @@ class Place:
         self._could = {name: self._could.get(name, now) for name in could}
         self._passed |= {name for name, since in self._could.items() if now - since >= PATIENCE_SECONDS}
 
-    def _lapsed(self, found: Sequence[Reservation], devices: Sequence[Device]) -> set[str]:
-        """Return the reservations of others that have had nothing on their device since this job looks at them."""
-        now = time.monotonic()
-        used: set[str] = set()
-        for device in devices:
-            here = [one for one in found if one.key == device.uuid]
-            processes = [one for one in device.gpu.processes or () if is_on(one, device)]
-            used |= set(owners_of(self._host, here, processes).values())
-        self._unused = {
-            one.id: self._unused.get(one.id, now)
-            for one in found
-            if one.key is not None and one.id not in used and one.id != self._claim.path.name
-        }
-        return {name for name, since in self._unused.items() if now - since > LAPSE_SECONDS}
-
     def _still_fits(
         self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
     ) -> bool:
@@ -569,7 +578,7 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> dict[str, Line]:
-        lapsed = self._lapsed(found, devices)
+        lapsed = self._lapses.look(self._host, [one for one in found if one.id != self._claim.path.name], devices)
         lines = {
             one.uuid: line_of(self._host, one, found, clients=clients.get(one.uuid), limits=limits, lapsed=lapsed)
             for one in devices

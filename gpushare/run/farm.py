@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, InUse, OperationFailed
-from gpushare.memory.ledger import Line, Place, Request, ancestry, line_of, reservations
+from gpushare.memory.ledger import Lapses, Line, Place, Request, ancestry, line_of, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.room import check_limit
 from gpushare.mps.limits import Limits
@@ -51,7 +51,8 @@ class Free:
     """What copies can have on a device: bytes that nobody holds, and that no other job has reserved.
 
     ``line`` is the ledger without the copies. ``allowed_bytes``: what this user may still reserve (None: no limit).
-    ``inside``: gpushare itself runs in a job that has reserved memory here, which is the copies' memory.
+    ``inside``: gpushare itself runs in a job that has reserved memory here, which is the copies' memory. ``pending``: some is
+    reserved by jobs that have nothing here yet, and may lapse.
     """
 
     memory_bytes: int
@@ -60,6 +61,7 @@ class Free:
     reserved_bytes: int = 0
     allowed_bytes: int | None = None
     inside: bool = False
+    pending: bool = False
 
     def beside(self, copies: int, options: FarmOptions) -> bool:
         """Return whether this user may reserve another copy next to some."""
@@ -67,11 +69,16 @@ class Free:
 
 
 def free_memory(
-    host: Host, device: Device, user_limits: Mapping[int, int] | None = None, own: Collection[str] = ()
+    host: Host,
+    device: Device,
+    user_limits: Mapping[int, int] | None = None,
+    own: Collection[str] = (),
+    lapses: Lapses | None = None,
 ) -> Free | None:
     """Return what copies can have on a device now (nvmlDeviceGetMemoryInfo_v2, the ledger); None when it is not known.
 
-    ``own`` are the reservations of copies that run: what they hold is not free, what they may still allocate is.
+    ``own`` are the reservations of copies that run: what they hold is not free, what they may still allocate is. ``lapses``
+    is what earlier looks have seen of the others.
     """
     gpu = host.nvml.gpu(device.gpu.index)
     mig = None if device.mig is None else next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
@@ -89,7 +96,9 @@ def free_memory(
     above = set(ancestry(host, os.getppid())) if found else set()
     others = [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes)]
     inside = len(others) < len(found)
-    line = line_of(host, replace(device, gpu=gpu, mig=mig), others, limits=user_limits)
+    now, lapses = replace(device, gpu=gpu, mig=mig), lapses or Lapses()
+    lapsed = lapses.look(host, others, [now])
+    line = line_of(host, now, others, limits=user_limits, lapsed=lapsed)
     if line is None:
         return None
     limit = None if inside else (user_limits or {}).get(os.geteuid())
@@ -99,6 +108,7 @@ def free_memory(
         reserved_bytes=max(0, free - line.free_bytes) if others else 0,
         allowed_bytes=None if limit is None else max(0, limit - line.granted.get(os.geteuid(), 0)),
         inside=inside,
+        pending=lapses.pending(line),
     )
 
 
@@ -120,6 +130,8 @@ def share_of_memory(
 def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
     """Return how many copies fit into the memory that is free now; None when that is not known.
 
+    0: some is reserved by jobs that have nothing there yet; what they do not use lapses.
+
     Raises:
         InUse: none fits (code ``memory_does_not_fit``).
         NoPermission: a copy is more than this user may reserve (code ``over_user_limit``).
@@ -134,7 +146,7 @@ def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
         request = Request(memory_bytes=options.reserved_bytes, keys=(device.uuid,), client=True)
         check_limit([free.line], request, options.user_limits.get(os.geteuid()))
         fitting = min(fitting, free.allowed_bytes // options.reserved_bytes)
-    if fitting < 1:
+    if fitting < 1 and not free.pending:
         raise no_room(device, free, 1, options)
     return min(options.copies, fitting)
 
@@ -344,6 +356,7 @@ class _Farm:
         self._full_since: float | None = None
         # Whether gpushare itself runs in a job that has reserved memory on the device.
         self._inside = False
+        self._lapses = Lapses()
         self._next_look, self._ran = 0.0, 0
         self._listed: tuple[GpuProcess, ...] | None = None
         self._listed_at = -1.0
@@ -455,7 +468,7 @@ class _Farm:
         own = {place.claim.path.name for place in self._places.values()}
         free = None
         if options.reserved_bytes is not None:
-            free = free_memory(self._host, self._device, options.user_limits, own)
+            free = free_memory(self._host, self._device, options.user_limits, own, self._lapses)
         if free is None:
             return True
         self._inside = free.inside
@@ -465,7 +478,9 @@ class _Farm:
             left -= max(0, options.needed_bytes - (peak_memory(self._host, self._device, program) or 0))
         if left >= options.needed_bytes and free.beside(len(self._running), options):
             return True
-        if not self._running:
+        if free.pending:
+            self._full_since = None
+        elif not self._running:
             self._wait_for_room(no_room(self._device, free, 1, options))
         return False
 

@@ -14,8 +14,18 @@ import pytest
 
 from gpushare.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.host.host import Host
+from gpushare.memory.ledger import Lapses, Place, Request
 from gpushare.mps.limits import Limits
-from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm, numbered, share_of_memory, share_of_threads
+from gpushare.run.farm import (
+    Copy,
+    FarmOptions,
+    FarmReporter,
+    farm,
+    free_memory,
+    numbered,
+    share_of_memory,
+    share_of_threads,
+)
 from gpushare.selection import Device
 from gpushare.sim import admin
 from gpushare.units import GIB
@@ -135,6 +145,23 @@ def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host,
         farm(host, device, ["true"], options, Heard())
     assert caught.value.code == "memory_does_not_fit"
     assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+def test_what_others_reserve_and_never_use_counts_for_a_minute(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its file says: it may be touched for as long as its owner likes."""
+    place = Place(host, Request(memory_bytes=100 * GIB, keys=(device.uuid,), client=False))
+    place.take(device.uuid)
+    lapses, at = Lapses(), [1000.0]
+    monkeypatch.setattr("gpushare.memory.ledger.time.monotonic", lambda: at[0])
+    for seconds, reserved, pending in ((0, 100 * GIB, True), (60, 100 * GIB, True), (1, 0, False), (1, 0, False)):
+        at[0] += seconds
+        place.touch()
+        free = free_memory(host, device, lapses=lapses)
+        assert free is not None
+        assert (free.reserved_bytes, free.pending) == (reserved, pending)
+    place.leave()
 
 
 def test_bad_farms_are_refused(host: Host, device: Device, tmp_path: Path) -> None:

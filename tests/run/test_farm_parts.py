@@ -202,6 +202,7 @@ class Step:
         self.asked = 0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
         self.allowed: int | None = None
+        self.pending = False
         monkeypatch.setattr(module, "free_memory", lambda *_: self._free())
         self.places: list[Place] = []
         monkeypatch.setattr(module, "Place", self._place)
@@ -226,7 +227,7 @@ class Step:
 
     def _free(self) -> module.Free:
         line = Line(device=self.farm._device, room=Room(memory_bytes=80 * GIB), running=(), holders=(), others_bytes=0)
-        return module.Free(memory_bytes=self.free, line=line, allowed_bytes=self.allowed)
+        return module.Free(memory_bytes=self.free, line=line, allowed_bytes=self.allowed, pending=self.pending)
 
     def _place(self, _host: Any, request: Request) -> Place:
         self.places.append(Place(request))
@@ -498,6 +499,21 @@ def test_a_copy_steps_back_for_who_reserved_the_same_memory(monkeypatch: pytest.
     step.free = one
     step.farm._start_what_fits()
     assert step.states == ["running"]
+
+
+def test_copies_do_not_give_up_while_what_is_reserved_may_lapse(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=1, limits=Limits(memory_limit_bytes=GIB)))
+    step.free, step.pending = 0, True
+    for _ in range(3):
+        step.at += module._ROOM_SECONDS
+        step.farm._start_what_fits()
+    assert step.states == ["waiting"]
+    # It is used now, and stays.
+    step.pending = False
+    step.farm._start_what_fits()
+    step.at += module._ROOM_SECONDS
+    step.farm._start_what_fits()
+    assert step.states == ["failed"]
 
 
 def test_copies_beyond_what_their_user_may_reserve_wait(monkeypatch: pytest.MonkeyPatch) -> None:

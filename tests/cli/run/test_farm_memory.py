@@ -114,13 +114,29 @@ def test_what_is_reserved_is_not_shared_out(cli: Cli, world: World) -> None:
     place.leave()
 
 
-def test_copies_that_do_not_fit_next_to_reservations_are_refused(refused: Callable[..., str], world: World) -> None:
-    place = taken(world, 100 * GIB)
+def test_copies_that_do_not_fit_next_to_reservations_are_refused(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    other = real("run", "--job-memory", "100G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    on_gpu(world, 1)
     text = refused("run", "--copies", "2", "--memory", "60G", "--", "true", code="memory_does_not_fit", exit_code=19)
     assert re.search(
-        r"do not fit into the 39\.\d GiB free on GPU 0 \(100\.0 GiB more are reserved by other jobs\)", text
+        r"do not fit into the 39\.\d GiB free on GPU 0 \(99\.\d GiB more are reserved by other jobs\)", text
     )
-    place.leave()
+    other.signal(signal.SIGINT)
+    other.result()
+
+
+def test_copies_wait_for_a_job_that_does_not_use_the_gpu_yet(real: Callable[..., Started], world: World) -> None:
+    """What it reserves may lapse, if it never does: nobody keeps copies out by a claim alone."""
+    other = real("run", "--job-memory", "100G", "--", "sleep", "60", env={"GPUSHARE_SIM_ATTACH_DELAY": "600000"})
+    until(lambda: reserved(world) == [100 * GIB], "it has reserved its memory")
+    farm = real("run", "--copies", "2", "--memory", "60G", "--", "true")
+    farm.says("the memory is reserved by jobs that do not use the GPU yet: the copies wait")
+    assert farm.process.poll() is None
+    other.signal(signal.SIGINT)
+    other.result()
+    assert farm.result().code == 0
 
 
 def test_copies_inside_a_job_that_has_reserved_their_memory(real: Callable[..., Started], world: World) -> None:
