@@ -365,8 +365,8 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
         for pid in ancestry(host, process.pid):
             if pid in roots:
                 info = host.processes.describe(process.pid)
-                # A claim that names somebody else's process must not hide that one's memory.
-                if info is not None and info.uid == roots[pid].claim.uid:
+                # A claim that names somebody else's process must not hide that one's memory; root may start it as anybody.
+                if info is not None and roots[pid].claim.uid in {0, info.uid}:
                     owners[process.pid] = roots[pid].id
                 break
     return owners

@@ -374,19 +374,24 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
 
 def _again(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
     """Return the devices as they are now, and why others cannot be used: lost, or one program has it alone."""
-    gpus: Sequence[Gpu] = [gpu for gpu in host.nvml.sweep() if gpu.error is None]
+    # Not of all GPUs: many jobs may wait, and each looks twice a second.
+    gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(one.gpu.index for one in devices)}
     found: list[Device] = []
     reasons: list[str] = []
     for device in devices:
+        gpu = gpus[device.gpu.index]
         try:
-            (now,) = select(device.uuid, gpus)
+            (now,) = select(device.uuid, [gpu])
         except GpushareError:
-            reasons.append(f"{device.title} does not answer")
+            reasons.append(f"{device.title} is gone" if gpu.error is None else f"{device.title} does not answer")
             continue
         leased = None if now.mig is None else _leased(host, now.uuid)
-        why = (
-            _why_taken(host, now.gpu, client=client) if leased is None else f"is leased to process {leased} (run --mig)"
-        )
+        if gpu.error is not None:
+            why: str | None = "does not answer"
+        elif leased is not None:
+            why = f"is leased to process {leased} (run --mig)"
+        else:
+            why = _why_taken(host, gpu, client=client)
         if why is None:
             found.append(now)
         else:

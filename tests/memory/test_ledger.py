@@ -207,16 +207,28 @@ def test_a_program_that_is_started_again_and_again_keeps_its_place(host: Host) -
     place.leave()
 
 
-@pytest.mark.parametrize(("user", "others"), [("nobody", 12 * GIB), (None, 0)])
+def test_an_instance_that_is_gone_is_said(host: Host) -> None:
+    set_mig(SPEC, "0", ["1g.6gb"])
+    gpu = host.nvml.gpu(0)
+    device = Device(gpu=gpu, mig=gpu.mig_instances[0])
+    set_mig(SPEC, "0", ["2g.12gb"])
+    place, said = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
+    with pytest.raises(InUse):
+        wait_for_room(host, place, [device], 0.05, {}, said.append)
+    assert said == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
+
+
+@pytest.mark.parametrize(("user", "claimant", "others"), [("nobody", 1, 12 * GIB), ("nobody", 0, 0), (None, 0, 0)])
 def test_only_processes_of_a_claims_own_user_belong_to_it(
-    host: Host, monkeypatch: pytest.MonkeyPatch, user: str | None, others: int
+    host: Host, monkeypatch: pytest.MonkeyPatch, user: str | None, claimant: int, others: int
 ) -> None:
-    """A claim that names the parent of somebody else's process must not hide that one's memory."""
+    """A claim that names the parent of somebody else's process must not hide that one's memory; but root starts them as others."""
     pid = add_process(SPEC, memory_bytes=12 * GIB, user=user)
     monkeypatch.setattr(type(host.processes), "parent", lambda _, one: os.getpid() if one == pid else None)
     place = enter(host, 1 * GIB)
     place.take(devices(host)[0].uuid)
-    line = line_of(host, devices(host)[0], reservations(host) or [])
+    found = [replace(one, claim=replace(one.claim, uid=claimant)) for one in reservations(host) or []]
+    line = line_of(host, devices(host)[0], found)
     assert line is not None
     assert others <= line.others_bytes < others + GIB
     assert line.room.memory_bytes - line.free_bytes >= 12 * GIB
@@ -370,8 +382,8 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
     small = replace(second, gpu=replace(second.gpu, memory_total_bytes=4 * GIB))
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(host.nvml), "sweep", lambda _: (devices_now[0], small.gpu))
-        devices_now = (host.nvml.gpu(0),)
+        now = (host.nvml.gpu(0), small.gpu)
+        patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
         with pytest.raises(InUse) as caught:
             wait_for_room(host, enter(host, 10 * GIB), (first, second), 0.05, {}, said.append)
     assert caught.value.code == "no_room"
