@@ -42,6 +42,10 @@ _FAMILY_DEPTH: Final = 64
 _UNKNOWN_SECONDS: Final = 2.0
 # What is still there after this time was left behind.
 _LEFT_SECONDS: Final = 1.0
+# Looks are closer together than this.
+_PAUSE_SECONDS: Final = 10.0
+# What a job that is about to end may allocate to do so.
+_ENDING_BYTES: Final = 256 * MIB
 # In the environment of the program and of all that it starts.
 MARK: Final = "GPUSHARE_JOB"
 # The driver and NVML may count contexts differently. What is further above the driver's limit, the driver does not count.
@@ -78,6 +82,7 @@ class JobMemory:
         self.peak_bytes: int | None = None
         # Why the job was ended, for the error after its end.
         self.over: str | None = None
+        self._over_bytes = 0
         # Whether the user has asked for the end.
         self.asked_to_end = False
         self._root, self._began = 0, self._clock()
@@ -90,6 +95,9 @@ class JobMemory:
         # Why the sum is not known, since when, and whether that was said.
         self._unknown: str | None = None
         self._unknown_since, self._told_unknown = 0.0, False
+        # When it was last seen on the device, and whether it was said that its reservation has lapsed.
+        self._used_at, self._told_lapsed = self._began, False
+        self._looked_at = self._began
         self._due = self._touch_due = 0.0
 
     @property
@@ -110,6 +118,7 @@ class JobMemory:
     def started(self, pid: int) -> None:
         """Begin to watch a program."""
         self._root, self._began = pid, self._clock()
+        self._used_at = self._looked_at = self._began
         # In a container the program is another process than the one that was started first.
         self._strangers.clear()
         self._tell()
@@ -137,6 +146,8 @@ class JobMemory:
         if found is None:
             self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
+        self._tell_lapsed(used=bool(found), now=now)
+        self._looked_at = now
         if self._place is not None and found and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self._place.touch()
@@ -155,6 +166,20 @@ class JobMemory:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(found, held, self.limit_bytes)
+
+    def _tell_lapsed(self, *, used: bool, now: float) -> None:
+        """Say once that a reservation that was not used does not count any more."""
+        if used or now - self._looked_at > _PAUSE_SECONDS:
+            # It uses its reservation, or nobody has looked: it was out of the GPU, or all was stopped.
+            self._used_at, self._told_lapsed = now, False
+        elif self._place is not None and self._place.request.memory_bytes != 0 and not self._told_lapsed:
+            from gpushare.memory.ledger import LAPSE_SECONDS
+
+            if now - self._used_at > LAPSE_SECONDS:
+                self._told_lapsed = True
+                self._say(
+                    f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
+                )
 
     def _tell_unknown(self, found: list[GpuProcess] | None, now: float) -> None:
         """Say once that what the job holds is not known, and when it is known again."""
@@ -209,7 +234,7 @@ class JobMemory:
         else:
             what += f" (process {largest.pid})"
         if self._action == "end":
-            self.over = what
+            self.over, self._over_bytes = what, held
             # It must not grow while it is ended; `release` lets those continue that handle the signal.
             self._stop()
             return True
@@ -247,6 +272,13 @@ class JobMemory:
     def asked(self) -> None:
         """Note that the user has asked for the end of the program."""
         self.asked_to_end = True
+
+    def grows(self) -> bool:
+        """Return whether the job has grown since it was found above its limit: then it has no more time to end."""
+        if self.over is None:
+            return False
+        held = sum(one.memory_used_bytes or 0 for one in self._processes() or ())
+        return held > self._over_bytes + _ENDING_BYTES
 
     def release(self) -> Mapping[int, float]:
         """Let the program continue: it is about to end, and a stopped process handles no signal.

@@ -573,7 +573,8 @@ class _Farm:
     def _hurried(self) -> bool:
         """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
         self._over_limit()
-        return self._signals.came()
+        grow = any(one.grows() for number, one in self._memories.items() if number in self._running)
+        return self._signals.came() or grow
 
     def _over_limit(self) -> list[int]:
         """Add up the memory of all copies that run, in one look; return those that are to be ended."""

@@ -238,6 +238,9 @@ class Meter(Protocol):
     def asked(self) -> None:
         """Note that the user has asked for the end of the program."""
 
+    def grows(self) -> bool:
+        """Return whether a program that it has ended takes more meanwhile: it gets no more time."""
+
     def release(self) -> Mapping[int, float]:
         """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
 
@@ -568,7 +571,7 @@ class _Session:
             again = any(one in ENDING for one in wakeups.wait(0.0))
             if again and meter is not None:
                 meter.asked()
-            return again
+            return again or (meter is not None and meter.grows())
 
         drain = end_programs(
             self._host,

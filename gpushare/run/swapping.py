@@ -416,6 +416,9 @@ class Swapping:
         """Note that the user has asked for the end of the program."""
         self._memory.asked()
 
+    def grows(self) -> bool:
+        return self._memory.grows()
+
     def enter(self, pid: int) -> None:
         """Put a new process under the limit of the job."""
         self._memory.enter(pid)

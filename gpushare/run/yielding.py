@@ -53,6 +53,9 @@ class YieldMeter:
         if self._inner is not None:
             self._inner.asked()
 
+    def grows(self) -> bool:
+        return self._inner is not None and self._inner.grows()
+
     def enter(self, pid: int) -> None:
         """Do what the inner one has to do in the new process."""
         if self._inner is not None:

@@ -216,6 +216,40 @@ def test_a_job_that_somebody_continues_is_stopped_again(told: Told) -> None:
     assert "stopped again" in said[1]
 
 
+def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
+    memory, _ = job(told)
+    told.memory = {10: 7 * GIB}
+    memory.look()
+    assert not memory.grows()
+    told.memory = {10: 9 * GIB}
+    assert memory.look()
+    told.memory = {10: 9 * GIB + 100 * MIB}
+    assert not memory.grows()
+    told.memory = {10: 10 * GIB}
+    assert memory.grows()
+
+
+def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
+    now = [100.0]
+    memory, said = job(told, limit=None, clock=lambda: now[0])
+    memory._place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
+    memory.look()
+    # While nobody looked, it was out of the GPU.
+    now[0] += 100
+    memory.look()
+    for _ in range(12):
+        now[0] += 5
+        memory.look()
+    assert said == []
+    now[0] += 1
+    memory.look()
+    memory.look()
+    assert said == ["it has not used the GPU for 60 s: its reservation does not count until it does"]
+    told.memory = {10: GIB}
+    memory.look()
+    assert len(said) == 1
+
+
 def test_a_stopped_job_goes_on_within_its_limit(told: Told) -> None:
     memory, said = job(told, "pause")
     told.memory = {10: 5 * GIB, 12: 4 * GIB}
