@@ -6,7 +6,6 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, OperationFailed
-from gpushare.run.group import servers_of
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
 
@@ -76,7 +75,7 @@ class Slicer:
         for pid in pids:
             watch = share.watch(pid)
             watch.look()
-            servers |= servers_of(watch)
+            servers |= watch.servers()
         if not servers:
             raise OperationFailed(
                 "the MPS daemon names no server of the opportunistic job, which would have its time-slice",

@@ -24,7 +24,7 @@ from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, TimedO
 from gpushare.host.channels import yama_scope
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file
-from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
 from gpushare.run import roles
@@ -174,12 +174,6 @@ def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
     return [one for one in family if one in there]
 
 
-def servers_of(watch: Attachment) -> set[int]:
-    """Return the PIDs of the MPS servers that serve a program, as of the last look."""
-    infos = {pid: watch.host.processes.describe(pid) for pid in watch.attached.values() if pid is not None}
-    return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
-
-
 @dataclass
 class GroupWatch:
     """The watch over an opportunistic program in the group, as `Watch`: it also keeps the slice of the group's server.
@@ -255,7 +249,7 @@ class GroupWatch:
 
     def keep(self) -> None:
         """Set the slice of the program's servers where it is another one."""
-        servers = servers_of(self.inner)
+        servers = self.inner.servers()
         if not servers:
             return
         others = self._others()

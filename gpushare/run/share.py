@@ -18,7 +18,7 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import known
 from gpushare.host.records import read_tail, sweep_cgroups
-from gpushare.mps.control import MpsControl
+from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home
 from gpushare.mps.limits import Limits, check_memory
@@ -126,6 +126,11 @@ class Attachment(Watch):
     def clients(self) -> set[int] | None:
         """Return the daemon's clients and those that were; None when it cannot be asked."""
         return client_pids(self.control, self.attached)
+
+    def servers(self) -> set[int]:
+        """Return the PIDs of the MPS servers that serve the program, as of the last look."""
+        infos = {pid: self.host.processes.describe(pid) for pid in self.attached.values() if pid is not None}
+        return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
 
     def look(self) -> None:
         """Look for the program's processes among the daemon's clients and on the GPU."""
