@@ -83,7 +83,7 @@ def out(job: JobArgument) -> Any:
     done: list[Swap] = []
 
     def act() -> None:
-        with guarded(host), locked(host, say=note):
+        with guarded(host, note), locked(host, say=note):
             again = find_swap(host, found.pid, found.name)
             checkpoint = host.open_checkpoint()
             if again is not None and again.state == OUT and not is_back(host, again, checkpoint):
@@ -203,7 +203,7 @@ def _come_back(
         left = None if ends is None else max(0.0, ends - time.monotonic())
         wait_for_room(host, place, [device], left, limits, note)
         try:
-            with guarded(host), locked(host, say=note):
+            with guarded(host, note), locked(host, say=note):
                 return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
         except InUse as error:
             if error.code != "no_room" or left == 0.0:

@@ -637,8 +637,8 @@ _GUARD_SECONDS: Final = 20.0
 
 
 @contextlib.contextmanager
-def guarded(host: Host) -> Iterator[None]:
-    """Run the guard meanwhile: if this process dies, it repairs what was begun.
+def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Run the guard meanwhile: if this process dies, it repairs what was begun. After an error, and Ctrl-C, it is waited for.
 
     Raises:
         OperationFailed: it does not start (code ``guard_failed``); nothing was begun.
@@ -658,10 +658,20 @@ def guarded(host: Host) -> Iterator[None]:
         if not ready or answers.readline() != b"ready\n":
             process.kill()
             raise _no_guard("it does not answer")
-        yield
-        with contextlib.suppress(OSError):
-            words.write(b"done\n")
-            words.flush()
+        try:
+            yield
+            with contextlib.suppress(OSError):
+                words.write(b"done\n")
+                words.flush()
+        finally:
+            with contextlib.suppress(OSError):
+                words.close()
+            # Not left to Popen, which waits for a quarter of a second after Ctrl-C.
+            try:
+                process.wait(_SAY_SECONDS)
+            except subprocess.TimeoutExpired:
+                say("waits until the guard has brought the job to one state")
+                process.wait()
 
 
 def _no_guard(why: str) -> OperationFailed:

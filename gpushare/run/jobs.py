@@ -574,6 +574,13 @@ def processes_to_swap(host: Host, job: Job) -> list[OnGpu]:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
     processes = [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]
     check_out(host, job.title, processes)
+    for gpu in (host.nvml.gpu(index) for one in found[:1] for index in one.gpus):
+        if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
+            raise NotSupported(
+                f"{job.title} cannot be swapped: the driver does not say how much memory GPU {gpu.index} has and uses",
+                f"pause it instead: gpushare pause {job.selector}",
+                code="memory_unknown",
+            )
     unknown = next((one.pid for one in found if one.pid not in held), None)
     if unknown is not None:
         raise NotSupported(

@@ -710,11 +710,14 @@ class Swapping:
 
 
 def _can_come(one: Reservation, line: Line) -> bool:
-    """Return whether a waiting job has room when all that take turns have left: else it waits for those that stay."""
+    """Return whether a waiting job gets room if those that take turns leave, and only then.
+
+    Else it comes without that, or waits for jobs that stay.
+    """
     leaving = sum(size.memory_bytes for job, size in zip(line.holders, line.running, strict=False) if job.turns)
     stays = sum(size.memory_bytes for size in line.running) - leaving
     need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
-    return stays + need <= line.room.memory_bytes
+    return line.free_bytes < need <= line.room.memory_bytes - stays
 
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:

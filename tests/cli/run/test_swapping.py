@@ -407,6 +407,16 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[...,
     finish(job)
 
 
+def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Callable[..., Started], world: World) -> None:
+    """It is about to start."""
+    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    small = Place(world.host, Request(memory_bytes=8 * GIB, keys=(world.uuid(),), client=False))
+    time.sleep(2.0)
+    assert swaps(world.host) == []
+    small.leave()
+    finish(job)
+
+
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
     start: Callable[..., Started], world: World
 ) -> None:

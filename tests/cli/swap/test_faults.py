@@ -253,7 +253,7 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "lock", lock)
         patched.setattr(Checkpoint, "hangs", lambda self, one: hangs[0])
-        patched.setattr(module, "guarded", lambda _host: contextlib.nullcontext())
+        patched.setattr(module, "guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "out", str(pid), output="json")
         assert answer.error["code"] == "driver_hangs"
         assert f"kill -CONT {pid}" in answer.error["hint"]
@@ -296,6 +296,23 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
     assert [process(world, pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
     assert not [one for one in swaps(world.host) if one.state != BACK]
+
+
+def test_ctrl_c_waits_for_a_guard_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path
+) -> None:
+    """A large job takes seconds to come back; Popen would wait for a quarter of a second."""
+    slow = tmp_path / "guard.py"
+    slow.write_text(
+        "import sys, time\nprint('ready', flush=True)\nsys.stdin.read()\ntime.sleep(1)\nopen(sys.argv[0] + '.done', 'w')\n"
+    )
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "swap.py"))
+    monkeypatch.setattr(module, "_SAY_SECONDS", 0.3)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt), module.guarded(world.host, said.append):
+        raise KeyboardInterrupt
+    assert (tmp_path / "guard.py.done").exists()
+    assert said == ["waits until the guard has brought the job to one state"]
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
@@ -488,6 +505,15 @@ def test_a_process_of_unknown_size_is_refused(
     assert process(world, pid).checkpoint == RUNNING
 
 
+def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Callable[..., str], world: World) -> None:
+    pid = job()
+    world.fault("not-supported", "memory")
+    assert "does not say how much memory GPU 0 has" in refused(
+        "swap", "out", str(pid), code="memory_unknown", exit_code=3
+    )
+    assert process(world, pid).checkpoint == RUNNING
+
+
 # -- a driver that is missing, or does not tell ------------------------------------------------------------------------
 
 
@@ -538,7 +564,7 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
     with monkeypatch.context() as silent:
         silent.setattr(Checkpoint, "state", lambda *_: None)
         # Its guard asks the driver itself, and would complete it.
-        silent.setattr(module, "guarded", lambda _host: contextlib.nullcontext())
+        silent.setattr(module, "guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (1, "state_unknown")
     assert [one.pid for one in swaps(world.host)] == [pid]
