@@ -201,6 +201,9 @@ class Processes(Protocol):
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs of the processes whose executable has this name."""
 
+    def started_with(self, name: str, value: str) -> Sequence[int]:
+        """Return the PIDs of the processes that began with this variable in their environment, as far as it can be read."""
+
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all its descendants."""
 
@@ -317,6 +320,16 @@ class LocalProcesses:
             if same and self.alive(int(entry)):
                 found.append(int(entry))
         return sorted(found)
+
+    def started_with(self, name: str, value: str) -> Sequence[int]:
+        """Return the PIDs of the processes with this variable (``/proc/PID/environ``)."""
+        entry = f"{name}={value}".encode()
+        pids = [int(one) for one in os.listdir("/proc") if one.isdigit()]
+        return [
+            pid
+            for pid in pids
+            if entry in (read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT) or b"").split(b"\0") and self.alive(pid)
+        ]
 
     def descendants(self, pid: int) -> Sequence[int]:
         every = dict(every_stat())

@@ -264,7 +264,7 @@ class JobMemory:
                     self._stopped[pid] = started
 
     def _strays(self) -> dict[int, float]:
-        """Return the processes of the job that have left its tree, with start times."""
+        """Return the processes that were on the device and have left the job's tree, with start times."""
         there = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
         below = set(self._host.processes.descendants(self._root)) if there else set()
         return {pid: at for pid, at in there.items() if pid not in below}
@@ -308,16 +308,19 @@ class JobMemory:
         limited, self._limited = self._limited, False
         if not limited or self.by_driver or self._root == 0:
             return
-        on_gpu = self._processes() or []
-        left = set(
-            wait_gone(self._host.processes, known(self._host.processes, [one.pid for one in on_gpu]), _LEFT_SECONDS)
-        )
-        held = sum(one.memory_used_bytes or 0 for one in on_gpu if one.pid in left)
+        # Also those that hold nothing yet.
+        marked = known(self._host.processes, self._host.processes.started_with(MARK, self._mark))
+        left = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
+        held = sum(one.memory_used_bytes or 0 for one in self._processes() or () if one.pid in left)
         if left:
-            what = f"process {min(left)} of the job still runs and holds"
-            if len(left) > 1:
-                what = f"{len(left)} processes of the job still run and hold"
-            self._say(f"{what} {format_bytes(held)}: nothing limits that any more; see: gpushare status")
+            one = len(left) == 1
+            what = (
+                f"process {min(left)} of the job still runs" if one else f"{len(left)} processes of the job still run"
+            )
+            holds = f" and {'holds' if one else 'hold'} {format_bytes(held)}" if held else ""
+            self._say(
+                f"{what}{holds}: nothing limits {'its' if one else 'their'} memory any more; see: gpushare status"
+            )
 
     def check(self) -> None:
         """Raise if the job was ended for its memory.

@@ -130,6 +130,15 @@ class SimulatedProcesses:
             found += self._local.named(name)
         return sorted(found)
 
+    def started_with(self, name: str, value: str) -> Sequence[int]:
+        """Return the PIDs of the processes with this variable in their environment."""
+        simulated = [
+            one.pid
+            for one in current(self._state_file).processes
+            if not one.real and one.environment.get(name) == value
+        ]
+        return [*self._local.started_with(name, value), *simulated]
+
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
         if pid < FIRST_SIMULATED_PID:

@@ -37,6 +37,9 @@ class Told:
     def namespace_is_host(self) -> bool:
         return True
 
+    def started_with(self, name: str, value: str) -> list[int]:
+        return [pid for pid, one in self.environments.items() if one.get(name) == value and pid in self.parents]
+
     def environment(self, pid: int) -> dict[str, str] | None:
         return self.environments.get(pid)
 
@@ -166,6 +169,17 @@ def test_a_process_that_left_the_tree_before_it_was_seen_is_known_by_its_environ
     assert memory.release() == {13: 13.0}
 
 
+def test_what_is_left_without_memory_is_said_too(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that started it in the background has ended at once."""
+    monkeypatch.setattr("gpushare.memory.limit._LEFT_SECONDS", 0.0)
+    memory, said = job(told)
+    told.parents = {12: 1, 13: 1, 99: 1}
+    told.environments = {pid: dict(memory.variables) for pid in (12, 13)}
+    memory.close()
+    what = "2 processes of the job still run: nothing limits their memory any more; see: gpushare status"
+    assert said == [what]
+
+
 def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
     memory, _ = job(told)
     told.parents[13] = 1
@@ -270,7 +284,7 @@ def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPat
     memory.close()
     memory.close()
     assert said == [
-        "process 12 of the job still runs and holds 5.0 GiB: nothing limits that any more; see: gpushare status"
+        "process 12 of the job still runs and holds 5.0 GiB: nothing limits its memory any more; see: gpushare status"
     ]
 
 

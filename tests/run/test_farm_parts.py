@@ -209,7 +209,9 @@ class Step:
         monkeypatch.setattr(module, "peak_memory", lambda _host, _device, program: program.holds)
         host: Any = SimpleNamespace(
             programs=None,
-            processes=SimpleNamespace(namespace_is_host=lambda: True, descendants=lambda _: []),
+            processes=SimpleNamespace(
+                namespace_is_host=lambda: True, descendants=lambda _: [], started_with=lambda *_: []
+            ),
             nvml=SimpleNamespace(processes=lambda _: ()),
         )
         self.several: Any = Several()

@@ -296,6 +296,8 @@ def codes_in_use() -> set[str]:
                     for one, target in zip(own, targets, strict=True)
                     if isinstance(target, ast.Name) and target.id == "code"
                 ]
+            # One of two: code=first.reason or "copy_failed".
+            values = [one for value in values for one in (value.values if isinstance(value, ast.BoolOp) else [value])]
             texts = [value.value for value in values if isinstance(value, ast.Constant)]
             found |= {text for text in texts if isinstance(text, str)}
     constants = (NOT_RESTORED, HIDDEN, NOT_READ_BACK, UNREADABLE, "journal_unwritable", "lease_unusable")
