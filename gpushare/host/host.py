@@ -227,9 +227,15 @@ def local_state_directory(uid: int) -> Path:
 
 
 def _make(path: Path, mode: int) -> None:
-    """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are."""
+    """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are.
+
+    A user's run directory is closed, as what systemd makes in ``/run/user`` is: nobody else reaches that user's daemons.
+    """
+    # The parents, too, are created by a call of this function.
+    mine = os.geteuid() != 0 and str(path) in _places(os.geteuid())
+    own_mode = 0o700 if mine else mode
     try:
-        path.mkdir(mode)
+        path.mkdir(own_mode)
     except FileNotFoundError:
         _make(path.parent, mode)
         _make(path, mode)
@@ -237,7 +243,7 @@ def _make(path: Path, mode: int) -> None:
         if not path.is_dir():
             raise
     else:
-        path.chmod(mode)
+        path.chmod(own_mode)
 
 
 def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GPUSHARE_RUN_DIR") -> None:

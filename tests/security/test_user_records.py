@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpushare.host import users
+from gpushare.host import host, users
 from gpushare.host.host import UserDirectory
 from gpushare.host.users import records_of, user_directories, users_have
 from tests.security.conftest import Stranger
@@ -152,3 +154,48 @@ def test_whether_there_are_records_is_not_looked_up_through_a_link(
     alice.does((home / "swap" / "1.json").unlink)
     assert not users_have([user], "swap")
     assert users_have([user], "swap", records=False)
+
+
+def shells(runtime: Path, sticky: Path, user: Stranger, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return where gpushare looks in a login shell of a user, and in one without a session."""
+    monkeypatch.setattr(host, "TEMPORARY", str(sticky))
+    monkeypatch.setattr(host, "RUNTIME", str(runtime))
+    for name in ("TMPDIR", "GPUSHARE_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    found = []
+    for session in (True, False):
+        if session:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime / str(user.uid)))
+        else:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        found.append(user.does(lambda: [str(one) for one in host.local_host().own_run_directories]))
+    return found
+
+
+def test_a_user_has_one_run_directory_and_nobody_else_gets_into_it(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = own(runtime, alice)
+    alice.does(lambda: write(session / "gpushare"))
+    place = sticky / f"gpushare-{alice.uid}"
+    assert shells(runtime, sticky, alice, monkeypatch) == [[str(place), str(session / "gpushare")]] * 2
+    alice.does(lambda: (os.umask(0), host.make_private_directory(place / "mps" / "x" / "pipe")))
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (place, place / "mps" / "x" / "pipe")] == [0o700, 0o755]
+    with pytest.raises(AssertionError, match="Permission"):
+        mallory.does(lambda: os.listdir(place / "mps"))
+    # To root it is one of this user's directories.
+    assert found(runtime, sticky) == [(alice.uid, session / "gpushare"), (alice.uid, place)]
+
+
+def test_a_name_that_another_user_has_made_first_keeps_nobody_from_working(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = own(runtime, alice)
+    place = sticky / f"gpushare-{alice.uid}"
+    mallory.does(lambda: write(place))
+    assert shells(runtime, sticky, alice, monkeypatch) == [[str(session / "gpushare")]] * 2
+    # Without a session it is said whose the directory is.
+    shutil.rmtree(session)
+    assert shells(runtime, sticky, alice, monkeypatch) == [[str(place)]] * 2
+    with pytest.raises(AssertionError, match="belongs to user"):
+        alice.does(lambda: host.make_private_directory(place))
