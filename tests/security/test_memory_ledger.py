@@ -189,7 +189,8 @@ def test_what_others_call_production_pushes_nobody_out(world: World, mallory: St
 
     text = whole(world)
     here = device(world)
-    place = Place(world.host, Request(memory_bytes=GIB, keys=(here.uuid,), client=False))
+    place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(here.uuid,), client=False, turns=True))
+    place.take(here.uuid)
     watch = Swapping(world.host, here, JobMemory(world.host, here), place, ForProduction(), lambda _: None)
     with mallory.keeps(lambda: claim(world, text, "role production")):
         look = watch._read(0.0)
