@@ -259,10 +259,14 @@ def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
 
 
 class LastWork:
-    """Knows when the processes on the GPUs last worked: from the driver's samples, and from earlier looks."""
+    """Knows when the processes on the GPUs last worked: from the driver's samples, and from earlier looks.
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    ``once``: there are no earlier looks, so what the driver does not remember to have worked has done nothing since its
+    start.
+    """
+
+    def __init__(self, host: Host, *, once: bool = False) -> None:
+        self._host, self._once = host, once
         self._looked = 0.0
         # By PID and start: the last work, and the first look at which it was there.
         self._work: dict[tuple[int, float | None], float] = {}
@@ -275,7 +279,7 @@ class LastWork:
         self._looked = at
         there = {_identity(one) for gpu in gpus for one in gpu.processes or ()}
         self._work = {key: value for key, value in self._work.items() if key in there}
-        self._first = {key: self._first.get(key, at) for key in there}
+        self._first = {key: self._first.get(key, (key[1] or at) if self._once else at) for key in there}
         return replace(snapshot, gpus=gpus)
 
     def _with_work(self, gpu: Gpu, at: float) -> Gpu:

@@ -585,8 +585,22 @@ def change_of(
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(host, changes, journal, title=title, evict=may_go, first=[*first, *naming.first], after=after)
     consent = (*change.plan.consent, *naming.losses)
-    done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None)
+    enabled = [gpu for gpu in gpus if (modes or {}).get(gpu.index) and not gpu.mig_enabled]
+    notes = (*change.plan.notes, *(_swapped_out(host, enabled) if enabled else ()))
+    done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=notes)
     return replace(change, plan=done, names=tuple(one.name for one in names))
+
+
+def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
+    if not any((directory / "swap").is_dir() for directory in host.run_directories) and not host.user_directories():
+        return
+    from gpushare.memory.swap import BACK, swaps
+
+    for one in swaps(host):
+        for gpu in gpus:
+            if one.state != BACK and one.gpu_uuid == gpu.uuid:
+                yield f"GPU {gpu.index}: {one.title} is swapped out of it, and can only come back when MIG is off again"
 
 
 def _demanded(

@@ -40,7 +40,8 @@ def _repair(spec: str) -> None:
         time.sleep(pause)
         try:
             repair(host, keep=room_kept)
-        except GpushareError:
+        except (GpushareError, OSError, ImportError):
+            # Too many open files, or an upgrade of gpushare that is just taking place.
             continue
         return
 

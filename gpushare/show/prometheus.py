@@ -77,7 +77,7 @@ _HELP = {
     "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
     "gpushare_gpu_processes": "Processes on the GPU.",
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
-    "gpushare_gpu_memory_idle_bytes": "Memory of processes that were seen to do nothing for ten minutes or more.",
+    "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
     "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
     "gpushare_gpu_jobs_waiting": "Jobs of gpushare run --wait that wait for room on this GPU.",
     "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",

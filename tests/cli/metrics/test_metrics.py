@@ -303,6 +303,19 @@ def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) 
     assert (value(found, "swapped_out_timestamp_seconds", state="out") or 0) > 1e9
 
 
+def test_a_text_file_knows_memory_that_is_held_by_what_does_nothing(cli: Cli, world: World) -> None:
+    """A timer starts gpushare again for each file, so there are no earlier looks; without this the alert never fired."""
+    from gpushare.sim.current import changing
+
+    admin.add_process(world.spec, memory_bytes=4 << 30, sm_percent=0)
+    admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=50)
+    assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 0
+    with changing(world.file) as (state, _):
+        for one in state.processes:
+            one.started_at -= 3600
+    assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 4 << 30
+
+
 def expressions() -> list[str]:
     groups = yaml.safe_load((DATA / "prometheus-rules.yaml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]

@@ -118,6 +118,15 @@ def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Callable
     assert process(one, pid).checkpoint == CHECKPOINTED
 
 
+def test_switching_mig_on_names_the_jobs_that_are_swapped_out(cli: Cli, world: World) -> None:
+    assert "swapped out" not in cli("mig", "enable", "-g", "0", "-n").ok().err
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    said = f"GPU 0: process {pid} is swapped out of it, and can only come back when MIG is off again"
+    assert said in cli("mig", "enable", "-g", "0", "-n").ok().err
+    assert said in cli("mig", "apply", "-g", "0", "1g.18gb", "-n").ok().err
+
+
 def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
