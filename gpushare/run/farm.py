@@ -63,7 +63,7 @@ class Free:
     inside: bool = False
     pending: bool = False
 
-    def beside(self, copies: int, options: FarmOptions) -> bool:
+    def allows(self, copies: int, options: FarmOptions) -> bool:
         """Return whether this user may reserve another copy next to some."""
         return self.allowed_bytes is None or (copies + 1) * (options.reserved_bytes or 0) <= self.allowed_bytes
 
@@ -161,7 +161,7 @@ def no_room(device: Device, free: Free, copies: int, options: FarmOptions | None
         wanted = f"a copy with a limit of {format_bytes(options.reserved_bytes)} and its CUDA context do"
     there = f"{format_bytes(max(0, free.memory_bytes))} free on {device.title}"
     allowed = free.allowed_bytes
-    if allowed is not None and (allowed < free.memory_bytes if options is None else not free.beside(0, options)):
+    if allowed is not None and (allowed < free.memory_bytes if options is None else not free.allows(0, options)):
         there = f"{format_bytes(allowed)} that you may still reserve on {device.title}"
     elif free.reserved_bytes:
         there += f" ({format_bytes(free.reserved_bytes)} more are reserved by other jobs)"
@@ -476,7 +476,7 @@ class _Farm:
         left = free.memory_bytes
         for program in self._running.values():
             left -= max(0, options.needed_bytes - (peak_memory(self._host, self._device, program) or 0))
-        if left >= options.needed_bytes and free.beside(len(self._running), options):
+        if left >= options.needed_bytes and free.allows(len(self._running), options):
             return True
         if free.pending:
             self._full_since = None

@@ -24,8 +24,13 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
 
 def on_gpu(world: World, count: int) -> None:
-    """Wait until this many programs are on the GPU."""
-    until(lambda: (state := world.file.read()) is not None and len(state.processes) == count, "they are on the GPU")
+    """Wait until this many jobs hold their memory: from then on they handle signals too."""
+
+    def there() -> bool:
+        state = world.file.read()
+        return state is not None and sum(one.memory_bytes % GIB == 0 for one in state.processes) == count
+
+    until(there, "they are on the GPU")
 
 
 def reserved(world: World) -> list[int | None]:
@@ -146,7 +151,7 @@ def test_copies_inside_a_job_that_has_reserved_their_memory(real: Callable[..., 
     outer = real(
         "run", "--slice", "2ms", "--job-memory", "120G", "--", *inner, *JOB, "--footprint", "1G", "--seconds", "60"
     )
-    on_gpu(world, 3)
+    until(lambda: (state := world.file.read()) is not None and len(state.processes) == 3, "they are on the GPU")
     assert reserved(world) == [120 * GIB]
     outer.signal(signal.SIGINT)
     outer.result()
