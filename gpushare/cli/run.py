@@ -401,7 +401,8 @@ def run(
     the program the safe way: first its own signal and time to end, then stop, drain, kill.
 
     With --mig the program has an instance of its own while it runs, and needs no daemon; limits or
-    --strict run it under MPS inside the instance. Instances with a name are reserved for --mig NAME.
+    --strict run it under MPS inside the instance. Instances with a name are reserved for --mig NAME. --wait
+    waits until one is free, and --job-memory limits the processes of the program in it.
 
     With --slice or --weight the program runs outside MPS, with a time-slice of its own that is read back.
     Where the host cannot do that, it is refused before the program starts; if the driver refuses it later,
@@ -409,7 +410,7 @@ def run(
 
     With --copies each copy gets a cap of 200/N percent and a share of the free memory, unless limits are
     given. It reserves its memory while it runs; a copy whose memory does not fit, or is reserved by other
-    jobs, waits. A failed copy does not affect the others.
+    jobs, waits. A failed copy, or one over its --job-memory, does not affect the others.
     """
     from gpushare.cli.options import percentage
     from gpushare.mps.limits import Limits
