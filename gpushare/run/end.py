@@ -40,6 +40,10 @@ def ask_to_end(host: Host, pids: Mapping[int, float], clients: set[int] | None, 
     return asked
 
 
+def _handles(host: Host, pid: int, number: int) -> bool:
+    return any(host.processes.catches(pid, one) for one in (number, signal.SIGINT, signal.SIGTERM))
+
+
 def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     for candidate in (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
@@ -81,6 +85,12 @@ def end_programs(
         from gpushare.pause.change import resume_to_end
 
         resume_to_end(host, pids)
+    swapped = has_records(host, "swap")
+    if swapped:
+        from gpushare.memory.swap import lay_down
+
+        # The signal itself kills those that do not handle it.
+        lay_down(host, [pid for pid in pids if not _handles(host, pid, number)])
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
     # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts
@@ -92,9 +102,7 @@ def end_programs(
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
-    if has_records(host, "swap"):
-        from gpushare.memory.swap import lay_down
-
+    if swapped:
         lay_down(host, list(pids))
     if meter is None:
         kill_all(host, pids)

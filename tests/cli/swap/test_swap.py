@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.swap import OUT, find_swap, repair, swaps
 from gpushare.sim import admin
+from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
@@ -296,6 +298,32 @@ def test_a_restored_process_is_laid_down_before_it_is_killed(cli: Cli, world: Wo
     cli("swap", "in", str(pid)).ok()
     module.lay_down(world.host, [pid])
     assert process(world, pid).checkpoint == CHECKPOINTED
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, handles: bool
+) -> None:
+    """A program without a handler is killed by the first SIGTERM."""
+    from gpushare.run.end import end_programs
+
+    pid = job()
+    with changing(world.file) as (state, _):
+        next(one for one in state.processes if one.pid == pid).catches = [signal.SIGTERM] if handles else []
+    cli("swap", "out", str(pid)).ok()
+    cli("swap", "in", str(pid)).ok()
+    seen: list[tuple[int, int]] = []
+    real = type(world.host.processes).send_to
+
+    def send_to(self: object, one: int, started: float, number: int) -> None:
+        seen.append((number, process(world, one).checkpoint))
+        real(self, one, started, number)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(world.host.processes), "send_to", send_to)
+    end_programs(world.host, [pid], set, None, number=signal.SIGTERM, grace_seconds=0.5)
+    first = next(state for number, state in seen if number == signal.SIGTERM)
+    assert first == (RUNNING if handles else CHECKPOINTED)
+    assert not [one for one in world.state.processes if one.pid == pid]
 
 
 def test_the_structure_has_the_size_of_the_drivers() -> None:
