@@ -120,7 +120,7 @@ def back_in(
     """
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Request
-    from gpushare.memory.swap import BACK, GPU_MARGIN_BYTES, LOST, ended_swap, lost, taken_over
+    from gpushare.memory.swap import BACK, GPU_MARGIN_BYTES, LOST, check_continues, ended_swap, lost, taken_over
     from gpushare.plan import Plan, Step
     from gpushare.units import format_bytes, parse_seconds
 
@@ -142,6 +142,7 @@ def back_in(
     losses = _consent(host, swap)
     if swap.state == LOST:
         raise lost(swap)
+    check_continues(host, swap)
     device = _device_of(host, swap)
     need = swap.memory_bytes + GPU_MARGIN_BYTES
     request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)

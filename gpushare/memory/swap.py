@@ -391,13 +391,28 @@ def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
                 f"let it continue first: gpushare resume {one.pid}",
                 code="paused",
             )
-        info = host.processes.describe(one.pid)
-        if info is not None and info.stopped:
-            raise InUse(
-                f"{whose} is stopped, and the driver would wait for it for ever",
-                f"let it continue first: kill -CONT {one.pid}",
-                code="stopped",
-            )
+        if _is_stopped(host, one.pid):
+            raise _stopped(whose, one.pid)
+
+
+def _is_stopped(host: Host, pid: int) -> bool:
+    info = host.processes.describe(pid)
+    return info is not None and info.stopped
+
+
+def _stopped(whose: str, pid: int) -> InUse:
+    return InUse(
+        f"{whose} is stopped, and the driver would wait for it for ever",
+        f"let it continue first: kill -CONT {pid}",
+        code="stopped",
+    )
+
+
+def check_continues(host: Host, swap: Swap) -> None:
+    """Raise InUse if a process of a swapped job is stopped (SIGSTOP, Ctrl-Z): no call of the driver for it returns."""
+    pid = next((pid for pid, _ in swap.living(host) if _is_stopped(host, pid)), None)
+    if pid is not None:
+        raise _stopped(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
 
 def leaving(
@@ -557,7 +572,8 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     Raises:
         OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then all of
             the job is out again; or it does not tell whether it has put all of it back (``state_unknown``).
-        InUse: somebody has taken the room since it was reserved (code ``no_room``); nothing was changed.
+        InUse: a process is stopped, or somebody has taken the room since it was reserved (code ``no_room``); nothing was
+            changed.
         NotFound: the job has ended.
     """
     living = swap.living(host)
@@ -566,6 +582,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     if swap.state == LOST:
         raise lost(swap)
     checkpoint.demand()
+    check_continues(host, swap)
     need = sum(size for pid, size in living if checkpoint.state(pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
@@ -692,12 +709,14 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
 
     Raises:
         TimedOut, NotSupported: the driver does not answer, or is not there; the record stays.
+        InUse: a process is stopped; so it does.
     """
     sizes = dict(swap.living(host))
     if not sizes:
         forget(swap)
         return
     checkpoint.demand()
+    check_continues(host, swap)
     states = {pid: checkpoint.state(pid) for pid in sizes}
     hanging = next((pid for pid in sizes if checkpoint.hangs(pid)), None)
     if hanging is not None:

@@ -23,6 +23,7 @@ from gpushare.memory.swap import (
     OUT,
     RETURNING,
     Swap,
+    check_continues,
     come_in,
     find_in_tree,
     forget_ended,
@@ -641,6 +642,8 @@ class Swapping:
         if now is None or now.state not in {OUT, RETURNING}:
             return
         now = taken_over(self._host, now)
+        # Before it takes a place: while it is stopped, others can have the room.
+        check_continues(self._host, now)
         if self._place is None:
             self._place = Place(self._host, self._request(now))
         free = self._place.key is not None or self._take(self._place)

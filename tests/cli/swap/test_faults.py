@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -268,8 +269,6 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
 
 
 def test_a_stopped_job_is_refused(refused: Callable[..., str], world: World) -> None:
-    import signal
-
     pid = job()
     world.send(pid, signal.SIGSTOP)
     assert f"kill -CONT {pid}" in refused("swap", "out", str(pid), code="stopped", exit_code=19)
@@ -296,6 +295,26 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
     assert [process(world, pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
     assert not [one for one in swaps(world.host) if one.state != BACK]
+
+
+def test_a_job_that_was_stopped_while_it_was_out_is_refused(
+    refused: Callable[..., str], cli: Cli, world: World
+) -> None:
+    """A restore of it would not return, and take effect when it continues, with room or without."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    world.send(pid, signal.SIGSTOP)
+    for words in (("swap", "in", str(pid)), ("swap", "in", str(pid), "--wait")):
+        assert f"kill -CONT {pid}" in refused(*words, code="stopped", exit_code=19)
+    (swap,) = swaps(world.host)
+    assert swap.state == OUT
+    module.write(replace(swap, state=RETURNING))
+    with pytest.raises(InUse):
+        repair(world.host)
+    assert [one.state for one in swaps(world.host)] == [RETURNING]
+    world.send(pid, signal.SIGCONT)
+    cli("swap", "in", str(pid)).ok()
+    assert process(world, pid).checkpoint == RUNNING
 
 
 def test_ctrl_c_waits_for_a_guard_that_takes_long(
