@@ -115,6 +115,13 @@ class Line:
         """Return what is neither reserved nor held."""
         return max(0, self.room.memory_bytes - sum(one.memory_bytes for one in self.running))
 
+    @property
+    def free_clients(self) -> int | None:
+        """Return how many more clients an MPS server takes; None: it is not known, or does not matter."""
+        if self.room.clients is None:
+            return None
+        return max(0, self.room.clients - sum(one.client for one in self.running))
+
 
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
     """Return the living jobs in the ledger, in their order; None: the ledger cannot be read.

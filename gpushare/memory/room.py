@@ -199,7 +199,8 @@ def wait_for_room(
                     check_ever(lines, place.request)
                 check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
-                raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons)
+                before = position(reservations(host) or [], place)
+                raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons, before)
             if lines:
                 said = clock()
                 before = position(reservations(host) or [], place)
@@ -325,7 +326,7 @@ def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
         held = [_named(one) for one in found.holders if one.device_uuids == (line.device.uuid,)]
         held += [f"other programs ({format_bytes(line.others_bytes)})"] if line.others_bytes >= _WORTH_NAMING else []
         by = f", held by {_listed(held)}" if held else ""
-        parts.append(f"{line.device.title} has {format_bytes(line.free_bytes)} free{by}")
+        parts.append(f"{_free(line, found.request)}{by}")
     text = f"now it would wait for {size_text(found.request)}: {'; '.join(parts)}"
     if found.before:
         text += f"; before it {'waits' if len(found.before) == 1 else 'wait'} {_listed([_named(one) for one in found.before])}"
@@ -362,6 +363,7 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
                 "gpu": line.device.gpu.index,
                 "device_uuid": line.device.uuid,
                 "free_bytes": line.free_bytes,
+                "free_clients": line.free_clients,
                 "reserved_bytes": line.reserved_bytes,
                 "others_bytes": line.others_bytes,
                 "why": reasons.get(line.device.uuid),
@@ -431,8 +433,15 @@ def size_text(request: Request) -> str:
     return "a GPU without other jobs" if request.memory_bytes is None else format_bytes(request.memory_bytes)
 
 
+def _free(line: Line, request: Request) -> str:
+    """Return what a device has: ``GPU 0 has 9.8 GiB free``."""
+    full = request.client and line.free_clients == 0
+    clients = f", but has {counted(line.room.clients or 0, 'client')} of MPS and takes no more" if full else ""
+    return f"{line.device.title} has {format_bytes(line.free_bytes)} free{clients}"
+
+
 def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
-    room = "; ".join(f"{line.device.title} has {format_bytes(line.free_bytes)} free" for line in lines[:4])
+    room = "; ".join(_free(line, place.request) for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
     stays = [one.title for line in lines for one in line.holders if one.stays and place.request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
@@ -487,9 +496,15 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
     )
 
 
-def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str]) -> InUse:
-    most = max((line.free_bytes for line in lines), default=0)
-    free = f"at most {format_bytes(most)} are free" if lines else _unusable(reasons) or "its memory is not known"
+def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], before: int) -> InUse:
+    most = max(lines, key=lambda line: line.free_bytes, default=None)
+    if most is None:
+        free = _unusable(reasons) or "its memory is not known"
+    elif request.client and most.free_clients == 0:
+        free = _free(most, request)
+    else:
+        free = f"at most {format_bytes(most.free_bytes)} are free"
+    free += f"; {counted(before, 'job')} waited before it" if before else ""
     want = "a job that needs a whole GPU" if request.memory_bytes is None else format_bytes(request.memory_bytes)
     if seconds <= 0:
         return InUse(

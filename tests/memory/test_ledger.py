@@ -389,6 +389,22 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
     assert caught.value.code == "no_room"
 
 
+def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory: to say only that would be a riddle."""
+    monkeypatch.setattr("gpushare.memory.room.client_limit", lambda *_: 1)
+    first = devices(host)[:1]
+    request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=True)
+    running, before = Place(host, request), Place(host, request)
+    running.take(first[0].uuid)
+    said: list[str] = []
+    with pytest.raises(InUse) as caught:
+        wait_for_room(host, Place(host, request), first, 0.05, {}, said.append)
+    why = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
+    assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}"]
+    assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {why}; 1 job waited before it"
+    before.leave()
+
+
 def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     pid = add_process(SPEC, memory_bytes=GIB, name="alone")
     host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
