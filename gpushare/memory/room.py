@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
 
 POLL_SECONDS: Final = 0.5
-# How often a waiting job says that it still waits.
+# How often a waiting job looks for news to tell, and how often it says the same again.
 _SAY_SECONDS: Final = 60.0
+_REPEAT_SECONDS: Final = 1800.0
 # Less is a context or what the driver has for itself.
 _WORTH_NAMING: Final = GIB
 
@@ -177,6 +178,7 @@ def wait_for_room(
     """
     uuids = [device.uuid for device in devices]
     began, said = clock(), -_SAY_SECONDS
+    told, told_at = "", 0.0
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
     now: Sequence[Device] = ()
     reasons: Sequence[str] = ()
@@ -201,15 +203,12 @@ def wait_for_room(
             if seconds is not None and clock() - began >= seconds:
                 before = position(reservations(host) or [], place)
                 raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons, before)
-            if lines:
+            if due:
                 said = clock()
-                before = position(reservations(host) or [], place)
-                why = why_unreadable(host, PREFIX)
-                held_back = _held_back(lines, place.request, limits.get(os.geteuid()))
-                say(_waiting(lines, place, before) + held_back if why is None else why)
-            elif due:
-                said = clock()
-                say(f"waiting for {size_text(place.request)}: {_unusable(reasons)}")
+                text = _why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
+                if text != told or said - told_at >= _REPEAT_SECONDS:
+                    told, told_at = text, said
+                    say(text)
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()
@@ -431,6 +430,16 @@ def _unusable(reasons: Sequence[str]) -> str:
 
 def size_text(request: Request) -> str:
     return "a GPU without other jobs" if request.memory_bytes is None else format_bytes(request.memory_bytes)
+
+
+def _why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
+    if not lines:
+        return f"waiting for {size_text(place.request)}: {_unusable(reasons)}"
+    why = why_unreadable(host, PREFIX)
+    if why is not None:
+        return why
+    before = position(reservations(host) or [], place)
+    return _waiting(lines, place, before) + _held_back(lines, place.request, limit)
 
 
 def _free(line: Line, request: Request) -> str:

@@ -405,6 +405,24 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     before.leave()
 
 
+def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
+    first = devices(host)[:1]
+    running = [Place(host, Request(memory_bytes=10 * GIB, keys=(first[0].uuid,), client=False)) for _ in range(2)]
+    for one in running:
+        one.take(first[0].uuid)
+    said: list[str] = []
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        if clock[0] < 600 <= clock[0] + seconds:
+            running[0].leave()
+        clock[0] += seconds
+
+    with pytest.raises(InUse):
+        wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
+    assert said == ["waiting for 20.0 GiB: GPU 0 has 3.5 GiB free", "waiting for 20.0 GiB: GPU 0 has 13.5 GiB free"]
+
+
 def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     pid = add_process(SPEC, memory_bytes=GIB, name="alone")
     host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
