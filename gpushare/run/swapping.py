@@ -72,6 +72,8 @@ _MOST_BETWEEN_SECONDS: Final = 5.0
 # notebook takes 3 to 4 ms in its kernel (ipykernel 7), one that does nothing .3 ms at most in .5 s.
 _WAKING_SECONDS: Final = 0.002
 _MOST_WAKING_SECONDS: Final = 0.1
+_SMALL_TIMES: Final = 10
+_SETTLING_SECONDS: Final = 2.0
 # A job that came back so soon, so often, and then did nothing, has not worked.
 _EARLY_SECONDS: Final = 60.0
 _EARLY_TIMES: Final = 3
@@ -157,6 +159,7 @@ class Idle:
     # What its processes on the GPU use of a CPU while it is idle, look by look.
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
+    _small: float = 0.0
     # It has worked since it came back; it came back soon, and how often so for nothing.
     _worked: bool = False
     _early: bool = False
@@ -219,18 +222,22 @@ class Idle:
         self._out_since = look.now if self._out_since is None else self._out_since
         if before is None or (first and self._waking_seconds > _WAKING_SECONDS):
             return False
-        # While it left, the driver's own threads have copied its memory: only the main threads tell whether it worked.
-        used = _each(before.main_cpu or {}, look.main_cpu or {}, look) if first else _each(before.cpu, look.cpu, look)
-        elapsed = look.now - before.now
-        if max(used, default=0.0) < self._waking_seconds + 1.25 * self._level() * elapsed:
+        # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
+        if first or look.now - self._out_since < _SETTLING_SECONDS:
+            used = _each(before.main_cpu or {}, look.main_cpu or {}, look)
+        else:
+            used = _each(before.cpu, look.cpu, look)
+        elapsed, most = look.now - before.now, max(used, default=0.0)
+        levels = sorted(self._levels) or [0.0]
+        # What it uses while idle, rather more. Rare peaks do not count: a cell that is as small would wait for ever.
+        often = 1.25 * levels[int(0.9 * (len(levels) - 1))]
+        # Many requests that are too small to be seen one by one.
+        leak = max(often, 2 * sum(levels) / len(levels)) * elapsed
+        self._small = 0.0 if first else max(0.0, self._small + most - leak)
+        if most < self._waking_seconds + often * elapsed and self._small < _SMALL_TIMES * self._waking_seconds:
             return False
         self._worked, self._early = False, look.now - self._out_since < _EARLY_SECONDS
         return True
-
-    def _level(self) -> float:
-        """Return what a process on the GPU uses of a CPU while it is idle, without rare peaks."""
-        levels = sorted(self._levels)
-        return levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
     def switched(self, seconds: float) -> None:
         """Do nothing: how long it takes does not matter."""
@@ -284,7 +291,7 @@ class Turns:
 
     def switched(self, seconds: float) -> None:
         """Note a switch, and warn once of turns that are too short for it."""
-        self._switches.append(seconds)
+        self._switches = [*self._switches[-1:], seconds]
         switch = self.switch_seconds
         text = None if self._warned or self.seconds is None or switch is None else short_turns(self.seconds, switch)
         if text is not None:

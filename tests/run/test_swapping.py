@@ -12,7 +12,7 @@ def look(
     since: float = 0.0,
     busy: int | None = 0,
     cpu: float = 0.0,
-    main: float = 0.0,
+    main: float | None = None,
     others_cpu: float = 0.0,
     free: int = 50 * GIB,
     others: bool = False,
@@ -30,7 +30,7 @@ def look(
         held,
         production_needs=production,
         others_stay=True,
-        main_cpu={2: main},
+        main_cpu={2: cpu if main is None else main},
     )
 
 
@@ -46,9 +46,9 @@ def out(idle: Idle, at: float = 0.0, *, cpu: float = 0.0, level: float = 0.0, ot
 def test_an_idle_job_leaves_after_its_time_and_comes_back_at_its_first_work() -> None:
     idle = Idle(10.0)
     assert [idle.leaves(look(float(at))) for at in range(12)] == [False] * 10 + [True, True]
-    assert not idle.returns(look(20.0, cpu=5.0))
-    assert not idle.returns(look(20.5, cpu=5.0003))
-    assert idle.returns(look(21.0, cpu=5.0035))
+    assert not idle.returns(look(20.0, cpu=5.0, main=0.0))
+    assert not idle.returns(look(20.5, cpu=5.0003, main=0.0003))
+    assert idle.returns(look(21.0, cpu=5.0035, main=0.0035))
 
 
 def test_work_on_the_gpu_or_the_cpu_is_not_idle() -> None:
@@ -87,6 +87,18 @@ def test_a_thread_that_polls_is_no_work_and_a_cell_next_to_it_is() -> None:
     assert idle.returns(look(at, cpu=0.01 * at + 0.004))
 
 
+def test_many_small_requests_wake_a_server() -> None:
+    """Each takes a fifth of a millisecond before its call of CUDA, which then waits."""
+    idle = Idle(30.0)
+    at = out(idle, level=0.0002)
+    cpu = 0.0002 * at
+    for number in range(200):
+        cpu += 0.0004
+        if idle.returns(look(at + number * 0.5, cpu=cpu)):
+            break
+    assert 50 < number < 150
+
+
 def test_a_job_that_began_to_work_while_it_left_comes_back_at_once() -> None:
     """Its call of CUDA waits, and so it would never use the CPU again."""
     idle = Idle(10.0)
@@ -95,7 +107,10 @@ def test_a_job_that_began_to_work_while_it_left_comes_back_at_once() -> None:
     assert idle.returns(look(at + 20.0, cpu=20.0, main=0.004))
     idle = Idle(10.0)
     at = out(idle)
-    assert not idle.returns(look(at + 20.0, cpu=20.0))
+    assert not idle.returns(look(at + 20.0, cpu=20.0, main=0.0))
+    # They go on for a moment.
+    assert not idle.returns(look(at + 20.5, cpu=20.1, main=0.0))
+    assert idle.returns(look(at + 21.0, cpu=20.1, main=0.003))
 
 
 def test_a_process_that_ends_while_the_job_is_out_hides_no_work() -> None:
@@ -103,8 +118,8 @@ def test_a_process_that_ends_while_the_job_is_out_hides_no_work() -> None:
     at = out(idle, cpu=100.0)
     one = look(at + 1.0, cpu=100.0)
     assert not idle.returns(one._replace(cpu={1: 500.0, 2: 100.0}))
-    assert not idle.returns(one._replace(now=at + 1.5, cpu={2: 100.0}))
-    assert idle.returns(one._replace(now=at + 2.0, cpu={2: 100.1}))
+    assert not idle.returns(one._replace(now=at + 4.5, cpu={2: 100.0}))
+    assert idle.returns(one._replace(now=at + 5.0, cpu={2: 100.1}))
 
 
 def test_the_time_in_which_a_job_was_stopped_is_no_idle_time() -> None:
