@@ -191,6 +191,17 @@ def format_bytes(size: int | None) -> str:
     return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
 
 
+def format_apart(one: int, other: int) -> tuple[str, str]:
+    """Return two different sizes for people, in MiB or bytes if they would read alike: ``8212 MiB``, ``8192 MiB``."""
+    for texts in (
+        (format_bytes(one), format_bytes(other)),
+        (f"{one // MIB} MiB", f"{other // MIB} MiB"),
+    ):
+        if texts[0] != texts[1]:
+            return texts
+    return f"{one} B", f"{other} B"
+
+
 def format_copies(number: int) -> str:
     """Return a number of copies for people: ``1 copy``, ``8 copies``."""
     return f"{number} {'copy' if number == 1 else 'copies'}"

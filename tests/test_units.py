@@ -218,3 +218,15 @@ def test_the_parsers_say_what_they_were_given() -> None:
     for parse in parsers:
         with pytest.raises(BadUsage, match="banana"):
             parse("banana")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        (9 * GIB, 8 * GIB, ("9.0 GiB", "8.0 GiB")),
+        (8 * GIB + 20 * MIB, 8 * GIB, ("8212 MiB", "8192 MiB")),
+        (8 * GIB + 1, 8 * GIB, ("8589934593 B", "8589934592 B")),
+    ],
+)
+def test_different_sizes_never_read_alike(one: int, other: int, texts: tuple[str, str]) -> None:
+    assert units.format_apart(one, other) == texts

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host.process import known, signal_known, wait_gone
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, format_apart, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -226,7 +226,8 @@ class JobMemory:
 
     def _exceeded(self, found: list[GpuProcess], held: int, limit: int) -> bool:
         largest = max(found, key=lambda one: one.memory_used_bytes or 0)
-        what = f"the job holds {format_bytes(held)}, over its limit of {format_bytes(limit)}"
+        has, allowed = format_apart(held, limit)
+        what = f"the job holds {has}, over its limit of {allowed}"
         if len(found) > 1:
             what += (
                 f" ({len(found)} processes; process {largest.pid} has {format_bytes(largest.memory_used_bytes or 0)})"

@@ -37,7 +37,7 @@ from gpushare.host.identity import boot_id, pid_space
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import directory_locked, is_shown, is_time, read_trusted, record_from, replace_file, writing
 from gpushare.pause.record import paused_since
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, format_apart, format_bytes
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -353,8 +353,9 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
         free = host.machine.free_memory(one.pid)
         most = host_bytes(sum(other.memory_bytes for other in processes))
         if free is not None and most > free:
+            needed, available = format_apart(most, free)
             raise InUse(
-                f"{title} needs {format_bytes(most)} of host memory, and {format_bytes(free)} are available to it",
+                f"{title} needs {needed} of host memory, and {available} are available to it",
                 "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",
                 code="host_memory",
             )

@@ -102,6 +102,11 @@ def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
     cli("run", "-n", "--wait", "--job-memory", hint.split()[-1], "--", "true").ok()
 
 
+def test_a_job_a_little_over_its_limit_is_told_so(cli: Cli) -> None:
+    (error,) = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "8212M", "--seconds", "20").lines("error")
+    assert "holds 8212 MiB, over its limit of 8192 MiB" in error
+
+
 def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
     answer = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
     assert answer.code == 1
