@@ -120,7 +120,8 @@ def back_in(
     """
     from gpushare.hostfile.load import kept_limits
     from gpushare.memory.ledger import Request
-    from gpushare.memory.swap import BACK, GPU_MARGIN_BYTES, LOST, check_continues, ended_swap, lost, taken_over
+    from gpushare.memory.room import back_bytes
+    from gpushare.memory.swap import BACK, LOST, check_continues, ended_swap, lost, taken_over
     from gpushare.plan import Plan, Step
     from gpushare.units import format_bytes, parse_seconds
 
@@ -144,7 +145,7 @@ def back_in(
         raise lost(swap)
     check_continues(host, swap)
     device = _device_of(host, swap)
-    need = swap.memory_bytes + GPU_MARGIN_BYTES
+    need = back_bytes(host, device, swap.memory_bytes)
     request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
     limits = kept_limits(host).without(os.geteuid())
     done: list[Swap] = []

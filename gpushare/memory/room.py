@@ -215,6 +215,13 @@ def wait_for_room(
         raise
 
 
+def back_bytes(host: Host, device: Device, memory_bytes: int) -> int | None:
+    """Return what a job that held this much has to reserve to come back; None: all of the device, which it had."""
+    line = line_of(host, device, [])
+    need = memory_bytes + GPU_MARGIN_BYTES
+    return None if line is not None and need > line.room.whole_bytes else need
+
+
 @contextlib.contextmanager
 def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
     """Reserve room for a job that is half out, for as long as it comes back; a `Keep`.
@@ -237,7 +244,7 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
         )
         if any(one.memory_bytes is None or one.memory_bytes >= size for one in own):
             return True
-        need = size + GPU_MARGIN_BYTES
+        need = back_bytes(host, devices[0], size)
         places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
         return places[-1].try_to_take(devices, {}, {})
 

@@ -587,7 +587,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     need = sum(size for pid, size in living if checkpoint.state(pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
-            f"there is no room for {format_bytes(need + GPU_MARGIN_BYTES)} any more: another program has taken it",
+            f"there is no room for {format_bytes(need)} any more: another program has taken it",
             f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
             code="no_room",
         )
@@ -762,11 +762,16 @@ def _leave_out(host: Host, swap: Swap) -> None:
 
 
 def has_room(host: Host, swap: Swap, size: int) -> bool | None:
-    """Return whether this number of bytes and a margin are free on the GPU of a job; None: unknown."""
+    """Return whether this number of bytes and a margin are free on the GPU of a job; None: unknown.
+
+    Where nobody else is, it needs no margin: it had all of that before.
+    """
+    images = {pid for pid, _, _ in swap.images}
     for gpu in host.nvml.sweep():
         if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
             free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
-            return size + GPU_MARGIN_BYTES <= free
+            alone = gpu.processes is not None and {one.pid for one in gpu.processes} <= images
+            return size + (0 if alone else GPU_MARGIN_BYTES) <= free
     return None
 
 

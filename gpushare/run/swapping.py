@@ -15,10 +15,9 @@ from gpushare.errors import GpushareError, InUse
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
 from gpushare.memory.ledger import Line, Place, Request, Reservation, ancestry, line_of, owners_of, reservations
-from gpushare.memory.room import client_limit, room_kept
+from gpushare.memory.room import back_bytes, client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
-    GPU_MARGIN_BYTES,
     LOST,
     OUT,
     RETURNING,
@@ -353,7 +352,9 @@ class ForProduction:
     def returns(self, look: Look) -> bool:
         """Return whether nobody has needed its room for a while; the ledger checks what is reserved."""
         self._seen.clear()
-        if look.production_waits or look.free_bytes < look.held_bytes + 2 * self.margin_bytes:
+        # Where nobody stays, a job may need all of the GPU.
+        margin = 2 * self.margin_bytes if look.others_stay else 0
+        if look.production_waits or look.free_bytes < look.held_bytes + margin:
             self._free_since = None
             return False
         self._free_since = look.now if self._free_since is None else self._free_since
@@ -630,6 +631,11 @@ class Swapping:
         self.times_out += 1
         self._left_at = began
         self._moved(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
+        if isinstance(self._policy, ForProduction) and self.times_out == 1:
+            policy, need = self._policy, self._swap.memory_bytes + 2 * self._policy.margin_bytes
+            self._say(
+                f"it comes back when {format_bytes(need)} have been free for {policy.quiet_seconds:g} s, or nobody else is there"
+            )
         if self._place is not None:
             self._place.leave()
             self._place, self._told_stays = None, False
@@ -672,10 +678,13 @@ class Swapping:
     def _request(self, swap: Swap) -> Request:
         # As much as it had reserved: it may grow again. None is all of the device.
         asked = self._asked.memory_bytes
-        size = None if asked is None else max(asked, swap.memory_bytes + GPU_MARGIN_BYTES)
+        if asked is not None:
+            gpu = self._host.nvml.gpu(self._device.gpu.index)
+            need = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes)
+            asked = None if need is None else max(asked, need)
         return replace(
             self._asked,
-            memory_bytes=size,
+            memory_bytes=asked,
             keys=(self._device.uuid,),
             client=False,
             leaves=isinstance(self._policy, ForProduction),

@@ -225,3 +225,9 @@ def test_a_job_does_not_come_back_where_it_would_have_to_leave_at_once() -> None
     tight, wide = 31 * GIB, 33 * GIB
     assert not any(policy.returns(look(float(at), free=tight, held=30 * GIB)) for at in range(30))
     assert [policy.returns(look(30.0 + at, free=wide, held=30 * GIB)) for at in range(12)] == [False] * 10 + [True] * 2
+
+
+def test_a_job_that_needs_nearly_all_of_the_gpu_comes_back_when_nobody_stays() -> None:
+    policy = ForProduction()
+    alone = [look(float(at), free=31 * GIB, held=30 * GIB)._replace(others_stay=False) for at in range(12)]
+    assert [policy.returns(one) for one in alone] == [False] * 10 + [True] * 2

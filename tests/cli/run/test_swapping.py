@@ -448,3 +448,14 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
     for option in (("--turns", "auto"), ("--idle", "10m"), ("--swappable",)):
         err = cli(*words, *option, "--", "true", host=A30).ok().err
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
+
+
+def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Callable[..., Started], world: World) -> None:
+    gpu = world.host.nvml.gpu(0)
+    size = f"{((gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)) >> 20}M"
+    first = start("--turns", "0.5", "--job-memory", size, size=size)
+    second = start("--turns", "0.5", "--job-memory", size, size=size)
+    for one in (first, second):
+        one.says("out of the GPU")
+        one.says("back on the GPU")
+    finish(first, second)

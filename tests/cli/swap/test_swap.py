@@ -178,6 +178,20 @@ def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
     assert process(world, int(pid)).checkpoint == RUNNING
 
 
+def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli: Cli, world: World) -> None:
+    """TensorFlow takes all that it finds: with a margin there would never be room."""
+    gpu = world.host.nvml.gpu(0)
+    all_of_it = (gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)
+    pid = str(job(all_of_it))
+    cli("swap", "out", pid).ok()
+    other = job(4 << 20)
+    answer = cli("swap", "in", pid, output="json")
+    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    admin.end_process(SPEC, other)
+    cli("swap", "in", pid).ok()
+    assert process(world, int(pid)).memory_bytes == all_of_it
+
+
 def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("swap", "out", pid).ok()
