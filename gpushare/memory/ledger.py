@@ -153,6 +153,13 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     return production_first(kept)
 
 
+def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
+    """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
+    above = set(ancestry(host, os.getpid())) if any(one.key is not None for one in found) else set()
+    # The first process is its gpushare, the others are the program.
+    return [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes[1:])]
+
+
 def production_first(found: Sequence[Reservation]) -> list[Reservation]:
     """Return jobs in order of arrival with each opportunistic one behind the production jobs that wait for its devices.
 
@@ -521,7 +528,7 @@ class Place:
         while self._before is None and any(one.ticket is None for one in claims or ()) and self._has_just_come():
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
-        found = reservations(self._host, claims)
+        found = self._others(reservations(self._host, claims))
         own = self._claim.path.name
         mine = next((one for one in claims or () if one.path.name == own), None)
         if claims is None or found is None or mine is None:
@@ -547,6 +554,9 @@ class Place:
             return _admitted(lines, waiting).get(own, taken[own])
         return taken.get(own)
 
+    def _others(self, found: Sequence[Reservation] | None) -> list[Reservation] | None:
+        return None if found is None else not_around(self._host, found)
+
     def _goes_first(self, one: Reservation) -> bool:
         """Return whether a job is before this one: it came before, or this one spares it."""
         came = self._before is not None and one.id in self._before
@@ -565,7 +575,7 @@ class Place:
         self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
     ) -> bool:
         """Return whether the device has room for this job with all that hold it now, but for those who step back."""
-        found = reservations(self._host)
+        found = self._others(reservations(self._host))
         own = next((one for one in found or () if one.id == self._claim.path.name), None)
         if found is None or own is None:
             return False

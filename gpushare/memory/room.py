@@ -21,6 +21,7 @@ from gpushare.memory.ledger import (
     is_on,
     line_of,
     never_fits,
+    not_around,
     position,
     reservations,
     waiting_before,
@@ -50,7 +51,8 @@ def read_lines(
     host: Host, devices: Sequence[Device], limits: Mapping[int, int], but: Place | None = None
 ) -> list[Line]:
     """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
-    found = [one for one in reservations(host) or [] if but is None or one.id != but.claim.path.name]
+    found = not_around(host, reservations(host) or [])
+    found = [one for one in found if but is None or one.id != but.claim.path.name]
     lines = (line_of(host, one, found, clients=client_limit(host, one), limits=limits) for one in devices)
     return [one for one in lines if one is not None]
 
@@ -276,7 +278,7 @@ class Outlook:
 def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Mapping[int, int]) -> Outlook:
     """Return what would happen to a job that came now; nothing is entered anywhere."""
     now, reasons = _again(host, devices, client=request.client)
-    found = reservations(host) or []
+    found = not_around(host, reservations(host) or [])
     clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
     possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
     lines = tuple(line for line in possible if line is not None)

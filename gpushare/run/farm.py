@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, InUse, OperationFailed
-from gpushare.memory.ledger import Lapses, Line, Place, Request, ancestry, line_of, reservations
+from gpushare.memory.ledger import Lapses, Line, Place, Request, line_of, not_around, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.room import check_limit
 from gpushare.mps.limits import Limits
@@ -93,8 +93,7 @@ def free_memory(
         return None
     free = total - used - ((gpu.memory_reserved_bytes or 0) if mig is None else 0)
     found = [one for one in reservations(host) or () if one.key == device.uuid and one.id not in own]
-    above = set(ancestry(host, os.getppid())) if found else set()
-    others = [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes)]
+    others = not_around(host, found)
     inside = len(others) < len(found)
     now, lapses = replace(device, gpu=gpu, mig=mig), lapses or Lapses()
     lapsed = lapses.look(host, others, [now])

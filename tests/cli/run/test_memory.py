@@ -732,6 +732,16 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
     cli(*words, host=world.spec).ok()
 
 
+def test_a_job_inside_another_one_does_not_wait_for_that(real: Callable[..., Started], world: World) -> None:
+    """A script or a notebook that runs with --wait starts a program with --wait: it would wait for itself."""
+    inner = ("run", "--wait", "--wait-timeout", "20", "--job-memory", "100G", "--", "echo", "inner")
+    outer = ("run", "--wait", "--job-memory", "120G", "--", sys.executable, "-m", "gpushare", "--host", world.spec)
+    answer = real(*outer, *inner).result()
+    assert answer.code == 0, answer
+    assert "inner" in answer.out
+    assert "waiting" not in answer.err
+
+
 def test_a_prohibited_gpu_is_not_waited_for(refused: Callable[..., str]) -> None:
     world = World("sim:2xa30")
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
