@@ -598,12 +598,21 @@ class Swapping:
 
     def _is_needed(self, production: Sequence[Reservation], line: Line | None, later: int) -> bool:
         """Return whether waiting production has room only if this job leaves, after those that came later."""
-        whole = 0 if line is None else line.room.whole_bytes
-        need = sum(whole if one.memory_bytes is None else one.memory_bytes for one in production)
-        short = bool(production) and (line is None or need > line.free_bytes)
-        if not short or line is None:
+        if line is None:
             self._needed_since = None
-            return short
+            return bool(production)
+        own = None if self._place is None else self._place.claim.path.name
+        sizes = [line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes for one in production]
+        most = line.free_bytes + sum(
+            size.memory_bytes
+            for one, size in zip(line.holders, line.running, strict=False)
+            if one.id == own or one.turns or (one.leaves and not one.stays and one.claim.uid == self._host.uid)
+        )
+        # What waits for jobs that stay is nothing to leave for.
+        need = sum(size for size in sizes if size <= most)
+        if need <= line.free_bytes:
+            self._needed_since = None
+            return False
         if self._needed_since is None:
             # Seen once: a place may just be changing hands.
             self._needed_since = self._clock()

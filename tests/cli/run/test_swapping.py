@@ -105,6 +105,22 @@ def test_production_that_has_room_sends_nobody_away(start: Callable[..., Started
     assert "out of the GPU" not in said
 
 
+def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(
+    start: Callable[..., Started], real: Callable[..., Started], world: World
+) -> None:
+    """It would not come, and the one that left could not return while it waits."""
+    stays = admin.add_process(world.spec, memory_bytes=8 * GIB, name="stays")
+    job = start(*opportunistic("8G"))
+    time.sleep(_GROWTH_SECONDS + 1)
+    web = real("run", "--production", "web", "--wait", "--job-memory", "20G", "--", "true", host=A30)
+    web.says("waiting for 20.0 GiB")
+    time.sleep(2.0)
+    assert out_of(world) == []
+    admin.end_process(world.spec, stays)
+    job.says("out of the GPU: 8.0 GiB")
+    finish(job, web)
+
+
 def test_without_production_a_full_gpu_is_left_alone(start: Callable[..., Started], world: World) -> None:
     job = start(*opportunistic("23.4G"), size="23.4G")
     time.sleep(1.5)
