@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, BadUsage, InUse, NotFound, NotSupported, or_none
+from gpushare.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, or_none
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,7 @@ def out(job: JobArgument) -> Any:
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
     from gpushare.memory.room import room_kept
-    from gpushare.memory.swap import BACK, OUT, check_host, find_swap, go_out, guarded, is_back, leaving, locked
+    from gpushare.memory.swap import BACK, LOST, OUT, check_host, find_swap, go_out, guarded, is_back, leaving, locked
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job, processes_to_swap
     from gpushare.units import format_bytes
@@ -86,7 +86,7 @@ def out(job: JobArgument) -> Any:
         with guarded(host, note), locked(host, say=note):
             again = find_swap(host, found.pid, found.name)
             checkpoint = host.open_checkpoint()
-            if again is not None and again.state == OUT and not is_back(host, again, checkpoint):
+            if again is not None and again.state in {OUT, LOST} and not is_back(host, again, checkpoint):
                 raise _already(again)
             done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found), room_kept))
 
@@ -308,7 +308,11 @@ def _repair(host: Host) -> list[Swap]:
     return repaired
 
 
-def _already(swap: Swap) -> InUse:
+def _already(swap: Swap) -> GpushareError:
+    from gpushare.memory.swap import LOST, lost
+
+    if swap.state == LOST:
+        return lost(swap)
     return InUse(
         f"{swap.title} is out already (state {swap.state})",
         f"bring it back: gpushare swap in {swap.selector}",

@@ -245,7 +245,9 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     assert process(world, int(pid)).checkpoint == FAILED
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert row["state"] == "lost"
-    assert cli("swap", "in", pid, output="json").error["code"] == "job_lost"
+    for verb in ("in", "out"):
+        error = cli("swap", verb, pid, output="json").error
+        assert (error["code"], error["hint"]) == ("job_lost", f"end it: kill -9 {pid}")
 
 
 class Died(Exception):
