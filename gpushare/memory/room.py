@@ -385,7 +385,11 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
 def _again(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
     """Return the devices as they are now, and why others cannot be used: lost, or one program has it alone."""
     # Not of all GPUs: many jobs may wait, and each looks twice a second.
-    gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(one.gpu.index for one in devices)}
+    try:
+        gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(one.gpu.index for one in devices)}
+    except GpushareError as error:
+        # The driver is being loaded again: a job may have waited for hours.
+        return [], [error.message]
     found: list[Device] = []
     reasons: list[str] = []
     for device in devices:
@@ -443,6 +447,8 @@ def size_text(request: Request) -> str:
 
 def _why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
     if not lines:
+        # A driver that was loaded again, or a GPU that was reset, answers after that.
+        host.nvml.restart()
         return f"waiting for {size_text(place.request)}: {_unusable(reasons)}"
     why = why_unreadable(host, PREFIX)
     if why is not None:

@@ -308,8 +308,9 @@ class Queued:
         if memory.for_production:
             one = "a production job" if memory.spared is None else f"{memory.spared} or another production job"
             yield f"swap it out when {one} needs room, and back in when there is room again"
-        if memory.requeue and size is not None:
-            yield f"if it runs out of memory, wait again for {format_bytes(_more(size))}"
+        more = self._more_that_fits(size) if memory.requeue and size is not None else None
+        if more is not None:
+            yield f"if it runs out of memory, wait again for {format_bytes(more)}"
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from gpushare.connect import connect
-from gpushare.errors import InUse, NoPermission, OperationFailed
+from gpushare.errors import DriverNotLoaded, InUse, NoPermission, OperationFailed
 from gpushare.host.claims import Claim, claim_directory
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
@@ -32,7 +32,7 @@ from gpushare.memory.ledger import (
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import best_first, client_limit, wait_for_room
-from gpushare.model import ComputeMode, GpuProcess
+from gpushare.model import ComputeMode, Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
 from gpushare.sim.admin import add_process, set_fault, set_mig
@@ -421,6 +421,27 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
     with pytest.raises(InUse):
         wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
     assert said == ["waiting for 20.0 GiB: GPU 0 has 3.5 GiB free", "waiting for 20.0 GiB: GPU 0 has 13.5 GiB free"]
+
+
+def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, only, said = enter(host, 10 * GIB), devices(host), list[str]()
+    clock, restarted = [0.0], list[float]()
+    real = host.nvml.gpu
+
+    def gpu(_: object, index: int) -> Gpu:
+        if not restarted:
+            raise DriverNotLoaded("the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia")
+        return real(index)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(type(host.nvml), "gpu", gpu)
+    monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock[0]) if clock[0] > 60 else None)
+    wait_for_room(host, place, only, None, {}, said.append, clock=lambda: clock[0], sleep=sleep)
+    assert said == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
+    assert len(restarted) == 1
+    place.leave()
 
 
 def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:

@@ -806,6 +806,13 @@ def test_what_the_host_has_killed_is_not_started_again(cli: Cli) -> None:
     assert not any("waits again" in line for line in answer.lines("note"))
 
 
+@pytest.mark.parametrize(("size", "more"), [("10G", "12.0 GiB"), ("130G", "139.8 GiB"), ("143155M", None)])
+def test_a_plan_asks_for_no_more_than_there_is(cli: Cli, size: str, more: str | None) -> None:
+    out = cli("run", "-n", "--wait", "--requeue", "--job-memory", size, "--", "true").ok().out
+    assert ("wait again" in out) == (more is not None)
+    assert more is None or f"wait again for {more}" in out
+
+
 def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> None:
     """A display: all of the GPU is less than all of its memory, and more would never start."""
     admin.add_process(world.spec, memory_bytes=GIB // 2, graphics=True, name="Xorg")
