@@ -219,7 +219,8 @@ class Queued:
         sizes = [line.room.whole_bytes for line in lines]
         own = self.limits.get(os.geteuid())
         most = max(sizes, default=None)
-        return own if most is None or (own is not None and own < most) else most
+        most = own if most is None or (own is not None and own < most) else most
+        return None if most is None else most // MIB * MIB
 
     def plan(self) -> tuple[Device, RunOptions, Outlook | None, Mapping[str, str]]:
         """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
