@@ -427,6 +427,7 @@ def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list
 RARE_ROOMS: Final = ("cgroups", "library_gpm", "library_mig", "library_vgpu")
 # How long a look at real processes holds, in seconds: they end without anybody writing the state.
 _SETTLED_FOR: Final = 0.05
+_SUCCESS: Final = int(Code.SUCCESS)
 
 
 class SimulatedLibrary:
@@ -447,8 +448,13 @@ class SimulatedLibrary:
         self.samples: Final[dict[int, tuple[float, float] | None]] = {}
         self.references = 0
         self._state: SimulatedHostState | None = None
+        # Whole GPUs by index, as the last state has them.
+        self._whole: dict[int, Target] = {}
+        self._path: Final = os.fspath(file.path)
         self._stamp: tuple[int, int, int] | None = None
         self._settled_at = 0.0
+        # One call looks at the file once.
+        self._in_call = self._looked = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         entry = ENTRY_POINTS.get(name) or _rare(name)
@@ -472,6 +478,9 @@ class SimulatedLibrary:
     @property
     def state(self) -> SimulatedHostState:
         """Return the host's state: read again when the file changed, and what time did to it settled."""
+        if self._looked and self._state is not None:
+            return self._state
+        self._looked = self._in_call
         stamp = self._file_stamp()
         at = time.monotonic()
         if self._state is None or stamp != self._stamp:
@@ -541,11 +550,15 @@ class SimulatedLibrary:
         gpus = self.state.gpus
         if not 0 <= index < len(gpus):
             raise Refused(Code.INVALID_ARGUMENT)
-        if gpus[index].lost:
+        gpu, known = gpus[index], self._whole.get(index)
+        if gpu.lost:
             raise Refused(Code.GPU_IS_LOST)
-        return Target(Handle(HandleKind.GPU, index), gpus[index], model_of(gpus[index].model))
+        if known is None or known.gpu is not gpu:
+            known = self._whole[index] = Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
+        return known
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
+        self._in_call, self._looked = True, False
         try:
             if entry.needs_init and not self.references:
                 raise Refused(Code.UNINITIALIZED)
@@ -556,11 +569,13 @@ class SimulatedLibrary:
                 entry.function(self, target, *arguments[1:])
         except Refused as refused:
             return int(refused.code)
-        return int(Code.SUCCESS)
+        finally:
+            self._in_call = self._looked = False
+        return _SUCCESS
 
     def _target(self, entry: EntryPoint, pointer: Any) -> Target:
         handle = Handle.unpack(pointer_value(pointer))
-        if handle.kind not in entry.on.value:
+        if handle.kind not in entry.kinds:
             # A MIG device where only a whole GPU will do.
             raise Refused(Code.NOT_SUPPORTED if handle.kind is HandleKind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)
@@ -576,7 +591,7 @@ class SimulatedLibrary:
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         try:
-            status = os.stat(self.file.path)
+            status = os.stat(self._path)
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
