@@ -74,6 +74,16 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def near_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for clients and objects of the driver near the first ones only, where a simulated GPU has all of them.
+
+    How far gpushare looks on a real one is tested in tests/host/test_channels.py.
+    """
+    monkeypatch.setattr("gpushare.host.channels._WINDOW", 0x100)
+    monkeypatch.setattr("gpushare.host.channels._BLOCK", 0x100)
+
+
 GOLDENS = Path(__file__).parent / "goldens"
 # Tests that start real processes, wait for them, or try everything: not in the daily loop (pytest -m "not slow").
 SLOW = (

@@ -18,7 +18,7 @@ Cli = Callable[..., Answer]
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_environment(monkeypatch: pytest.MonkeyPatch, near_handles: None) -> None:
     """Remove variables that change the output, or that a CUDA program would read."""
     for name in ("COLUMNS", "NO_COLOR", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"):
         monkeypatch.delenv(name, raising=False)

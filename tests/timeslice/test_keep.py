@@ -21,6 +21,7 @@ from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
 
+pytestmark = pytest.mark.usefixtures("near_handles")
 DEFAULT = 2048
 NAMES = Names(users={"root": 0, "nobody": 65534}, groups={"prod": 50})
 RULES = """\
