@@ -234,6 +234,7 @@ def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
     return tuple(profile_of(raw) for raw in model.profiles)
 
 
+@cache
 def profile_of(raw: GiProfile) -> Profile:
     placements = None
     if raw.starts is not None and raw.size is not None:

@@ -15,7 +15,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -406,7 +406,8 @@ _NAMES: Final[dict[type[Any], frozenset[str]]] = {}
 def _made(cls: type[T], raw: dict[str, Any]) -> T:
     """Return ``cls(**raw)``, which takes three times as long: each NVML call may read the state."""
     if cls not in _NAMES:
-        _NAMES[cls] = frozenset(cls.__annotations__)
+        # Those of its base class too.
+        _NAMES[cls] = frozenset(field.name for field in fields(cls))  # type: ignore[arg-type]
     if raw.keys() != _NAMES[cls]:
         # Written by an older version, or by hand.
         return cls(**raw)
