@@ -45,3 +45,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    import os
+
+    # Nothing is left to write, and to take the modules down would be a sixth of all its work.
+    os._exit(0)

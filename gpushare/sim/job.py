@@ -292,4 +292,5 @@ def _refused(error: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Each line is written at once, and to take the modules down would be a sixth of the work of a short job.
+    os._exit(main())
