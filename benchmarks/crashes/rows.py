@@ -400,7 +400,10 @@ def _production_grows(world: World) -> None:
 
 
 def _somebody_waits(world: World) -> None:
-    """Let this process, which lives as long as the tries do, wait for memory on GPU 0; it never takes a place."""
+    """Let this process, which lives as long as the tries do, wait for memory on GPU 0; it never takes a place.
+
+    It wants more than is free next to a job, which leaves for no less.
+    """
     _foreign_mps(world)
     pid, directory = os.getpid(), world.directory / "run" / "claims"
     directory.mkdir(parents=True, mode=0o700)
@@ -409,7 +412,7 @@ def _somebody_waits(world: World) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     (directory / f"gpushare-memory-{0:016x}").write_text(
         f"gpushare claim 1\nboot {boot}\nspace {os.stat('/proc/self/ns/pid').st_ino}\nkey memory\n"
-        f"process {pid} {started}\nfact want {1 << 30} 0 {world.state.gpus[0].uuid}\nticket 1\n",
+        f"process {pid} {started}\nfact want {138 << 30} 0 {world.state.gpus[0].uuid}\nticket 1\n",
         encoding="ascii",
     )
 
