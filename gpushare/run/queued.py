@@ -52,6 +52,12 @@ _NO_MEMORY: Final = re.compile(
     rb"|OOM when allocating|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
+_TRACEBACK: Final = b"Traceback (most recent call last):"
+_EXCEPTION: Final = re.compile(rb"[\w.]{1,200}(?:Error|Exception|Exit|Interrupt)\b")
+# After these, a traceback belongs to the exception before it, or to another thread or process.
+_OF_ANOTHER: Final = re.compile(
+    rb"During handling of the above|direct cause of the following|Exception ignored in|Exception in thread|ChildFailedError"
+)
 # The host's memory is short, not the GPU's.
 _KILLED: Final = 128 + signal.SIGKILL
 _TAIL_BYTES: Final = 64 << 10
@@ -122,6 +128,19 @@ def _write_all(descriptor: int, text: bytes) -> None:
             select.select([], [descriptor], [], 1.0)
 
 
+def lacked_memory(text: bytes) -> bool:
+    """Return whether a program whose stderr ends so has failed for want of GPU memory.
+
+    Not if it has only told of it, went on, and failed by a Python exception of its own later.
+    """
+    ends = [found.end() for found in _NO_MEMORY.finditer(text)]
+    if not ends:
+        return False
+    after = text[ends[-1] :]
+    last = after.rstrip().rpartition(b"\n")[2]
+    return _TRACEBACK not in after or _EXCEPTION.match(last) is None or _OF_ANOTHER.search(after) is not None
+
+
 class ErrorTail:
     """Passes a program's stderr on, to ours or to its log, and keeps its end, which tells one that ran out of memory."""
 
@@ -149,7 +168,7 @@ class ErrorTail:
         os.close(self.descriptor)
         # A process that was left behind may keep it open.
         self._thread.join(1.0)
-        return _NO_MEMORY.search(self._tail) is not None
+        return lacked_memory(self._tail)
 
 
 @dataclass

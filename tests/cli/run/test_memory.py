@@ -18,7 +18,7 @@ from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
 from gpushare.run.jobs import PRODUCTION, record_of, write_record
-from gpushare.run.queued import ErrorTail, _at_limit, _more
+from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
 from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.units import GIB
@@ -797,6 +797,30 @@ def test_what_tells_that_there_was_no_gpu_memory(said: bytes, short: bool) -> No
     tail = ErrorTail()
     os.write(tail.descriptor, said + b"\n")
     assert tail.ran_out_of_memory() == short
+
+
+OOM = b"Traceback (most recent call last):\n  File 'a.py'\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+BROKEN = b"Traceback (most recent call last):\n  File 'a.py'\nValueError: bad shape\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (OOM, True),
+        (b"warning: CUDA out of memory, trying a smaller batch\nepoch 2\n" + BROKEN, False),
+        (BROKEN + OOM, True),
+        (OOM + b"\nDuring handling of the above exception, another exception occurred:\n\n" + BROKEN, True),
+        (OOM + b"Exception ignored in: <function f>\n" + BROKEN, True),
+        (
+            OOM + BROKEN.replace(b"ValueError", b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError"),
+            True,
+        ),
+        (OOM + b"======\ntrain.py FAILED\n", True),
+        (BROKEN, False),
+    ],
+)
+def test_a_later_failure_of_its_own_is_no_want_of_memory(text: bytes, short: bool) -> None:
+    assert lacked_memory(text) == short
 
 
 def test_what_the_host_has_killed_is_not_started_again(cli: Cli) -> None:
