@@ -72,6 +72,8 @@ _MOST_BETWEEN_SECONDS: Final = 5.0
 _WAKING_SECONDS: Final = 0.002
 _MOST_WAKING_SECONDS: Final = 0.1
 _SMALL_TIMES: Final = 10
+# In fewer looks, what it uses while idle is not known.
+_LEAST_LEVELS: Final = 10
 _SETTLING_SECONDS: Final = 2.0
 # A job that came back so soon, so often, and then did nothing, has not worked.
 _EARLY_SECONDS: Final = 60.0
@@ -179,15 +181,23 @@ class Idle:
             return False
         elapsed = max(1e-6, look.now - before.now)
         used = sum(max(0.0, seconds - before.cpu.get(pid, 0.0)) for pid, seconds in look.cpu.items())
-        if look.busy_percent > 0 or self._has_worked(before.now, elapsed, used):
-            self._still_since, self._window, self._worked = None, None, True
+        most = max(_each(before.cpu, look.cpu, look), default=0.0)
+        busy = look.busy_percent > 0 or self._has_worked(before.now, elapsed, used)
+        # What would wake it is work here, too: it neither leaves nor comes back for nothing.
+        known = len(self._levels) >= _LEAST_LEVELS
+        active = known and elapsed <= _MOST_BETWEEN_SECONDS and most >= self._waking_seconds + self._often() * elapsed
+        if busy:
+            self._window = None
             self._levels.clear()
+        elif elapsed <= _MOST_BETWEEN_SECONDS:
+            self._levels.append(most / elapsed)
+        if busy or active:
+            self._still_since, self._worked = None, True
             return False
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._still_since = look.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
             self._still_since = before.now
-        self._levels.append(max(_each(before.cpu, look.cpu, look), default=0.0) / elapsed)
         if look.now - self._still_since < self.seconds:
             return False
         self._judge()
@@ -226,17 +236,22 @@ class Idle:
             used = _each(before.main_cpu or {}, look.main_cpu or {}, look)
         else:
             used = _each(before.cpu, look.cpu, look)
-        elapsed, most = look.now - before.now, max(used, default=0.0)
-        levels = sorted(self._levels) or [0.0]
-        # What it uses while idle, rather more. Rare peaks do not count: a cell that is as small would wait for ever.
-        often = 1.25 * levels[int(0.9 * (len(levels) - 1))]
+        elapsed, most, often = look.now - before.now, max(used, default=0.0), self._often()
         # Many requests that are too small to be seen one by one.
-        leak = max(often, 2 * sum(levels) / len(levels)) * elapsed
+        leak = max(often, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
         self._small = 0.0 if first else max(0.0, self._small + most - leak)
         if most < self._waking_seconds + often * elapsed and self._small < _SMALL_TIMES * self._waking_seconds:
             return False
         self._worked, self._early = False, look.now - self._out_since < _EARLY_SECONDS
         return True
+
+    def _often(self) -> float:
+        """Return what a process on the GPU uses of a CPU while it is idle, rather more.
+
+        Rare peaks do not count: a cell that is as small would wait for ever.
+        """
+        levels = sorted(self._levels)
+        return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
     def switched(self, seconds: float) -> None:
         """Do nothing: how long it takes does not matter."""

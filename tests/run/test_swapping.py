@@ -87,6 +87,17 @@ def test_a_thread_that_polls_is_no_work_and_a_cell_next_to_it_is() -> None:
     assert idle.returns(look(at, cpu=0.01 * at + 0.004))
 
 
+def test_small_cells_now_and_then_keep_a_notebook_on_the_gpu() -> None:
+    """Their work on the GPU is too short for the driver's samples; a cell like that would wake it."""
+    idle = Idle(60.0)
+    cpu = 0.0
+    for number in range(1200):
+        cpu += 0.0001 + (0.004 if number % 60 == 30 else 0.0)
+        assert not idle.leaves(look(number * 0.5, cpu=cpu)), number
+    # What happens all the time is no work.
+    assert out(Idle(60.0), level=0.008) <= 61.0
+
+
 def test_many_small_requests_wake_a_server() -> None:
     """Each takes a fifth of a millisecond before its call of CUDA, which then waits."""
     idle = Idle(30.0)
