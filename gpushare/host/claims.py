@@ -141,6 +141,11 @@ def claim_directory(host: Host) -> Path:
     return next((path for path in SHARED_DIRECTORIES if _is_shared(path)), own)
 
 
+def are_shared(host: Host) -> bool:
+    """Return whether the users of a host see each other's claims; those of a simulated host are of one user."""
+    return host.is_simulated or claim_directory(host) in SHARED_DIRECTORIES
+
+
 def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     """Claim ``key`` for this process, or return the claim that has it. Never waits for the holder.
 

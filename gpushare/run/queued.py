@@ -14,6 +14,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, InUse, OperationFailed
+from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import moved
 from gpushare.memory.ledger import Place, Request, reservations
@@ -474,6 +475,12 @@ class Queued:
                 )
             place.take(devices[0].uuid)
             return devices[0], place
+
+        if not are_shared(self.host):
+            self.say(
+                f"the jobs of other users are not seen in this line: neither {' nor '.join(map(str, SHARED_DIRECTORIES))} is a "
+                "directory of root, sticky, in which all may write"
+            )
 
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
             return best_first(self.host, some, self._productions, self.limits, self.command, place)

@@ -742,6 +742,15 @@ def test_a_job_inside_another_one_does_not_wait_for_that(real: Callable[..., Sta
     assert "waiting" not in answer.err
 
 
+def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
+    answer = cli("run", "--wait", "--job-memory", "4G", "--", "true").ok()
+    assert any(
+        "the jobs of other users are not seen in this line: neither /run/lock" in one for one in answer.lines("note")
+    )
+    assert "not seen" not in cli("run", "--job-memory", "4G", "--", "true").err
+
+
 def test_a_prohibited_gpu_is_not_waited_for(refused: Callable[..., str]) -> None:
     world = World("sim:2xa30")
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
