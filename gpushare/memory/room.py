@@ -335,6 +335,7 @@ def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
         held += [f"other programs ({format_bytes(line.others_bytes)})"] if line.others_bytes >= _WORTH_NAMING else []
         by = f", held by {_listed(held)}" if held else ""
         parts.append(f"{_free(line, found.request)}{by}")
+    parts += [_unusable(found.unusable)] if found.unusable else []
     text = f"now it would wait for {size_text(found.request)}: {'; '.join(parts)}"
     if found.before:
         text += f"; before it {'waits' if len(found.before) == 1 else 'wait'} {_listed([_named(one) for one in found.before])}"
@@ -454,7 +455,8 @@ def _why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | 
     if why is not None:
         return why
     before = position(reservations(host) or [], place)
-    return _waiting(lines, place, before) + _held_back(lines, place.request, limit)
+    more = f"; {_unusable(reasons)}" if reasons else ""
+    return _waiting(lines, place, before) + more + _held_back(lines, place.request, limit)
 
 
 def _free(line: Line, request: Request) -> str:

@@ -31,7 +31,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import best_first, client_limit, wait_for_room
+from gpushare.memory.room import best_first, client_limit, outlook, outlook_text, wait_for_room
 from gpushare.model import ComputeMode, Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
@@ -421,6 +421,21 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
     with pytest.raises(InUse):
         wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
     assert said == ["waiting for 20.0 GiB: GPU 0 has 3.5 GiB free", "waiting for 20.0 GiB: GPU 0 has 13.5 GiB free"]
+
+
+def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Host) -> None:
+    host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
+    running = Place(host, Request(memory_bytes=20 * GIB, keys=(devices(host)[0].uuid,), client=False))
+    running.take(devices(host)[0].uuid)
+    said: list[str] = []
+    place = enter(host, 10 * GIB)
+    found = outlook(host, devices(host), place.request, {})
+    with pytest.raises(InUse):
+        wait_for_room(host, place, devices(host), 0.05, {}, said.append)
+    why = "GPU 1 is in compute mode prohibited"
+    assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free; {why}"]
+    assert why in outlook_text(found, {})
+    running.leave()
 
 
 def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
