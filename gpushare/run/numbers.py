@@ -15,7 +15,8 @@ from gpushare.errors import BadUsage, TimedOut
 from gpushare.units import quoted
 
 _LONGEST_PATTERN: Final = 1000
-_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# No digit can match in two places: the time for a long row of digits would grow with its square.
+_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 # "1,234.5": thousands in groups of three.
 _GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # Larger numbers are no rate or time. The square of this one can still be summed.

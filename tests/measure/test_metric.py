@@ -41,6 +41,11 @@ def test_numbers(text: str | None, value: float | None) -> None:
     assert number(text) == value
 
 
+def test_a_long_row_of_digits_is_looked_at_once() -> None:
+    """Looked at again from each of its digits, it would take hours."""
+    assert number("9" * 2_000_000 + "x") is None
+
+
 @pytest.mark.parametrize("pattern", ["rate=", "(rate)=(.+)", "(", "a(?:b)"])
 def test_a_pattern_needs_exactly_one_pair_of_brackets(pattern: str) -> None:
     with pytest.raises(BadUsage) as caught:
