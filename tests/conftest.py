@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Nothing that is imported or collected is garbage; see pytest_collection_finish().
+gc.disable()
+
 # No test depends on the clock: a busy machine must not fail one.
 settings.register_profile("gpushare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gpushare")
@@ -178,6 +181,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the thousands of tests that were collected."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
