@@ -461,8 +461,12 @@ def _reap() -> None:
 
 def _begin(path: str) -> bytes:
     """Return the begin of a file of /proc: another process of this machine may show gigabytes there."""
-    with open(path, "rb") as file:
-        return file.read(1 << 20)
+    parts, left = [], 1 << 20
+    with open(path, "rb", buffering=0) as file:
+        while left and (part := file.read(min(left, 16 << 10))):
+            parts.append(part)
+            left -= len(part)
+    return b"".join(parts)
 
 
 def _text(path: Path) -> str:

@@ -80,18 +80,23 @@ def _lxc(name: str, inside: str) -> str:
 
 # For the kernel's files: /proc/PID/stat, status, cgroup, limits.
 _MOST_BYTES: Final = 1 << 20
+_PIECE: Final = 16 << 10
 _MOST_OF_COMMAND_LINE: Final = 128 << 10
 MOST_OF_ENVIRONMENT: Final = 1 << 20
 
 
 def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
     """Return the content of a file in ``/proc``; None: it cannot be read, or is longer than ``most``."""
+    parts, left = [], most + 1
     try:
-        with open(path, "rb") as file:
-            text = file.read(most + 1)
+        with open(path, "rb", buffering=0) as file:
+            # In pieces: room for all that it might be takes longer to get than the file to read.
+            while left and (part := file.read(min(left, _PIECE))):
+                parts.append(part)
+                left -= len(part)
     except (OSError, MemoryError):
         return None
-    return text if len(text) <= most else None
+    return b"".join(parts) if left else None
 
 
 class Stat(NamedTuple):
