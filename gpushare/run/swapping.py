@@ -61,8 +61,8 @@ _RELEASE_SECONDS: Final = 10.0
 _PASSING: Final = frozenset({"swap_busy", "no_context"})
 # The first turn, where it is not known what the job holds.
 _FIRST_TURN_SECONDS: Final = 30.0
-# Less of a CPU than this is idle, over some seconds: JupyterLab in a browser asks its server again and again, which takes
-# up to 16 ms at a time, 1 to 2 ms per second.
+# Less of a CPU than this is idle, over some seconds: a notebook server that is asked for lists every 2 s, as browsers do,
+# takes up to 16 ms at a time, 1 to 2 ms per second (jupyter_server 2.21).
 _IDLE_CPU_SHARE: Final = 0.02
 _IDLE_WINDOW_SECONDS: Final = 5.0
 # Longer between two looks, a job was stopped, or could not leave: nothing is known of that time.

@@ -67,7 +67,7 @@ def test_a_driver_that_does_not_tell_who_works_is_named_once() -> None:
 
 
 def test_what_a_browser_asks_of_a_notebook_server_is_no_work() -> None:
-    """Seen with JupyterLab: 16 ms at once for a list of files, now and then, in the server and not in the kernel."""
+    """Seen with jupyter_server: 16 ms at once for a list of files, now and then, in the server and not in the kernel."""
     idle = Idle(30.0)
     asked = 0.0
     for number in range(61):
