@@ -134,6 +134,10 @@ class JobMemory:
             with contextlib.suppress(GpushareError):
                 self._place.tell_limit(self.limit_bytes, "refuse" if self.by_driver else self._action)
 
+    def on_gpu(self) -> bool:
+        """Return whether a process of the job is on the device."""
+        return bool(self._processes())
+
     def look(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
         now = self._clock()

@@ -454,7 +454,8 @@ class Swapping:
 
     def look(self) -> bool:
         """Look, and move the job if it is time; return whether it is to be ended."""
-        if not self.out and self._memory.seconds <= 0 and self._memory.look():
+        # A process that the job has started since it left counts, too.
+        if self._memory.seconds <= 0 and (not self.out or self._memory.on_gpu()) and self._memory.look():
             return True
         now = self._clock()
         if now < self._due:

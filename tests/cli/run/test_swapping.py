@@ -307,6 +307,32 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
     watch.close()
 
 
+def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) -> None:
+    (device,) = select("0", world.host.nvml.sweep())
+    at = [0.0]
+    place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
+    memory = JobMemory(world.host, device, limit_bytes=8 * GIB)
+    watch = Swapping(world.host, device, memory, place, Idle(1.0), lambda _: None, clock=lambda: at[0])
+    process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
+    until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
+    _, first, second = world.host.processes.descendants(process.pid)
+    watch.started(process.pid)
+    on_gpu(world, first, 4 * GIB)
+    for _ in range(6):
+        at[0] += 0.5
+        assert not watch.look()
+    assert watch.out
+    on_gpu(world, second, 10 * GIB)
+    time.sleep(0.3)
+    assert watch.look()
+    assert watch.over is not None
+    # Over its limit, the job was stopped before it is to be ended.
+    for pid in (process.pid, first, second):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    watch.close()
+
+
 def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sleeper: int) -> None:
     """Else production counts on another one, and both leave."""
     (device,) = select("0", world.host.nvml.sweep())
