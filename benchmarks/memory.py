@@ -429,6 +429,7 @@ def production(bench: Bench, total_gib: float) -> dict[str, Any]:
         "batch_back_after_seconds": round(back_after, 2),
         "batch_said": said[:6],
         "growing_exit_code": grown,
+        "growing_lines": [*bench.text("grows").splitlines()[:1], *bench.text("grows").splitlines()[-1:]],
         "growing_said": said_2[:6],
     }
 
@@ -470,7 +471,7 @@ def main() -> int:
         "kill": lambda: kill(bench, 2.0),
         "idle": lambda: idle(bench, 4.0),
         "production": lambda: production(bench, total),
-        "large": lambda: turns(bench, gib=40.0, seconds=options.large_seconds, turn=None, reserve=reserve),
+        "large": lambda: turns(bench, gib=40.0, seconds=options.large_seconds, turn=30.0, reserve=reserve),
     }
     try:
         for name in options.parts or PARTS[:-1]:

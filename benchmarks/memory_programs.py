@@ -131,6 +131,8 @@ def grow(options: argparse.Namespace) -> None:
     while size < options.gib * GIB:
         held.append(cuda.allocate(step))
         size += step
+        sys.stdout.write(f"held={size / GIB:.2f} at={time.time():.2f}\n")
+        sys.stdout.flush()
         time.sleep(options.every)
     time.sleep(10)
 

@@ -328,25 +328,34 @@ def short_turns(seconds: float, switch_seconds: float) -> str | None:
 class ForProduction:
     """Leaves when production needs room: it waits for a place, or the GPU will be full up to a margin before it is out.
 
-    Comes back when nobody has needed that for a while, and with the job back there would still be more than the margin.
+    Comes back when nobody has needed that for a while, and with the job back there would still be more than the margin, also
+    if production goes on growing until the job could be out again.
     """
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
     waiting: str | None = None
     _free_since: float | None = None
+    # The free memory so far, while the job is on the GPU, or while it is out.
     _seen: list[tuple[float, int]] = field(default_factory=list)
+    _is_out: bool = False
 
     def leaves(self, look: Look) -> bool:
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
-        self._seen = [*(one for one in self._seen if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
+        self._see(look, is_out=False)
         leaving = most_out_seconds(look.held_bytes)
         if look.production_needs:
             return True
         # Jobs that all leave for production do not leave for each other.
         free = look.free_bytes + look.later_bytes - self._growth() * leaving
         return look.others_stay and free < self.margin_bytes
+
+    def _see(self, look: Look, *, is_out: bool) -> None:
+        # What the job itself gave back or took is no growth.
+        before = self._seen if is_out == self._is_out else []
+        self._is_out = is_out
+        self._seen = [*(one for one in before if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
 
     def _growth(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second.
@@ -366,9 +375,12 @@ class ForProduction:
 
     def returns(self, look: Look) -> bool:
         """Return whether nobody has needed its room for a while; the ledger checks what is reserved."""
-        self._seen.clear()
+        self._see(look, is_out=True)
         # Where nobody stays, a job may need all of the GPU.
-        margin = 2 * self.margin_bytes if look.others_stay else 0
+        margin = 0.0
+        if look.others_stay:
+            there = moved(look.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(look.held_bytes)
+            margin = 2 * self.margin_bytes + self._growth() * there
         if look.production_waits or look.free_bytes < look.held_bytes + margin:
             self._free_since = None
             return False

@@ -238,6 +238,27 @@ def test_a_job_does_not_come_back_where_it_would_have_to_leave_at_once() -> None
     assert [policy.returns(look(30.0 + at, free=wide, held=30 * GIB)) for at in range(12)] == [False] * 10 + [True] * 2
 
 
+def test_a_job_does_not_come_back_while_production_grows() -> None:
+    # As on an H200: it left early, was back after 10 s, and production failed before it could leave again.
+    policy = ForProduction()
+    free = [int((20 - 0.3 * at) * GIB) for at in range(12)]
+    assert not any(policy.returns(look(float(at), free=size, held=14 * GIB)) for at, size in enumerate(free))
+    # From then on it grows no more.
+    later = [policy.returns(look(12.0 + at, free=free[-1], held=14 * GIB)) for at in range(30)]
+    assert later[:10] == [False] * 10
+    assert later[-1]
+
+
+def test_what_a_job_gave_back_is_no_growth() -> None:
+    policy = ForProduction()
+    assert not policy.leaves(look(0.0, free=8 * GIB, held=14 * GIB))
+    assert not policy.leaves(look(0.5, free=8 * GIB, held=14 * GIB))
+    assert [policy.returns(look(1.0 + at, free=22 * GIB, held=14 * GIB)) for at in (0, 1, 9, 10)] == [False] * 3 + [
+        True
+    ]
+    assert not any(policy.leaves(look(12.0 + at, free=8 * GIB, held=14 * GIB)) for at in range(9))
+
+
 def test_a_job_that_needs_nearly_all_of_the_gpu_comes_back_when_nobody_stays() -> None:
     policy = ForProduction()
     alone = [look(float(at), free=31 * GIB, held=30 * GIB)._replace(others_stay=False) for at in range(12)]
