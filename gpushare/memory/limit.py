@@ -252,7 +252,7 @@ class JobMemory:
         elif self._action == "pause" and self._was_continued():
             if not self._told_again:
                 self._told_again = True
-                self._say("somebody has continued the job above its limit: stopped again, also the next time")
+                self._say("somebody continued the job above its limit; it is stopped again, each time")
             self._stop()
         return False
 
