@@ -54,7 +54,6 @@ def connect(spec: str) -> Host:
         makes_vgpus=simulated.makes_vgpus,
         origin=simulated.processes.origin,
         user_directories=simulated.user_directories,
-        earlier_run_directories=simulated.earlier_run_directories,
         shared_run_directories=simulated.shared_run_directories,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,

@@ -327,13 +327,8 @@ def device_key(uuid: str) -> str:
     """
     import zlib
 
-    return f"{old_device_key(uuid)}-{zlib.crc32(uuid.lower().encode()):08x}"
-
-
-def old_device_key(uuid: str) -> str:
-    """Return the short name that earlier versions gave a device: ``gpu-0d54321e``."""
-    kind, _, rest = uuid.partition("-")
-    return f"{kind.lower()}-{rest[:8].lower()}"
+    kind, _, rest = uuid.lower().partition("-")
+    return f"{kind}-{rest[:8]}-{zlib.crc32(uuid.lower().encode()):08x}"
 
 
 def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:

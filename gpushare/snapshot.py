@@ -314,7 +314,7 @@ def _identity(process: GpuProcess) -> tuple[int, float | None]:
 
 def _paused(host: Host) -> dict[int, float]:
     """Return since when processes are paused, from the records: the driver is not asked."""
-    if not has_directory(host, "pause"):
+    if not host.has_records("pause"):
         return {}
     from gpushare.pause.record import paused_since
 
@@ -323,23 +323,11 @@ def _paused(host: Host) -> dict[int, float]:
 
 def _slices(host: Host) -> dict[int, int]:
     """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
-    if not has_directory(host, "slices"):
+    if not host.has_records("slices"):
         return {}
     from gpushare.timeslice.slices import slice_records
 
     return {pid: one.slice_us for pid, one in slice_records(host).items()}
-
-
-def has_directory(host: Host, name: str) -> bool:
-    """Return whether there is a directory of records of this kind: most hosts need not load what reads them."""
-    if any(os.path.isdir(os.path.join(directory, name)) for directory in host.run_directories):
-        return True
-    users = host.user_directories()
-    if not users:
-        return False
-    from gpushare.host.users import users_have
-
-    return users_have(users, name, records=False)
 
 
 def has_claims(host: Host, prefix: str) -> bool:

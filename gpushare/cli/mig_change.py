@@ -593,7 +593,7 @@ def change_of(
 
 def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
-    if not any((directory / "swap").is_dir() for directory in host.run_directories) and not host.user_directories():
+    if not host.has_records("swap"):
         return
     from gpushare.memory.swap import BACK, swaps
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 LIST: Final = "list"
-_MOST_SECONDS: Final = 30 * 86400
 
 
 def register(app: typer.Typer) -> None:
@@ -69,10 +68,16 @@ def pause(
             again=lambda: work.plan(begin=True),
             locked=lambda: changing(host),
         )
-        data = {"already_paused": work.already, "driver_seconds": round(work.seconds, 6), "job": row(work.job)}
+        data = {
+            "already_paused": work.already,
+            "driver_seconds": round(work.seconds, 6),
+            "job": row(work.job, host.uid),
+        }
         if work.already:
-            until = "" if work.job.pause.until is None else f", until {clock(work.job.pause.until)}"
-            said = f"{work.job.title} is already paused, since {clock(work.job.pause.since)}{until}"
+            from gpushare.host.store import wall_time
+
+            until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
+            said = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
             return replace(
                 result,
                 data={**result.data, **data},
@@ -85,28 +90,31 @@ def pause(
 
 
 def _seconds(text: str) -> float:
+    from gpushare.host.store import MOST_SECONDS
     from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)
-    if not 0.1 <= seconds <= _MOST_SECONDS:
+    if not 0.1 <= seconds <= MOST_SECONDS:
         raise BadUsage(
             f"--timeout {text} is outside 0.1 s to 30 days", "give a time: --timeout 10m", code="bad_duration"
         )
     return seconds
 
 
-def row(job: Any) -> dict[str, Any]:
-    """Return a paused job as JSON."""
+def row(job: Any, uid: int) -> dict[str, Any]:
+    """Return a paused job as JSON; ``uid`` is this user."""
+    from gpushare.host.store import wall_time
+
     return {
-        "pid": job.pause.pid,
-        "name": job.pause.name,
-        "user": _user(job.pause.uid),
-        "state": job.pause.state,
-        "since": job.pause.since,
-        "until": job.pause.until,
-        "by": _user(job.pause.by_uid),
-        "by_run": job.pause.by_run,
-        "guard": job.pause.keeper_pid,
+        "pid": job.pid,
+        "name": job.name,
+        "user": _user(job.uid),
+        "state": job.state,
+        "since": wall_time(job.since),
+        "until": None if job.until is None else wall_time(job.until),
+        "by": _user(uid if job.keeper_uid is None else job.keeper_uid),
+        "by_run": job.by_run,
+        "guard": None if job.keeper is None else job.keeper.pid,
         "processes": [
             {
                 "pid": one.pid,
@@ -138,8 +146,8 @@ def listed(host: Host) -> Any:
     from gpushare.pause.record import RUNNING, paused_jobs
     from gpushare.show.result import Column, Result, Table
 
-    jobs = [one for one in paused_jobs(host) if one.pause.state != RUNNING or not one.kept(host)]
-    rows = [row(one) | {"guarded": one.kept(host)} for one in jobs]
+    jobs = [one for one in paused_jobs(host) if one.state != RUNNING or not one.kept(host)]
+    rows = [row(one, host.uid) | {"guarded": one.kept(host)} for one in jobs]
     shown = [{**one, "processes": " ".join(str(process["pid"]) for process in one["processes"])} for one in rows]
     columns = (
         Column(key="pid", title="pid", right=True),
@@ -152,7 +160,7 @@ def listed(host: Host) -> Any:
         Column(key="processes", title="processes", rank=3),
     )
     notes = [
-        f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pause.pid}"
+        f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pid}"
         for one in jobs
         if not one.kept(host)
     ]

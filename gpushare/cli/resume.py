@@ -11,6 +11,7 @@ from gpushare.cli.options import ChangingCommand, settings
 from gpushare.errors import BadCombination, BadUsage, GpushareError
 
 if TYPE_CHECKING:
+    from gpushare.host.host import Host
     from gpushare.pause.record import PausedJob
     from gpushare.plan import Step
 
@@ -48,7 +49,8 @@ def resume(
         return [
             one
             for one in paused_jobs(host, shared=False)
-            if not (one.pause.by_run and one.kept(host)) and held.isdisjoint(one.identities)
+            if not (one.by_run and one.kept(host))
+            and held.isdisjoint((each.pid, each.started) for each in one.channels)
         ]
 
     if settings.dry_run:
@@ -71,10 +73,10 @@ def resume(
                     done.append((one, step))
                 except GpushareError as error:
                     errors.append(error)
-    return _result(done, errors)
+    return _result(host, done, errors)
 
 
-def _result(done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
+def _result(host: Host, done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
     from dataclasses import replace
 
     from gpushare.cli.pause import row
@@ -83,7 +85,7 @@ def _result(done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareErr
     result = plan_result("resume", [step for _, step in done], dry_run=False)
     return replace(
         result,
-        data={**result.data, "jobs": [row(job) for job, _ in done]},
+        data={**result.data, "jobs": [row(job, host.uid) for job, _ in done]},
         text=None if done or errors else "no job is paused",
         tables=result.tables if done else (),
         errors=tuple(errors),

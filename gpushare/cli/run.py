@@ -609,7 +609,7 @@ def _started(host: Host, device: Device, command: Sequence[str], options: RunOpt
 
     group: Sequence[Any] = ()
     # A dozen files are read only where such a job has run.
-    if any((directory / "group").is_dir() for directory in host.own_run_directories):
+    if host.has_records("group"):
         from gpushare.run.group import members
 
         group = members(host, device)
@@ -1231,7 +1231,7 @@ def _grouped(
     title = "production" if process is None else process.title
     production, adapting = None, None
     if process is not None:
-        production = ProductionJob(host, device, process.pid, process.started_at, process.name)
+        production = ProductionJob(host, device, process.pid, process.started, process.name)
     if roles.adapt and process is not None:
         adapting = Adapting(roles.keep, _source(host, process))
     for text in spared.notes:
@@ -1353,9 +1353,7 @@ def _paused(
         note("there are no limits outside MPS: --threads, --memory and --priority are ignored")
     for text in (*([NOT_PROTECTED] if mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
         note(text)
-    production = ProductionJob(
-        host, device, process.pid, process.started_at, process.name, always=roles.duty is not None
-    )
+    production = ProductionJob(host, device, process.pid, process.started, process.name, always=roles.duty is not None)
     share = PausingShare(
         MpsShare(host, device, limits) if mps else PlainShare(host, device),
         host,
@@ -1407,7 +1405,7 @@ def _yielding(
     options = replace(options, limits=limits)
     if settings.dry_run:
         return start(options)
-    production = ProductionJob(host, device, process.pid, process.started_at, process.name)
+    production = ProductionJob(host, device, process.pid, process.started, process.name)
     return Yielding(production=production, title=process.title, options=options, start=start, say=note).run()
 
 
@@ -1521,7 +1519,7 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
         driver = host.nvml.driver_version()
         note(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
     else:
-        found = best_caps(read_bench(farming.bench)).get(copies)
+        found = next((cap for cap in best_caps(read_bench(farming.bench)) if cap.copies == copies), None)
         if found is None:
             raise NotFound(
                 f"{farming.bench} has no measurement of {format_copies(copies)} under MPS",

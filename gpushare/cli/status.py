@@ -76,11 +76,7 @@ def status(
 
 def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the names of the jobs that processes belong to."""
-    from gpushare.snapshot import has_directory
-
-    if not any(gpu.processes for gpu in snapshot.gpus) or not (
-        has_directory(host, "jobs") or has_directory(host, "production")
-    ):
+    if not any(gpu.processes for gpu in snapshot.gpus) or not host.has_records("jobs"):
         return snapshot
     from gpushare.run.jobs import job_names
 
@@ -102,21 +98,11 @@ def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
     from gpushare.snapshot import has_claims
 
-    if not has_claims(host, LEDGER) and not _has_swaps(host):
+    if not has_claims(host, LEDGER) and not host.has_records("swap"):
         return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
     from gpushare.memory.look import with_ledger
 
     return with_ledger(host, snapshot)
-
-
-def _has_swaps(host: Host) -> bool:
-    from gpushare.snapshot import has_directory
-
-    if not has_directory(host, "swap"):
-        return False
-    from gpushare.host.users import has_records
-
-    return has_records(host, "swap")
 
 
 def _without_reservations(gpu: Gpu) -> Gpu:

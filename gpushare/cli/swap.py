@@ -149,7 +149,7 @@ def back_in(
     request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
     limits = kept_limits(host).without(os.geteuid())
     done: list[Swap] = []
-    pids = " ".join(str(pid) for pid, _ in swap.living(host))
+    pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
     what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
     undo = f"gpushare swap out {swap.selector}"
     step = Step(
@@ -257,7 +257,7 @@ def _consent(host: Host, swap: Swap) -> Any:
     """Return what to ask before another user's job comes back, as root."""
     from gpushare.run.jobs import Job, consent_to
 
-    pids = [pid for pid, _ in swap.living(host)]
+    pids = [pid for pid, _, _ in swap.living(host)]
     info = host.processes.describe(pids[0]) if pids else None
     job = Job(
         pid=swap.pid,
@@ -272,6 +272,7 @@ def _consent(host: Host, swap: Swap) -> Any:
 
 def _row(swap: Swap) -> dict[str, Any]:
     from gpushare.host.capabilities import user_name
+    from gpushare.host.store import wall_time
 
     return {
         "pid": swap.pid,
@@ -283,7 +284,7 @@ def _row(swap: Swap) -> dict[str, Any]:
         "state": swap.state,
         "memory_bytes": swap.memory_bytes,
         "gpu_uuid": swap.gpu_uuid,
-        "since": swap.since,
+        "since": wall_time(swap.since),
         "out_seconds": swap.out_seconds,
         "processes": [{"pid": pid, "memory_bytes": size} for pid, _, size in swap.images],
     }

@@ -25,6 +25,7 @@ from gpushare.errors import (
     or_none,
     system_error,
 )
+from gpushare.host.identity import uptime
 from gpushare.host.machine import Xid
 from gpushare.host.records import read_bounded
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
@@ -590,18 +591,18 @@ def _pauses(seen: Examination) -> Iterator[Check]:
 
     jobs, wrong = paused_jobs(seen.host), False
     for job in jobs:
-        remedy = _as_keeper(job.keeper_uid, job.path, f"resume {job.pause.pid}")
-        age = time.time() - job.pause.since
+        remedy = _as_keeper(job.keeper_uid, job.path, f"resume {job.pid}")
+        age = uptime() - job.since
         if not job.kept(seen.host):
             wrong = True
             yield Check.warning(
                 "pause.guard",
-                seen=f"{job.title} is paused, and {'the gpushare run that paused it' if job.pause.by_run else 'its guard'}"
+                seen=f"{job.title} is paused, and {'the gpushare run that paused it' if job.by_run else 'its guard'}"
                 " is gone",
                 why="its channels stay off the GPU, and nothing resumes it in time",
                 remedy=remedy,
             )
-        elif age > _LONG_PAUSE_SECONDS and job.pause.until is None and not job.pause.by_run:
+        elif age > _LONG_PAUSE_SECONDS and job.until is None and not job.by_run:
             wrong = True
             yield Check.warning(
                 "pause.long",
@@ -627,7 +628,7 @@ def _swaps(seen: Examination) -> Iterator[Check]:
     found = [one for one in swaps(seen.host) if one.state != BACK]
     wrong = False
     for one in found:
-        age = time.time() - one.since
+        age = uptime() - one.since
         # `since` is when it left; the record was written again when it began to come back.
         with contextlib.suppress(OSError):
             age = age if one.state == OUT else time.time() - one.path.stat().st_mtime
@@ -637,7 +638,7 @@ def _swaps(seen: Examination) -> Iterator[Check]:
                 "swap.lost",
                 seen=f"{one.title} is lost: the driver could not put it back on the GPU",
                 why="the driver never repeats a failed restore, so the job cannot continue",
-                remedy=f"end it: {'' if one.keeper_uid is None else 'sudo '}kill -9 {one.pid}",
+                remedy=f"end it: {'' if one.keeper_uid is None else 'sudo '}kill -9 {' '.join(str(each.pid) for each in one.images)}",
             )
         elif one.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
             finding = Check.warning(
@@ -692,7 +693,7 @@ def _keeps_no_memory(seen: Examination, pid: int) -> bool:
         return True
     from gpushare.memory.swap import BACK, swaps
 
-    return any(pid == image for one in swaps(seen.host) if one.state != BACK for image, _, _ in one.images)
+    return any(pid == image.pid for swap in swaps(seen.host) if swap.state != BACK for image in swap.images)
 
 
 def _unlisted(seen: Examination) -> Iterator[Check]:

@@ -368,7 +368,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
 
 def _is_of_unit(seen: Examination, found: FoundDaemon) -> bool:
     """Return whether a systemd unit of `gpushare export systemd` runs it."""
-    return unit_device(seen.host, found, seen.answering) is not None
+    return unit_device(found, seen.answering) is not None
 
 
 def _quit(daemon: MpsDaemon) -> str:

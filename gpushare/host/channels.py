@@ -35,11 +35,12 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.identity import Identity, real_uid
+from gpushare.typed import NOT_STORED, Count, Pid, Shown, parsed
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -164,15 +165,15 @@ class Group:
     group and several copy groups. ``gpu`` is the UUID of the GPU.
     """
 
-    descriptor: int
-    client: int
-    handle: int
-    subdevice: int
-    gpu: str | None
+    descriptor: Count
+    client: Count
+    handle: Count
+    subdevice: Count
+    gpu: Shown | None
     engine: str
-    classes: tuple[int, ...]
-    channels: tuple[int, ...]
-    slice_us: int | None
+    classes: tuple[Count, ...]
+    channels: tuple[Count, ...]
+    slice_us: Count | None
     under_mps: bool = False
 
 
@@ -184,10 +185,10 @@ class Channels:
     ``seconds`` is how long the scan took, without the start of the child process.
     """
 
-    pid: int
-    started: int
+    pid: Pid
+    started: Count
     groups: tuple[Group, ...]
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, metadata=NOT_STORED)
 
     @functools.cached_property
     def wire(self) -> list[_Wire]:
@@ -203,31 +204,6 @@ class Channels:
     def under_mps(self) -> bool:
         """Return whether the process is a client of MPS. The server itself is not."""
         return any(group.under_mps for group in self.groups)
-
-    def record(self) -> dict[str, Any]:
-        """Return this as JSON values, for `from_record`."""
-        return asdict(self)
-
-
-def from_record(record: Mapping[str, Any]) -> Channels | None:
-    """Return what `Channels.record` wrote, or None for anything else."""
-    try:
-        groups = tuple(
-            Group(**{**group, "classes": _numbers(group["classes"]), "channels": _numbers(group["channels"])})
-            for group in record["groups"]
-        )
-        numbers = [n for group in groups for n in (group.descriptor, group.client, group.handle, group.subdevice)]
-        _numbers([record["pid"], record["started"], *numbers])
-        return Channels(pid=record["pid"], started=record["started"], groups=groups)
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 63 for value in found):
-        raise ValueError(found)
-    return found
 
 
 # -- in the child process ----------------------------------------------------------------------------------------------
@@ -1191,10 +1167,12 @@ class ChannelControl:
     def _found(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
         pid = request["pid"]
         reply = self._asked(request, pid, seconds)
-        found = from_record({"pid": pid, "started": reply["started"], "groups": reply["groups"]})
-        if found is None or not found.compute:
+        channels: Channels | None = None
+        with contextlib.suppress(ValueError):
+            channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
+        if channels is None or not channels.compute:
             raise _error("internal", pid, "its answer names no groups", None)
-        return Channels(pid=pid, started=found.started, groups=found.groups, seconds=float(reply["seconds"]))
+        return replace(channels, seconds=float(reply["seconds"]))
 
     def read_slices(self, channels: Channels) -> tuple[int, ...]:
         """Return the slices of the compute groups in microseconds. Raises like `set_slice`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -90,9 +91,8 @@ def _local_checkpoint() -> Checkpoint:
 class Host:
     """A host, real or simulated.
 
-    ``run_directory`` has our MPS daemons and undo records; ``earlier_run_directories`` are this user's too: what an older
-    gpushare left there is found and ended, and nothing new is made. ``shared_run_directories`` are those of others that
-    this user may use (root's). ``state_directory`` survives reboots; ``shared_state_directories`` are those of others. ``uid`` is
+    ``run_directory`` has our MPS daemons and undo records. ``shared_run_directories`` are those of others that this user may
+    use (root's). ``state_directory`` survives reboots; ``shared_state_directories`` are those of others. ``uid`` is
     the user that commands run as.
     """
 
@@ -119,18 +119,32 @@ class Host:
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
     user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_nobody_else)
     shared_run_directories: Sequence[Path] = field(default=())
-    earlier_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
-
-    @property
-    def own_run_directories(self) -> tuple[Path, ...]:
-        """Return the run directories of this user, first the one for what is new."""
-        return (self.run_directory, *self.earlier_run_directories)
 
     @property
     def run_directories(self) -> tuple[Path, ...]:
         """Return the run directories in which this user finds daemons and jobs: this user's, then root's."""
-        return (*self.own_run_directories, *self.shared_run_directories)
+        return (self.run_directory, *self.shared_run_directories)
+
+    def has_records(self, directory: str) -> bool:
+        """Return whether there may be a record in such a run directory: of this user or root, or to root of any user.
+
+        Only names are read, so that what reads the records need not be loaded.
+        """
+        for run_directory in self.run_directories:
+            with contextlib.suppress(OSError):
+                if _any_record(os.listdir(run_directory / directory)):
+                    return True
+        users = self.user_directories()
+        if not users:
+            return False
+        from gpushare.host.users import opened_user
+
+        for user in users:
+            with contextlib.suppress(OSError), opened_user(user, directory) as inside:
+                if _any_record(os.listdir(inside)):
+                    return True
+        return False
 
     @property
     def policy(self) -> ComputePolicy:
@@ -139,6 +153,10 @@ class Host:
     @property
     def is_simulated(self) -> bool:
         return self.spec.startswith("sim:")
+
+
+def _any_record(names: Sequence[str]) -> bool:
+    return any(name.endswith(".json") for name in names)
 
 
 def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody_else) -> Host:
@@ -159,7 +177,6 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody
         uid=uid,
         user_directories=user_directories if uid == 0 else _nobody_else,
         shared_run_directories=shared,
-        earlier_run_directories=earlier_run_directories(uid, run_directory),
         shared_state_directories=shared_state,
     )
 
@@ -170,7 +187,8 @@ def local_run_directory(uid: int) -> Path:
     ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; else ``/tmp/gpushare-UID``. It is the same whether there is a login
     session (ssh, cron, ``sudo -u``, a service), so XDG_RUNTIME_DIR does not count; and it outlives the session, as jobs do:
     systemd removes ``/run/user/UID`` at the last logout. The others are for a ``/tmp`` that this user cannot have, as when
-    another user has made that name first. Short, because a pipe directory may have 87 bytes.
+    another user has made that name first: the last is in the state directory. Short, because a pipe directory may have 87
+    bytes.
     """
     explicit = os.environ.get("GPUSHARE_RUN_DIR")
     if explicit:
@@ -181,34 +199,22 @@ def local_run_directory(uid: int) -> Path:
     return Path(next((one for one in places if _can_have(one, uid)), places[0]))
 
 
-def earlier_run_directories(uid: int, run_directory: Path) -> tuple[Path, ...]:
-    """Return the other directories of a user where an older gpushare, which asked XDG_RUNTIME_DIR and TMPDIR, had its own."""
-    if uid == 0 or os.environ.get("GPUSHARE_RUN_DIR"):
-        return ()
-    return tuple(Path(one) for one in _places(uid) if one != str(run_directory) and _owner(one) == uid)
-
-
 def _places(uid: int) -> list[str]:
-    """Return where the run directory of a user may be. What depends on the environment comes last."""
-    places = [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare"]
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        places.append(os.path.join(os.path.realpath(runtime), "gpushare"))
-    if temporary := os.environ.get("TMPDIR"):
-        places.append(os.path.join(os.path.realpath(temporary), f"gpushare-{uid}"))
-    return list(dict.fromkeys(places))
+    """Return where the run directory of a user may be."""
+    return [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare", str(local_state_directory(uid) / "run")]
 
 
 def _can_have(place: str, uid: int) -> bool:
-    owner = _owner(place)
-    return owner == uid or (owner is None and os.access(os.path.dirname(place), os.W_OK | os.X_OK))
-
-
-def _owner(place: str) -> int | None:
-    """Return the owner of a directory, or of what is in its place; None: nothing is, or it cannot be seen."""
+    """Return whether a user has a directory there, or may make one."""
     try:
-        return os.lstat(place).st_uid
+        return os.lstat(place).st_uid == uid
     except OSError:
-        return None
+        pass
+    parent = os.path.dirname(place)
+    # In the home directory the way there may not be made yet.
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return os.access(parent, os.W_OK | os.X_OK)
 
 
 def local_state_directory(uid: int) -> Path:
@@ -271,7 +277,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
     if strangers:
         raise NoPermission(
             f"the directory {path} belongs to user {strangers.pop()}",
-            f"remove it, or set {variable} to a directory of your own",
+            f"set {variable} to a directory of your own",
             code="wrong_owner",
         )
     if not os.access(path, os.W_OK | os.X_OK):

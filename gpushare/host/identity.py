@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import signal as signals
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,6 +22,8 @@ _MOST_MAPS: Final = 16 << 20
 _KERNEL_THREAD: Final = 0x00200000
 # Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# _IO(0xb7, 4) of linux/nsfs.h.
+_GET_OWNER_UID: Final = 0xB704
 _GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})
 
@@ -103,6 +107,27 @@ def boot_id() -> str | None:
         return _BOOT_ID.read_bytes().decode("ascii", "replace").strip()
     except OSError:
         return None
+
+
+def uptime() -> float:
+    """Return the seconds since boot, with the time asleep (CLOCK_BOOTTIME): no setting of the clock moves it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def namespace_owner(pid: int) -> int | None:
+    """Return the user who made the user namespace of a process (NS_GET_OWNER_UID, ioctl_ns(2)); None: not visible."""
+    import array
+
+    owner = array.array("I", [0])
+    try:
+        descriptor = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(descriptor, _GET_OWNER_UID, owner)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return owner[0]
 
 
 def pid_space() -> int:

@@ -1,31 +1,28 @@
-"""Small state files: owner check, typed JSON, atomic replace, lock, and what a crash left of them."""
+"""Small files of ours: opened without following links, replaced atomically, locked, and what a crash left of them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import shlex
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
 
-T = TypeVar("T")
-
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # No link is followed, no FIFO waited for.
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
 # The largest of them, a journal of 16 GPUs, has some hundred thousand bytes.
 _MOST_BYTES: Final = 4 << 20
 _USUAL_BYTES: Final = 16 << 10
@@ -36,84 +33,6 @@ _LOCK_POLL_SECONDS: Final = 0.05
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 
 
-def read_trusted(path: Path) -> Any:
-    """Return the JSON of a file that this user or root wrote; None: it does not exist or is broken."""
-    try:
-        return read_understood(path)
-    except (OSError, ValueError):
-        return None
-
-
-def read_understood(path: Path) -> Any:
-    """Like `read_trusted`, but raises for a broken file.
-
-    Files of other users do not count: these files decide which process gets a signal, and where a program runs. A link,
-    FIFO or device in place of the file is never followed or waited for.
-
-    Raises:
-        OSError: it does not exist (FileNotFoundError), or cannot be read.
-        ValueError: not a regular file, another user's, too large, or not JSON; the message says which.
-    """
-    return json_of(read_bounded(path))
-
-
-def json_of(text: bytes) -> Any:
-    """Return the JSON of a record; raises ValueError if it is none."""
-    try:
-        return json.loads(text, parse_int=_whole)
-    except (ValueError, RecursionError):
-        # UnicodeDecodeError is a ValueError, too.
-        raise ValueError("it is not JSON" if text else "it is empty") from None
-
-
-# Checks by type of field. JSON may write a float without a decimal point.
-_FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "None": lambda value: value is None,
-    "bool": lambda value: isinstance(value, bool),
-    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "tuple[str, ...]": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
-}
-
-
-def record_from(kind: type[T], raw: Any) -> T | None:
-    """Return the dataclass from parsed JSON; None: a field is missing or has another type.
-
-    Fields have the types in `_FITS`, or unions of them. Unknown keys, of a newer gpushare, are left out.
-    """
-    if not isinstance(raw, dict):
-        return None
-    found: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.name not in raw:
-            if field.default is MISSING and field.default_factory is MISSING:
-                return None
-            continue
-        value = raw[field.name]
-        if not any(_FITS[one](value) for one in field.type.split(" | ")):
-            return None
-        found[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**found)
-
-
-def is_shown(text: str | None) -> bool:
-    """Return whether a name or UUID of a record that others may have written can be shown: short, plain, or none."""
-    return text is None or (len(text) <= 64 and re.fullmatch(r"\w[\w.-]*", text, re.ASCII) is not None)
-
-
-def is_time(seconds: float) -> bool:
-    """Return whether a number of a record can be a time in seconds since 1970."""
-    return 0 <= seconds < 1 << 36
-
-
-def _whole(text: str) -> int:
-    """Return a whole number of at most 64 bits; we never write a longer one."""
-    if len(text) > 20:
-        raise ValueError(text[:20])
-    return int(text)
-
-
 def read_bounded(path: Path) -> bytes:
     """Return the bytes of a small regular file that this user or root wrote.
 
@@ -121,38 +40,53 @@ def read_bounded(path: Path) -> bytes:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
-    return _checked_bytes(_opened(path))
+    return _checked_bytes(_opened(path), None, _MOST_BYTES)
 
 
-def _checked_bytes(descriptor: int, owner: int | None = None) -> bytes:
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        why = _distrusted(found, owner) or _open_to_others(found, 0o022)
-        if why is not None:
-            raise ValueError(why)
-        # Room for the largest record takes longer to get than a usual one to read.
-        text = file.read(_USUAL_BYTES)
-        if len(text) == _USUAL_BYTES:
-            text += file.read(_MOST_BYTES + 1 - _USUAL_BYTES)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
-        return text
-
-
-def read_own(path: str, *, directory: int, owner: int | None = None) -> bytes:
-    """Return the bytes of a file in an open directory that root or this user wrote, or with ``owner`` that user alone.
+def read_own(path: str, *, directory: int, owners: frozenset[int] | None = None, most: int = _MOST_BYTES) -> bytes:
+    """Return the bytes of a file in an open directory that root or this user wrote; with ``owners`` one of these, as a record.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
-        ValueError: not a regular file, another user's, writable for others, or too long; the message says which.
+        ValueError: not a regular file, another user's, writable for others, longer than ``most`` bytes, or a record with
+            several names (hard links); the message says which.
     """
-    try:
-        descriptor = os.open(os.path.basename(path), os.O_RDONLY | _SAFE, dir_fd=directory)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a symbolic link") from None
-        raise
-    return _checked_bytes(descriptor, owner)
+    descriptor = _opened(os.path.basename(path), directory)
+    return _checked_bytes(descriptor, owners, most)
+
+
+def _checked_bytes(descriptor: int, owners: frozenset[int] | None, most: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        stated = os.fstat(descriptor)
+        why = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+        if owners is not None and stated.st_nlink > 1:
+            why = why or "it has several names (hard links)"
+        if why is not None:
+            raise ValueError(why)
+        # Room for the largest file takes longer to get than a usual one to read.
+        text = file.read(_USUAL_BYTES)
+        if len(text) == _USUAL_BYTES:
+            text += file.read(most + 1 - _USUAL_BYTES)
+        if len(text) > most:
+            raise ValueError(f"it is longer than {most} bytes")
+        return text
+
+
+@contextlib.contextmanager
+def opened_below(directory: int, below: str, owners: frozenset[int]) -> Iterator[int]:
+    """Open a directory below an open one, name by name: each belongs to one of the owners, is no link, and closed to others.
+
+    Raises:
+        OSError: one is not.
+    """
+    with contextlib.ExitStack() as opened:
+        for name in filter(None, below.split("/")):
+            directory = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            opened.callback(os.close, directory)
+            stated = os.fstat(directory)
+            if stated.st_uid not in owners or stated.st_mode & 0o022:
+                raise PermissionError(errno.EPERM, "it belongs to another user, or others may write it", name)
+        yield directory
 
 
 def read_tail(path: Path, most: int) -> str:
@@ -180,9 +114,9 @@ def understood_tail(path: Path, most: int) -> str:
         return file.read(most).decode(errors="replace")
 
 
-def _opened(path: Path) -> int:
+def _opened(path: Path | str, directory: int | None = None) -> int:
     try:
-        return os.open(path, os.O_RDONLY | _SAFE)
+        return os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a symbolic link") from None
@@ -193,12 +127,11 @@ def _open_to_others(found: os.stat_result, forbidden: int) -> str | None:
     return f"others may write it (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & forbidden else None
 
 
-def _distrusted(found: os.stat_result, owner: int | None = None) -> str | None:
-    """Return why an open file cannot be one of ours, or with ``owner`` of that user, or None."""
-    if not stat.S_ISREG(found.st_mode):
+def _distrusted(stated: os.stat_result, owners: frozenset[int] | None = None) -> str | None:
+    """Return why an open file cannot be one of its owners', by default root's or this user's, or None."""
+    if not stat.S_ISREG(stated.st_mode):
         return "it is not a regular file"
-    owners = {os.geteuid(), 0} if owner is None else {owner}
-    return None if found.st_uid in owners else f"it belongs to user {found.st_uid}"
+    return None if stated.st_uid in (owners or {os.geteuid(), 0}) else f"it belongs to user {stated.st_uid}"
 
 
 @contextlib.contextmanager
@@ -269,8 +202,7 @@ def _flocked(descriptor: int) -> bool:
 def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
     """Return the descriptor of a lock file, created if it does not exist; it is not locked yet.
 
-    Only its owner and root can open it, because anybody who can read a file can lock it. One that an older gpushare
-    created for everybody is closed to others.
+    Only its owner and root can open it, because anybody who can read a file can lock it.
 
     Raises:
         NoPermission, OperationFailed: as `writing`.

@@ -16,7 +16,7 @@ from gpushare.mig.grant import plan_reapply
 from gpushare.mig.profile import Layout
 from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
-from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, pipe_users, unit_at
+from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, pipe_directory, pipe_users, unit_at
 from gpushare.mps.limits import Limits
 from gpushare.units import mps_memory_readback, parse_memory_limit
 
@@ -35,14 +35,14 @@ def is_unit(daemon: MpsDaemon) -> bool:
 
 def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
-    devices = [unit_device(host, one, gpus) for one in found]
+    devices = [unit_device(one, gpus) for one in found]
     return [
         one if uuid is None else replace(one, daemon=_served(host, one.daemon, uuid))
         for one, uuid in zip(found, devices, strict=True)
     ]
 
 
-def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
+def unit_device(found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
     """Return the UUID of the device that a unit's daemon serves, or None when no unit runs it.
 
     Any user can start a program that claims to listen there: only root's and our own processes count.
@@ -51,12 +51,7 @@ def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | No
     if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
         return None
     uuids = [uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
-    for uuid in uuids:
-        if where == pipe_directory(uuid):
-            return uuid
-    # Devices can share the directory of an older unit; the daemon's environment names its device.
-    visible = (host.processes.environment(found.daemon.pid or 0) or {}).get("CUDA_VISIBLE_DEVICES")
-    return next((uuid for uuid in uuids if uuid == visible and where == old_pipe_directory(uuid)), None)
+    return next((uuid for uuid in uuids if where == pipe_directory(uuid)), None)
 
 
 def _served(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:

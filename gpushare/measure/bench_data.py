@@ -613,7 +613,7 @@ def _percentage(values: Iterable[float | None]) -> float | None:
     return None if value is None else round(min(100.0, max(0.0, value)), 1)
 
 
-def best_caps(data: Mapping[str, Any]) -> dict[int, BenchedCap]:
+def best_caps(data: Mapping[str, Any]) -> list[BenchedCap]:
     """Return the best cap under MPS for each number of copies that was measured under MPS without failure.
 
     If the pick of the benchmark is under MPS, it is used: the simplest of the ways that do not differ.
@@ -633,15 +633,16 @@ def best_caps(data: Mapping[str, Any]) -> dict[int, BenchedCap]:
             or (_mean_throughput(cell) > _mean_throughput(before) and picks.get(copies) != before["way"])
         ):
             found[copies] = cell
-    return {
-        copies: BenchedCap(
+    return [
+        BenchedCap(
+            copies=copies,
             threads_percent=_percent(cell),
             best=picks.get(copies, cell["way"]) == cell["way"],
             date=date,
             driver=data.get("driver"),
         )
         for copies, cell in found.items()
-    }
+    ]
 
 
 def _mean_throughput(cell: Mapping[str, Any]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.host.capabilities import user_name
+from gpushare.host.store import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
 from gpushare.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
@@ -102,6 +103,6 @@ def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
         memory_bytes=swap.memory_bytes,
         gpu_index=indexes.get(swap.gpu_uuid),
         gpu_uuid=swap.gpu_uuid,
-        since=swap.since,
+        since=wall_time(swap.since),
         user=None if swap.uid is None else user_name(swap.uid),
     )

@@ -7,40 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.host.store import Kept, RecordStore
+from gpushare.typed import Percent, Within
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-_DIRECTORY: Final = "peaks"
 # Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000
 _MOST_PAIRS: Final = 16
-_MOST_BYTES: Final = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Kept):
     """A command on one model of GPU. Unknown is None."""
 
     # The peak over all processes of one copy, contexts included.
-    memory_bytes: int | None = None
+    memory_bytes: Annotated[int, Within(1, 1 << 50)] | None = None
     # It was still growing when it ended for want of memory: it needs more.
     short: bool = False
     # Alone on a whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran.
-    sm_percent: float | None = None
-    dram_percent: float | None = None
-    busy_percent: float | None = None
+    sm_percent: Percent | None = None
+    dram_percent: Percent | None = None
+    busy_percent: Percent | None = None
     # The part of its speed that it kept next to another command: "DIGEST 0.93".
     pairs: tuple[str, ...] = ()
 
@@ -67,11 +64,12 @@ class Profile:
         return replace(self, pairs=tuple(f"{name} {share:g}" for name, share in list(shares.items())[-_MOST_PAIRS:]))
 
 
+PROFILES: Final = RecordStore(Profile, "peaks", "the peak of a command", lasting=True, mode=0o600)
+
+
 def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile | None:
     """Return what is known of a command on such a GPU; None: it has not run here."""
-    if not is_trusted_directory(host.state_directory, _DIRECTORY):
-        return None
-    return _read(_path(host, device, command))
+    return PROFILES.read(PROFILES.path(host, digest_of(device, command)))
 
 
 class Known:
@@ -79,9 +77,8 @@ class Known:
 
     def __init__(self, host: Host) -> None:
         self._host, self._names = host, frozenset[str]()
-        if is_trusted_directory(host.state_directory, _DIRECTORY):
-            with contextlib.suppress(OSError):
-                self._names = frozenset(os.listdir(host.state_directory / _DIRECTORY))
+        with contextlib.suppress(OSError):
+            self._names = frozenset(os.listdir(PROFILES.path(host, "").parent))
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -91,9 +88,9 @@ class Known:
         for command in _commands(words):
             digest = digest_of(device, command)
             if f"{digest}.json" in self._names:
-                found = _read(self._host.state_directory / _DIRECTORY / f"{digest}.json")
-                if found is not None:
-                    return digest, found
+                profile = PROFILES.read(PROFILES.path(self._host, digest))
+                if profile is not None:
+                    return digest, profile
         return None
 
 
@@ -115,10 +112,8 @@ def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Pr
     merged = profile if before is None else _merged(before, profile)
     if merged == before:
         return
-    path = _path(host, device, command)
-    make_private_directory(path.parent, variable="GPUSHARE_STATE_DIR")
-    with writing(path, "which keeps the peak"):
-        replace_file(path, json.dumps(asdict(merged)), mode=0o600)
+    path = PROFILES.path(host, digest_of(device, command))
+    PROFILES.write(replace(merged, path=path))
     _drop_oldest(path.parent)
 
 
@@ -126,18 +121,6 @@ def digest_of(device: Device, command: Sequence[str]) -> str:
     """Return the name under which a command is kept. The command line may hold a secret, so only its digest is."""
     words = "\0".join((device.gpu.name or "", *command)).encode(errors="surrogateescape")
     return hashlib.sha256(words).hexdigest()[:24]
-
-
-def _path(host: Host, device: Device, command: Sequence[str]) -> Path:
-    return host.state_directory / _DIRECTORY / f"{digest_of(device, command)}.json"
-
-
-def _read(path: Path) -> Profile | None:
-    found = record_from(Profile, read_trusted(path))
-    if found is None or not (found.memory_bytes is None or 0 < found.memory_bytes < _MOST_BYTES):
-        return None
-    percents = (found.sm_percent, found.dram_percent, found.busy_percent)
-    return found if all(one is None or 0 <= one <= 100 for one in percents) else None
 
 
 def _merged(before: Profile, new: Profile) -> Profile:
@@ -151,16 +134,8 @@ def _merged(before: Profile, new: Profile) -> Profile:
     pairs = before
     for digest, kept in new.kept.items():
         pairs = pairs.next_to(digest, kept)
-    return Profile(
-        memory_bytes=max(known, peak) or None,
-        short=short,
-        **(
-            {"sm_percent": before.sm_percent, "dram_percent": before.dram_percent, "busy_percent": before.busy_percent}
-            if new.use_percent is None
-            else {"sm_percent": new.sm_percent, "dram_percent": new.dram_percent, "busy_percent": new.busy_percent}
-        ),
-        pairs=pairs.pairs,
-    )
+    use = before if new.use_percent is None else new
+    return replace(use, memory_bytes=max(known, peak) or None, short=short, pairs=pairs.pairs)
 
 
 def _drop_oldest(directory: Path) -> None:

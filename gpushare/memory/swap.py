@@ -8,16 +8,15 @@ process is locked, and a guard (`guard.py`) completes or takes back what gpushar
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, Annotated, Final, NamedTuple, cast
 
 import gpushare
 from gpushare.errors import (
@@ -32,23 +31,19 @@ from gpushare.errors import (
 )
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.identity import boot_id, pid_space
+from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
-from gpushare.host.records import directory_locked, is_shown, is_time, read_trusted, record_from, replace_file, writing
+from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.pause.record import paused_since
+from gpushare.typed import Count, Most, Pid, Shown
 from gpushare.units import MIB, format_apart, format_bytes
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
 
-SCHEMA: Final = 1
-WHAT: Final = "the record of a swapped job"
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
-_STATES: Final = frozenset({LEAVING, OUT, RETURNING, BACK, LOST})
-_DIRECTORY: Final = "swap"
 LOCK_SECONDS: Final = 10.0
 # A job that starts processes on the GPU while it goes out is looked at this often.
 _ROUNDS: Final = 3
@@ -70,30 +65,32 @@ class OnGpu(NamedTuple):
     under_mps: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Swap:
-    """A job that is out, or on its way. ``images`` are its processes with start and bytes, in the order of leaving.
+class Image(NamedTuple):
+    """A process of a job that is out, or on its way: its identity, and the bytes that it holds in host memory or on the GPU."""
 
-    ``gpu_uuid`` is where it comes back. ``since`` is in seconds since 1970, ``out_seconds`` how long leaving took.
-    ``restored``: it was swapped before, so its end needs care (`lay_down`).
+    pid: Pid
+    started: Count
+    memory_bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap(Kept):
+    """A job that is out, or on its way. ``images`` are its processes, in the order of leaving.
+
+    ``gpu_uuid`` is where it comes back. ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
+    ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`).
     """
 
-    pid: int
-    started: int
-    name: str | None
+    pid: Pid
+    started: Count
+    name: Shown | None
     uid: int | None
-    gpu_uuid: str
-    state: str
-    since: float
-    images: tuple[tuple[int, int, int], ...]
+    gpu_uuid: Shown
+    state: Annotated[str, {LEAVING, OUT, RETURNING, BACK, LOST}.__contains__]
+    since: Past
+    images: Annotated[tuple[Image, ...], Most(256)]
     out_seconds: float | None = None
     restored: bool = False
-    # PIDs are only valid in one PID namespace, and until the next boot; None: an older gpushare's.
-    boot: str | None = None
-    space: int | None = None
-    path: Path = Path()
-    # Who has swapped it, if that is not this user: root, or for root another user.
-    keeper_uid: int | None = None
 
     @property
     def title(self) -> str:
@@ -101,7 +98,7 @@ class Swap:
 
     def is_named(self, text: str) -> bool:
         """Return whether this is its name, or the PID of one of its processes."""
-        return text in {self.name, str(self.pid), *(str(pid) for pid, _, _ in self.images)}
+        return text in {self.name, str(self.pid), *(str(image.pid) for image in self.images)}
 
     @property
     def selector(self) -> str:
@@ -110,52 +107,45 @@ class Swap:
     @property
     def memory_bytes(self) -> int:
         """Return what it holds, in host memory or on the GPU."""
-        return sum(size for _, _, size in self.images)
+        return sum(image.memory_bytes for image in self.images)
 
-    def living(self, host: Host) -> list[tuple[int, int]]:
-        """Return PID and bytes of its processes that still run."""
-        return [(pid, size) for pid, _, size in self.living_images(host)]
-
-    def living_images(self, host: Host) -> tuple[tuple[int, int, int], ...]:
+    def living(self, host: Host) -> tuple[Image, ...]:
         """Return the images of its processes that still run."""
-        if self.boot not in {None, boot_id()}:
-            return ()
-        return tuple(one for one in self.images if host.processes.identity(one[0]) == one[:2])
+        return tuple(image for image in self.images if host.processes.identity(image.pid) == image[:2])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    pid: int
-    started: int
-    name: str | None
-    uid: int | None
-    gpu_uuid: str
-    state: str
-    since: float
-    out_seconds: float | None
-    schema: int
-    restored: bool = False
-    boot: str | None = None
-    space: int | None = None
+SWAPS: Final = RecordStore(Swap, "swap", "the record of a swapped job", durable=True)
 
 
 def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     """Return the jobs with a record, each with its processes that still run: this user's, and with ``shared`` root's.
 
-    Root sees those of all users. A job that its user and root have swapped has two records: the later one counts. This
-    user's records of jobs that have ended are removed.
+    Root sees those of all users. Of two records of one job, which its user and root have swapped, root's counts while the
+    job is out by it, else the later. This user's records of jobs that have ended are removed.
     """
-    own = _own_records(host)
-    if not all(one.living_images(host) for one in own):
+    records = SWAPS.all(host, shared=shared)
+    if not all(swap.living(host) for swap in records if swap.keeper_uid is None):
         forget_ended(host)
-    found = own if not shared else [*own, *_records_of_others(host)]
-    there = [replace(one, images=living) for one in found if (living := one.living_images(host))]
+    here = [
+        _named_after_living(host, replace(swap, images=living)) for swap in records if (living := swap.living(host))
+    ]
     counted: list[Swap] = []
-    # What root has done counts where the times are the same: it has put back what its user had taken out.
-    for one in sorted(there, key=lambda one: (-one.since, not _is_of_root(host, one), one.state == BACK)):
-        if not any(_same(one, other) for other in counted):
-            counted.append(one)
-    return [one for one in there if one in counted]
+    # Where the times are the same, root has put back what its user had taken out.
+    for swap in sorted(
+        here,
+        key=lambda swap: (not _is_of_root(host, swap) or swap.state == BACK, -swap.since, not _is_of_root(host, swap)),
+    ):
+        if not any(_same(swap, other) for other in counted):
+            counted.append(swap)
+    return [swap for swap in here if swap in counted]
+
+
+def _named_after_living(host: Host, swap: Swap) -> Swap:
+    """Return it with the PID of a process that runs: its first one may have ended, and the PID be another's."""
+    if host.processes.identity(swap.pid) == (swap.pid, swap.started):
+        return swap
+    first = swap.images[0]
+    return replace(swap, pid=first.pid, started=first.started)
 
 
 def _is_of_root(host: Host, swap: Swap) -> bool:
@@ -167,56 +157,19 @@ def _same(one: Swap, other: Swap) -> bool:
     return not {image[:2] for image in one.images}.isdisjoint(image[:2] for image in other.images)
 
 
-def _own_records(host: Host) -> list[Swap]:
-    return [one for directory in host.own_run_directories for one in _records(directory)]
-
-
-def _records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
-    """Return the records in a run directory, without those whose PIDs are of another PID namespace."""
-    return [one for one in _all_records(run_directory, keeper_uid) if one.space in {None, pid_space()}]
-
-
-def _all_records(run_directory: Path, keeper_uid: int | None = None) -> list[Swap]:
-    if not is_trusted_directory(run_directory, _DIRECTORY):
-        return []
-    try:
-        paths = sorted((run_directory / _DIRECTORY).glob("*.json"))
-    except OSError:
-        return []
-    read = [_parsed(read_trusted(path), path, keeper_uid) for path in paths]
-    return [one for one in read if one is not None]
-
-
 def check_here(host: Host, text: str) -> None:
     """Raise if a job of this name or PID was swapped in another PID namespace.
 
     Raises:
         NotSupported: it was (code ``pid_namespace``).
     """
-    for one in (one for directory in host.own_run_directories for one in _all_records(directory)):
-        if one.is_named(text) and one.boot == boot_id() and one.space not in {None, pid_space()}:
+    for swap in SWAPS.elsewhere(host):
+        if swap.is_named(text):
             raise NotSupported(
-                f"{one.title} was swapped out in another PID namespace, a container or its host, where PIDs are others",
-                f"run it there: gpushare swap in {one.selector}",
+                f"{swap.title} was swapped out in another PID namespace, a container or its host, where PIDs are others",
+                f"run it there: gpushare swap in {swap.selector}",
                 code="pid_namespace",
             )
-
-
-def _records_of_others(host: Host) -> list[Swap]:
-    """Return root's records, and for root those of all users that speak of nothing but their own processes."""
-    found = [one for directory in host.shared_run_directories for one in _records(directory, 0)]
-    for user in host.user_directories():
-        # Only root has such users.
-        from gpushare.host.users import records_of
-
-        theirs = [_parsed(raw, path, user.uid) for path, raw in records_of(user, _DIRECTORY)]
-        found += [one for one in theirs if one is not None and _is_of_user(host, one, user.uid)]
-    return found
-
-
-def _is_of_user(host: Host, swap: Swap, uid: int) -> bool:
-    infos = [host.processes.describe(pid) for pid, _, _ in swap.living_images(host)]
-    return swap.uid == uid and swap.space == pid_space() and all(one is not None and one.uid == uid for one in infos)
 
 
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
@@ -224,68 +177,23 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
 
     A job that went out while it started has gpushare's PID in its record: then one of its processes, or its name, tells.
     """
-    found = swaps(host)
-    by_pid = next((one for one in found if one.pid == pid), None)
-    inside = next((one for one in found if any(image == pid for image, _, _ in one.images)), None)
+    records = swaps(host)
+    by_pid = next((swap for swap in records if swap.pid == pid), None)
+    inside = next((swap for swap in records if any(image.pid == pid for image in swap.images)), None)
     if by_pid or inside or name is None:
         return by_pid or inside
     # To root, jobs of several users may have this name.
     info = host.processes.describe(pid)
     uids = {None} if info is None else {None, info.uid}
-    return next((one for one in found if one.name == name and one.uid in uids), None)
+    return next((swap for swap in records if swap.name == name and swap.uid in uids), None)
 
 
 def find_in_tree(host: Host, pid: int) -> Swap | None:
     """Return the record of a program, or else of a part of it that was swapped by its own PID."""
-    found = swaps(host)
-    family = set(host.processes.descendants(pid)) if found else set()
-    there = [one for one in found if one.pid == pid or family & {image for image, _, _ in one.images}]
-    return min(there, key=lambda one: one.state == BACK, default=None)
-
-
-def _read(path: Path) -> Swap | None:
-    return _parsed(read_trusted(path), path)
-
-
-def _parsed(raw: Any, path: Path, keeper_uid: int | None = None) -> Swap | None:
-    record = record_from(_Record, raw)
-    images = raw.get("images") if record is not None else None
-    if record is None or record.pid <= 0 or not isinstance(images, list) or not all(_is_image(one) for one in images):
-        return None
-    if record.state not in _STATES or not is_time(record.since):
-        return None
-    if not is_shown(record.name) or not is_shown(record.gpu_uuid):
-        return None
-    values = {name: value for name, value in vars(record).items() if name != "schema"}
-    return Swap(**values, images=tuple(tuple(one) for one in images), path=path, keeper_uid=keeper_uid)
-
-
-def _is_image(raw: Any) -> bool:
-    return isinstance(raw, list) and len(raw) == 3 and all(type(one) is int and 0 <= one < 1 << 63 for one in raw)
-
-
-def write(swap: Swap) -> None:
-    """Write a record to the disk.
-
-    Raises:
-        NoPermission, OperationFailed: it cannot be written; an earlier one stays.
-    """
-    make_private_directory(swap.path.parent.parent)
-    make_private_directory(swap.path.parent)
-    here = replace(swap, boot=boot_id(), space=pid_space())
-    document = {name: value for name, value in asdict(here).items() if name not in {"path", "keeper_uid"}}
-    with writing(swap.path, WHAT):
-        replace_file(swap.path, json.dumps({**document, "schema": SCHEMA}), durable=True)
-
-
-def forget(swap: Swap) -> None:
-    """Remove a record."""
-    with contextlib.suppress(OSError):
-        swap.path.unlink()
-
-
-def path_of(host: Host, pid: int) -> Path:
-    return host.run_directory / _DIRECTORY / f"{pid}.json"
+    records = swaps(host)
+    family = set(host.processes.descendants(pid)) if records else set()
+    mine = [swap for swap in records if swap.pid == pid or family & {image.pid for image in swap.images}]
+    return min(mine, key=lambda swap: swap.state == BACK, default=None)
 
 
 @contextlib.contextmanager
@@ -310,7 +218,7 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
             said = True
             say("waits until another gpushare of this user has swapped its job")
 
-    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the swaps", waits=waits):
+    with SWAPS.locked(host, waits=waits):
         yield
 
 
@@ -388,8 +296,8 @@ def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
         whose = title if title == named or title.endswith(f"({named})") else f"{named} of {title}"
         if one.pid in off:
             raise InUse(
-                f"{whose} is paused, and the driver would wait for its work for ever",
-                f"let it continue first: gpushare resume {one.pid}",
+                f"{whose} is paused: a checkpoint would hang",
+                f"resume it first: gpushare resume {one.pid}",
                 code="paused",
             )
         if _is_stopped(host, one.pid):
@@ -403,15 +311,15 @@ def _is_stopped(host: Host, pid: int) -> bool:
 
 def _stopped(whose: str, pid: int) -> InUse:
     return InUse(
-        f"{whose} is stopped, and the driver would wait for it for ever",
-        f"let it continue first: kill -CONT {pid}",
+        f"{whose} is stopped: a checkpoint would hang",
+        f"continue it first: kill -CONT {pid}",
         code="stopped",
     )
 
 
 def check_continues(host: Host, swap: Swap) -> None:
     """Raise InUse if a process of a swapped job is stopped (SIGSTOP, Ctrl-Z): no call of the driver for it returns."""
-    pid = next((pid for pid, _ in swap.living(host) if _is_stopped(host, pid)), None)
+    pid = next((image.pid for image in swap.living(host) if _is_stopped(host, image.pid)), None)
     if pid is not None:
         raise _stopped(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
@@ -428,10 +336,10 @@ def leaving(
         uid=uid,
         gpu_uuid=gpu_uuid,
         state=LEAVING,
-        since=time.time() if before is None else max(time.time(), before.since),
-        images=tuple((one.pid, one.started, one.memory_bytes) for one in processes),
+        since=uptime(),
+        images=tuple(Image(one.pid, one.started, one.memory_bytes) for one in processes),
         restored=before is not None and (before.restored or before.state == BACK),
-        path=path_of(host, pid),
+        path=SWAPS.path(host, pid),
     )
 
 
@@ -455,35 +363,35 @@ def go_out(
     """
     began = time.monotonic()
     checkpoint.demand()
-    _sweep(host)
-    before = _read(swap.path)
-    write(swap)
+    SWAPS.sweep(host)
+    before = SWAPS.read(swap.path)
+    SWAPS.write(swap)
     _check_alone(host, swap, before)
     try:
         inside: set[int] = set()
         for number in range(_ROUNDS + 1):
-            for pid in [pid for pid, _ in swap.living(host) if pid not in inside]:
+            for pid in [image.pid for image in swap.living(host) if image.pid not in inside]:
                 with _unless_ended(host, pid):
                     checkpoint.lock(pid, LOCK_SECONDS)
                 inside.add(pid)
             # Locked, it grows no more. As it was before, the room for its way back could be too small.
             now = again()
             sizes = {(one.pid, one.started): one.memory_bytes for one in now}
-            known = tuple((*one[:2], max(one[2], sizes.get(one[:2], 0))) for one in swap.images)
-            new = [one for one in now if one.pid not in {pid for pid, _, _ in known}]
+            known = tuple(Image(*one[:2], max(one[2], sizes.get(one[:2], 0))) for one in swap.images)
+            new = [one for one in now if one.pid not in {image.pid for image in known}]
             if not new and known == swap.images:
                 break
             if new and number == _ROUNDS:
                 raise OperationFailed(
-                    f"{swap.title} starts processes on the GPU again and again, and cannot go out as one",
+                    f"{swap.title} keeps spawning GPU processes, so it cannot be swapped out consistently",
                     "wait until it has started all of them, then try again",
                     code="job_grows",
                 )
-            swap = replace(swap, images=(*known, *((one.pid, one.started, one.memory_bytes) for one in new)))
-            write(swap)
+            swap = replace(swap, images=(*known, *(Image(one.pid, one.started, one.memory_bytes) for one in new)))
+            SWAPS.write(swap)
             if not new:
                 break
-        for pid, size in swap.living(host):
+        for pid, _, size in swap.living(host):
             with _unless_ended(host, pid):
                 checkpoint.checkpoint(pid, size)
     except GpushareError:
@@ -505,12 +413,17 @@ def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
     Raises:
         InUse: one does (code ``swap_busy``); the record is as it was before.
     """
-    for other in _records_of_others(host):
-        if other.state in {LEAVING, RETURNING} and _same(swap, other) and other.living_images(host):
+    for other in SWAPS.all(host):
+        if (
+            other.keeper_uid is not None
+            and other.state in {LEAVING, RETURNING}
+            and _same(swap, other)
+            and other.living(host)
+        ):
             if before is None:
-                forget(swap)
+                _forget(swap)
             else:
-                write(before)
+                SWAPS.write(before)
             whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
             raise InUse(
                 f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
@@ -531,7 +444,7 @@ def taken_over(host: Host, swap: Swap) -> Swap:
             f"ask root: sudo gpushare swap in {swap.selector}",
             code="swapped_by_root",
         )
-    return replace(swap, path=path_of(host, swap.pid), keeper_uid=None)
+    return replace(swap, path=SWAPS.path(host, swap.pid), keeper_uid=None)
 
 
 @contextlib.contextmanager
@@ -547,21 +460,28 @@ def _unless_ended(host: Host, pid: int) -> Iterator[None]:
 def lost(swap: Swap) -> OperationFailed:
     """Return the error about a job whose restore has failed for good."""
     return OperationFailed(
-        f"{swap.title} is lost: the driver could not put it back", f"end it: kill -9 {swap.pid}", code="job_lost"
+        f"{swap.title} is lost: the driver could not put it back",
+        f"end it: kill -9 {' '.join(str(image.pid) for image in swap.images)}",
+        code="job_lost",
     )
 
 
 def _ended(swap: Swap) -> NotFound:
     """Remove the record of a job that has ended, and return the error."""
-    forget(swap)
+    _forget(swap)
     return NotFound(f"{swap.title} has ended", "see what is out: gpushare swap list", code="no_job")
+
+
+def _forget(swap: Swap) -> None:
+    with contextlib.suppress(GpushareError):
+        SWAPS.forget(swap.path)
 
 
 def write_if_living(host: Host, swap: Swap) -> None:
     """Write a record; if the job has ended meanwhile, remove it, because whoever ended it has looked before."""
-    write(swap)
+    SWAPS.write(swap)
     if not swap.living(host):
-        forget(swap)
+        _forget(swap)
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
@@ -584,20 +504,20 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         raise lost(swap)
     checkpoint.demand()
     check_continues(host, swap)
-    need = sum(size for pid, size in living if checkpoint.state(pid) != RUNNING)
+    need = sum(size for pid, _, size in living if checkpoint.state(pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
-            f"there is no room for {format_bytes(need)} any more: another program has taken it",
+            f"not enough free memory: {format_bytes(need)} needed, another program took it",
             f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
             code="no_room",
         )
-    before, returning = _read(swap.path), replace(swap, state=RETURNING)
+    before, returning = SWAPS.read(swap.path), replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
-        write(returning)
+        SWAPS.write(returning)
     _check_alone(host, returning, before)
     try:
-        for pid, size in reversed(living):
+        for pid, _, size in reversed(living):
             if checkpoint.state(pid) == CHECKPOINTED:
                 with _unless_ended(host, pid):
                     checkpoint.restore(pid, size)
@@ -608,7 +528,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     if not swap.living(host):
         raise _ended(swap)
     _demand_running(host, swap, checkpoint)
-    back = replace(swap, state=BACK, restored=True, since=max(time.time(), swap.since))
+    back = replace(swap, state=BACK, restored=True, since=uptime())
     try:
         write_if_living(host, back)
     except GpushareError as error:
@@ -620,11 +540,11 @@ def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) 
     """Bring a job whose restore failed to one state: lost, or out again."""
     if code == "job_lost":
         # The others do not continue either; off the GPU they can be killed safely.
-        for pid, size in swap.living(host):
+        for pid, _, size in swap.living(host):
             with contextlib.suppress(GpushareError):
                 if checkpoint.state(pid) == LOCKED:
                     checkpoint.checkpoint(pid, size)
-        write(replace(swap, state=LOST))
+        SWAPS.write(replace(swap, state=LOST))
     elif code == "restore_refused":
         # Here, not by the guard: it would ask the driver for as long as half a minute.
         with contextlib.suppress(GpushareError):
@@ -633,7 +553,7 @@ def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) 
 
 def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     """Raise unless the driver says of all processes that they run: the record stays for whoever looks next."""
-    for pid, _ in swap.living(host):
+    for pid, _, _ in swap.living(host):
         if checkpoint.state(pid) != RUNNING and host.processes.identity(pid) is not None:
             raise OperationFailed(
                 f"the driver does not say that process {pid} of {swap.title} runs again",
@@ -643,7 +563,7 @@ def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
-    for pid, _ in swap.living(host):
+    for pid, _, _ in swap.living(host):
         if checkpoint.state(pid) == LOCKED:
             with _unless_ended(host, pid):
                 checkpoint.unlock(pid)
@@ -712,9 +632,9 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         TimedOut, NotSupported: the driver does not answer, or is not there; the record stays.
         InUse: a process is stopped; so it does.
     """
-    sizes = dict(swap.living(host))
+    sizes = {pid: size for pid, _, size in swap.living(host)}
     if not sizes:
-        forget(swap)
+        _forget(swap)
         return
     checkpoint.demand()
     check_continues(host, swap)
@@ -728,7 +648,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
             code="driver_hangs",
         )
     if FAILED in states.values():
-        write(replace(swap, state=LOST))
+        SWAPS.write(replace(swap, state=LOST))
         return
     out = [pid for pid, state in states.items() if state == CHECKPOINTED]
     need = sum(sizes[pid] for pid in out)
@@ -749,14 +669,14 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     if out or swap.restored or swap.state != LEAVING:
         write_if_living(host, replace(swap, state=BACK, restored=True))
     else:
-        forget(swap)
+        _forget(swap)
 
 
 def _leave_out(host: Host, swap: Swap) -> None:
     """Note that a job is out: by root in the record of its user, if that says so, because then the user may bring it in."""
-    others = _records_of_others(host)
-    if any(one.keeper_uid != 0 and one.state == OUT and _same(one, swap) for one in others):
-        forget(swap)
+    users = [record for record in SWAPS.all(host) if record.keeper_uid]
+    if any(record.state == OUT and _same(record, swap) for record in users):
+        _forget(swap)
     else:
         write_if_living(host, replace(swap, state=OUT))
 
@@ -766,7 +686,7 @@ def has_room(host: Host, swap: Swap, size: int) -> bool | None:
 
     Where nobody else is, it needs no margin: it had all of that before.
     """
-    images = {pid for pid, _, _ in swap.images}
+    images = {image.pid for image in swap.images}
     for gpu in host.nvml.sweep():
         if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
             free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
@@ -798,7 +718,7 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep =
     begun = [one for one in there if one.state != OUT or is_back(host, one, checkpoint)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for one in begun:
-            now = _read(one.path)
+            now = SWAPS.read(one.path)
             if now is None or now.state not in {LEAVING, RETURNING, OUT}:
                 continue
             if now.state == OUT and not is_back(host, now, checkpoint):
@@ -812,49 +732,42 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep =
 
 def is_back(host: Host, swap: Swap, checkpoint: Checkpoint) -> bool:
     """Return whether a job that was out by its record is on the GPU: a full disk has kept the record as it was."""
-    return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _ in swap.living(host))
+    return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _, _ in swap.living(host))
 
 
 def ended_swap(host: Host, text: str) -> Swap | None:
     """Return this user's record of a job that has ended and is still written down, by name or PID."""
-    records = _own_records(host)
-    return next((one for one in records if one.is_named(text) and not one.living_images(host)), None)
+    records = SWAPS.all(host, shared=False)
+    return next((swap for swap in records if swap.is_named(text) and not swap.living(host)), None)
 
 
 def forget_ended(host: Host, seconds: float = 0.0) -> None:
     """Remove this user's records of jobs that have ended, unless another gpushare is at them for longer than that."""
-    if any(is_trusted_directory(one, _DIRECTORY) for one in host.own_run_directories):
-        with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
-            _sweep(host)
-
-
-def _sweep(host: Host) -> None:
-    """Remove this user's records of jobs that have ended. The caller holds the lock."""
-    for one in _own_records(host):
-        if not one.living_images(host):
-            forget(one)
+    with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
+        SWAPS.sweep(host)
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
 
 
-def lay_down(host: Host, pids: Sequence[int]) -> None:
-    """Before processes are killed: take those that were swapped before off the GPU first.
+def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
+    """Checkpoint previously swapped processes before they are killed.
 
     Killing a restored process has hung a whole host (NVIDIA/cuda-checkpoint issue 53); a checkpointed one ends safely.
     """
-    if not any(set(pids) & {pid for pid, _, _ in one.images} for one in swaps(host)):
+    if not any(set(pids) & {image.pid for image in swap.images} for swap in swaps(host)):
         return
     with contextlib.ExitStack() as stack:
         # A swap that is on its way, or the guard that repairs it, comes first: it must not bring back what is killed.
         with contextlib.suppress(GpushareError):
             stack.enter_context(locked(host, seconds=_END_SECONDS))
         for one in swaps(host):
-            _laid_down(host, one, pids)
+            _checkpointed(host, one, pids)
 
 
-def _laid_down(host: Host, swap: Swap, pids: Sequence[int]) -> None:
-    restored = dict(swap.living(host)) if swap.restored or swap.state in {RETURNING, BACK} else {}
+def _checkpointed(host: Host, swap: Swap, pids: Sequence[int]) -> None:
+    living = swap.living(host) if swap.restored or swap.state in {RETURNING, BACK} else ()
+    restored = {pid: size for pid, _, size in living}
     chosen = [pid for pid in pids if pid in restored]
     if not chosen:
         return

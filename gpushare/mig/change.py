@@ -14,11 +14,10 @@ from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
 from gpushare.host.process import named
-from gpushare.host.users import has_records
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
-from gpushare.mig.made import note_made
+from gpushare.mig.made import Made, note_made
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
@@ -219,7 +218,7 @@ class Eviction:
 
     def _end(self) -> None:
         self.begun = True
-        if has_records(self._host, "pause"):
+        if self._host.has_records("pause"):
             from gpushare.pause.change import resume_to_end
 
             # A handler that waits for the GPU does not end a paused program.
@@ -569,7 +568,7 @@ def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callabl
             on_step(step)
 
     def done() -> None:
-        new = [(one.before.uuid, *new.instance.place) for one in touched for new in one.plan.created if new.whole]
+        new = [Made(one.before.uuid, *new.instance.place) for one in touched for new in one.plan.created if new.whole]
         note_made(host, *shapes, new)
         journal.end()
 

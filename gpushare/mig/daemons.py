@@ -211,11 +211,11 @@ def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
     said = []
     for device in devices_of(gpu):
         home = own_home(host, device.uuid)
-        kept = mps_aside.aside(home)
-        if kept is None or kept[0].device_uuid != device.uuid:
+        record = mps_aside.aside(home)
+        if record is None or record.device_uuid != device.uuid:
             continue
-        record, profile = kept
-        wanted = device if device.mig is None else replace(device, mig=MigInstance(uuid=device.uuid, profile=profile))
+        mig = None if device.mig is None else MigInstance(uuid=device.uuid, profile=record.profile)
+        wanted = device if mig is None else replace(device, mig=mig)
         try:
             start_again(host, record, wanted)
         except GpushareError as error:
@@ -231,7 +231,7 @@ def forget_gone(host: Host) -> None:
 
     Call it after a recovery, when devices that are missing stay missing.
     """
-    found = (path for directory in host.own_run_directories for path in (directory / "mps").glob(f"*/{ASIDE}"))
+    found = (host.run_directory / "mps").glob(f"*/{ASIDE}")
     homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
     if not homes:
         return
@@ -242,8 +242,8 @@ def forget_gone(host: Host) -> None:
     # With MIG on, no daemon serves the GPU itself.
     there = {device.uuid for gpu in gpus for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
     for home in homes:
-        kept = mps_aside.aside(home)
-        if kept is not None and kept[0].device_uuid not in there:
+        record = mps_aside.aside(home)
+        if record is not None and record.device_uuid not in there:
             _forget(home)
 
 

@@ -15,48 +15,55 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
-from gpushare.host.records import clear_leftovers, open_lock, read_understood, replace_file, sync_directory, writing
+from gpushare.host.identity import Identity, identity_of, lives
+from gpushare.host.records import clear_leftovers, open_lock, sync_directory, writing
+from gpushare.host.store import Elsewhere, Kept, RecordStore
+from gpushare.mig.shape import KeptShape, Proof, kept_shape, shape_from
+from gpushare.typed import Count, Pid
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.shape import Creation, GpuShape, Proof
-
-
-SCHEMA: Final = 1
+    from gpushare.mig.shape import Creation, GpuShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class JournalEntry:
-    """One change: the shape of each GPU before and as planned, and the last step that was begun."""
+class JournalEntry(Kept):
+    """One change: the shape of each GPU as it ``was`` and as ``planned``, and the last step that was begun."""
 
     title: str
-    pid: int
-    # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
-    started: int | None = None
-    # Instances do not survive a reboot: an entry from before it is void.
-    boot_id: str | None
-    before: tuple[GpuShape, ...]
-    after: tuple[GpuShape, ...]
+    pid: Pid
+    started: Count
+    was: tuple[KeptShape, ...]
+    planned: tuple[KeptShape, ...]
     # The names that the change gives.
     names: tuple[str, ...] = ()
     step: str | None = None
-    # What the change has created; None in the journal of an older gpushare.
-    proof: Proof | None = None
+    # What the change has created.
+    proof: Proof = field(default_factory=Proof)
     # An undo was tried and the driver refused it: after a second failure the entry is kept apart.
     tried: bool = False
-    schema: int = SCHEMA
+
+    @property
+    def before(self) -> tuple[GpuShape, ...]:
+        return tuple(map(shape_from, self.was))
+
+    @property
+    def after(self) -> tuple[GpuShape, ...]:
+        return tuple(map(shape_from, self.planned))
+
+
+JOURNALS: Final = RecordStore(JournalEntry, "mig", "the journal of MIG changes", durable=True)
 
 
 def read_entry(path: Path) -> JournalEntry | None:
@@ -66,52 +73,16 @@ def read_entry(path: Path) -> JournalEntry | None:
         ValueError: it cannot be read; the message says why.
     """
     try:
-        raw = read_understood(path)
-    except FileNotFoundError:
-        return None
+        entry = JOURNALS.demanded(path)
+    except Elsewhere as error:
+        # Instances are those of the host in every PID namespace.
+        entry = error.value
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
-    if isinstance(raw, dict) and isinstance(raw.get("boot_id"), str) and raw["boot_id"] != boot_id():
-        return None
-    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
-        raise ValueError(f"it was written by a newer gpushare (schema {raw['schema']})")
-    try:
-        return _entry_of(raw)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("it is not what gpushare writes") from None
-
-
-def _entry_of(raw: Any) -> JournalEntry:
-    # Imported here because there is rarely a journal, and shapes load the planner's types.
-    from gpushare.mig.shape import from_json, proof_from_json
-
-    before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
     # Both have the same GPUs.
-    if [one.uuid for one in before] != [one.uuid for one in after]:
-        raise ValueError("before and after are of different GPUs")
-    names = tuple(str(name) for name in raw["names"])
-    entry = JournalEntry(
-        **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
-        started=raw.get("started"),
-        names=names,
-        before=before,
-        after=after,
-        proof=None if raw.get("proof") is None else proof_from_json(raw["proof"]),
-        tried=raw.get("tried") is True,
-    )
-    if type(raw["pid"]) is not int or type(raw.get("started")) not in {int, type(None)}:
-        raise TypeError("no process")
-    if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
-        raise TypeError("no text")
+    if entry is not None and [shape.uuid for shape in entry.was] != [shape.uuid for shape in entry.planned]:
+        raise ValueError("it is not what gpushare writes")
     return entry
-
-
-def _to_json(entry: JournalEntry) -> dict[str, Any]:
-    from gpushare.mig.shape import proof_to_json, to_json
-
-    shapes = {key: [to_json(one) for one in getattr(entry, key)] for key in ("before", "after")}
-    proof = None if entry.proof is None else proof_to_json(entry.proof)
-    return {**{field.name: getattr(entry, field.name) for field in fields(entry)}, **shapes, "proof": proof}
 
 
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC
@@ -182,14 +153,10 @@ class Journal:
     def _is_told(self) -> bool:
         """Return whether the process that wrote the journal is alive and belongs to the owner of the file."""
         try:
-            entry, owner = read_entry(self._path), os.lstat(self._path).st_uid
-        except (OSError, ValueError):
+            entry, owner = JOURNALS.read(self._path), os.lstat(self._path).st_uid
+        except OSError:
             return False
-        if entry is None:
-            return False
-        if entry.started is None:
-            return real_uid(entry.pid) == owner
-        return lives(Identity(entry.pid, entry.started), owner)
+        return entry is not None and lives(Identity(entry.pid, entry.started), owner)
 
     def left(self) -> JournalEntry | None:
         """Return the entry of an interrupted change; None: there is none, or a change is running.
@@ -234,30 +201,24 @@ class Journal:
         self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
     ) -> None:
         """Write the layout before and after, before the first step."""
-        from gpushare.mig.shape import Proof
-
         self._outdate(before)
-        me = identity_of(os.getpid())
+        me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         self._entry = JournalEntry(
             title=title,
-            pid=os.getpid(),
-            started=None if me is None else me.started,
-            boot_id=boot_id(),
-            before=tuple(before),
-            after=tuple(after),
+            **me._asdict(),
+            was=tuple(map(kept_shape, before)),
+            planned=tuple(map(kept_shape, after)),
             names=tuple(names),
-            proof=Proof(),
+            path=self._path,
         )
         self._write(self._entry)
 
     def _outdate(self, changing: Sequence[GpuShape]) -> None:
         """Drop the proof of kept entries for GPUs that change now: the driver reuses ids."""
-        from gpushare.mig.shape import Proof
-
         gpus = {shape.uuid for shape in changing}
-        for path, entry in self.not_restored():
-            if entry is not None and entry.proof != Proof() and gpus & {shape.uuid for shape in entry.before}:
-                self._write(replace(entry, proof=Proof()), path)
+        for _, entry in self.not_restored():
+            if entry is not None and entry.proof != Proof() and gpus & {shape.uuid for shape in entry.was}:
+                self._write(replace(entry, proof=Proof()))
 
     @property
     def proof(self) -> Proof | None:
@@ -266,20 +227,20 @@ class Journal:
 
     def note(self, step: str, begun: Creation | None = None) -> None:
         """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""
-        if self._entry is not None and self._entry.proof is not None:
+        if self._entry is not None:
             self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
             self._write(self._entry)
 
     def made(self, one: Creation) -> None:
         """Write what the driver has created, before anything else is done."""
-        if self._entry is not None and self._entry.proof is not None:
+        if self._entry is not None:
             # Kept in memory even if it cannot be written: a rollback asks for it.
             self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
             self._write(self._entry)
 
     def refused(self) -> None:
         """Write that nothing was created: an instance that appears there belongs to somebody else."""
-        if self._entry is not None and self._entry.proof is not None:
+        if self._entry is not None:
             self._entry = replace(self._entry, proof=self._entry.proof.with_begun(None))
             # The rollback that follows knows it from memory.
             with contextlib.suppress(GpushareError):
@@ -325,9 +286,8 @@ class Journal:
     def _named(self, name: str, number: int) -> Path:
         return self._directory / f"{name}-{number}.json"
 
-    def _write(self, entry: JournalEntry, path: Path | None = None) -> None:
-        with writing(path or self._path, _WHAT, code=_UNWRITABLE):
-            replace_file(path or self._path, json.dumps(_to_json(entry)), durable=True)
+    def _write(self, entry: JournalEntry) -> None:
+        JOURNALS.write(entry, code=_UNWRITABLE)
 
 
 def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:

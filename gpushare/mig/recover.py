@@ -9,7 +9,7 @@ from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.mig.daemons import forget_gone, recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import forget, regrant
-from gpushare.mig.made import note_made
+from gpushare.mig.made import Made, note_made
 from gpushare.mig.names import names_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import CallFailed, as_command, look, restore
@@ -232,8 +232,8 @@ def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
             gpu=str(gone[0].index),
             code="not_restored",
         )
-    before, after = ([replace(one, index=now[one.uuid]) for one in shapes] for shapes in (entry.before, entry.after))
-    return replace(entry, before=tuple(before), after=tuple(after))
+    was, planned = (tuple(replace(one, index=now[one.uuid]) for one in kept) for kept in (entry.was, entry.planned))
+    return replace(entry, was=was, planned=planned)
 
 
 def _forget_lost(host: Host, entry: JournalEntry) -> None:
@@ -253,8 +253,8 @@ def _forget_lost(host: Host, entry: JournalEntry) -> None:
 
 
 def _note_made(host: Host, entry: JournalEntry) -> None:
-    made = [] if entry.proof is None else [one for one in entry.proof.made if one.compute is None]
-    note_made(host, entry.before, entry.after, [(one.gpu, one.profile, one.start) for one in made])
+    made = [one for one in entry.proof.made if one.compute is None]
+    note_made(host, entry.before, entry.after, [Made(one.gpu, one.profile, one.start) for one in made])
 
 
 def _is_done(host: Host, entry: JournalEntry) -> bool:

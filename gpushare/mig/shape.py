@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 from gpushare.mig.plan import GpuPlan, InstanceChange, whole
 from gpushare.mig.planner import gpu_plan, inside
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile, mask_of
+from gpushare.typed import Within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,106 +266,72 @@ def _offered(profile: Profile, parts: Sequence[ComputeInstance], lost: list[str]
 # -- keeping it ------------------------------------------------------------------------------------
 
 # Slices, ids and indexes are far below.
-_MOST: Final = 4096
-_PROFILE: Final = re.compile(r"(\d{1,3})g", re.ASCII)
+_Number = Annotated[int, Within(0, 4095)]
+_ProfileName = Annotated[str, re.compile(r"(\d{1,3})g", re.ASCII).match]
 
 
-def to_json(shape: GpuShape) -> dict[str, Any]:
+class KeptCompute(NamedTuple):
+    """A compute instance in a record: its slices, and its first slice in the GPU instance or None for any."""
+
+    slices: _Number
+    start: _Number | None
+
+
+class KeptInstance(NamedTuple):
+    """A GPU instance in a record."""
+
+    profile: _ProfileName
+    start: _Number
+    size: _Number
+    compute: tuple[KeptCompute, ...]
+    name: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptShape:
+    """A shape in a record: what of it does not change by itself."""
+
+    uuid: str
+    index: _Number
+    mig_enabled: bool | None
+    instances: tuple[KeptInstance, ...]
+
+
+def kept_shape(shape: GpuShape) -> KeptShape:
     """Return a shape as the journal keeps it."""
-    instances = [
-        {
-            "profile": one.profile.name,
-            "start": one.start,
-            "size": one.placement.size,
-            "compute": [dict(zip(("slices", "start"), _slot(part), strict=True)) for part in one.compute],
-            "name": one.name,
-        }
+    instances = tuple(
+        KeptInstance(
+            profile=one.profile.name,
+            start=one.start,
+            size=one.placement.size,
+            compute=tuple(KeptCompute(*_slot(part)) for part in one.compute),
+            name=one.name,
+        )
         for one in shape.instances
-    ]
-    return {"uuid": shape.uuid, "index": shape.index, "mig_enabled": shape.mig_enabled, "instances": instances}
-
-
-def from_json(raw: Mapping[str, Any]) -> GpuShape:
-    """Return the shape that `to_json` gave.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    _only(raw, "uuid", "index", "mig_enabled", "instances")
-    if not isinstance(raw["uuid"], str) or raw["mig_enabled"] not in {True, False, None}:
-        raise TypeError("a field of the wrong type")
-    instances = tuple(map(_instance_from, raw["instances"]))
-    return GpuShape(uuid=raw["uuid"], index=_number(raw["index"]), mig_enabled=raw["mig_enabled"], instances=instances)
-
-
-def _instance_from(raw: Mapping[str, Any]) -> GpuInstance:
-    _only(raw, "profile", "start", "size", "compute", "name")
-    profile, name = raw["profile"], raw.get("name")
-    if not isinstance(profile, str) or not isinstance(name or "", str):
-        raise TypeError("a field of the wrong type")
-    match = _PROFILE.match(profile)
-    if match is None:
-        raise ValueError("no profile")
-    return GpuInstance(
-        # The driver knows the rest of it.
-        profile=Profile(name=profile, id=None, slices=int(match.group(1)), placements=None),
-        placement=Placement(_number(raw["start"]), _number(raw["size"])),
-        compute=tuple(map(_compute_from, raw["compute"])),
-        name=name,
     )
+    return KeptShape(uuid=shape.uuid, index=shape.index, mig_enabled=shape.mig_enabled, instances=instances)
 
 
-def _compute_from(raw: Mapping[str, Any]) -> ComputeInstance:
-    _only(raw, "slices", "start")
-    slices, start = _number(raw["slices"]), raw.get("start")
-    placement = None if start is None else Placement(_number(start), slices)
-    return ComputeInstance(profile=ComputeProfile(slices=slices), placement=placement)
-
-
-def _only(raw: Mapping[str, Any], *keys: str) -> None:
-    if not set(raw) <= set(keys):
-        raise TypeError("more than gpushare writes")
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError("a value that is not a number")
-    return value
-
-
-# What a journal has of a creation that is done, and of one that is begun.
-_MADE: Final = ("gpu", "profile", "start", "instance", "compute", "uuid")
-_BEGUN: Final = ("gpu", "profile", "start", "instance", "slices", "there")
-
-
-def proof_to_json(proof: Proof) -> dict[str, Any]:
-    """Return a proof as the journal keeps it."""
-    made = [{key: value for key, value in asdict(one).items() if key in _MADE} for one in proof.made]
-    begun = None if proof.begun is None else asdict(proof.begun)
-    return {"made": made, "begun": begun and {key: begun[key] for key in _BEGUN}}
-
-
-def proof_from_json(raw: Mapping[str, Any]) -> Proof:
-    """Return the proof that `proof_to_json` gave.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    made = tuple(_creation_from(one, _MADE) for one in raw["made"])
-    return Proof(made=made, begun=None if raw["begun"] is None else _creation_from(raw["begun"], _BEGUN))
-
-
-def _creation_from(raw: Mapping[str, Any], keys: Sequence[str]) -> Creation:
-    _only(raw, *keys)
-    there = raw.get("there")
-    one = Creation(**{**raw, "there": None if there is None else tuple(map(_id, there))})
-    if not all(isinstance(text, str) for text in (one.gpu, one.profile)):
-        raise TypeError("no text")
-    _id(one.start)
-    return one
-
-
-def _id(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError("no number")
-    return value
+def shape_from(kept: KeptShape) -> GpuShape:
+    """Return the shape that `kept_shape` was given, as far as it was kept."""
+    return GpuShape(
+        uuid=kept.uuid,
+        index=kept.index,
+        mig_enabled=kept.mig_enabled,
+        instances=tuple(
+            GpuInstance(
+                # The driver knows the rest of it.
+                profile=Profile(name=one.profile, id=None, slices=int(one.profile.partition("g")[0]), placements=None),
+                placement=Placement(one.start, one.size),
+                compute=tuple(
+                    ComputeInstance(
+                        profile=ComputeProfile(slices=part.slices),
+                        placement=None if part.start is None else Placement(part.start, part.slices),
+                    )
+                    for part in one.compute
+                ),
+                name=one.name,
+            )
+            for one in kept.instances
+        ),
+    )

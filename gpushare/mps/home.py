@@ -11,38 +11,36 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import json
 import os
 import re
 import shlex
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotHeld, NotSupported, OperationFailed
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
-from gpushare.model import ComputeMode, Priority, device_key, old_device_key
+from gpushare.host.records import clear_leftovers, open_lock, writing
+from gpushare.host.store import Kept, RecordStore
+from gpushare.model import ComputeMode, device_key
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
+from gpushare.typed import Count, Pid
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-RECORD_SCHEMA: Final = 1
 # States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
 # lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of ours that has no record.
 RUNNING: Final = "running"
 STARTING: Final = "starting"
 ADOPTED: Final = "adopted"
-# PID_MAX_LIMIT of Linux is 2^22; PIDs of simulated processes are larger.
-_LAST_PID: Final = 2**31 - 1
 _RECORD: Final = "daemon.json"
 # The record of a daemon that is stopped for a while.
 ASIDE: Final = "aside.json"
@@ -56,48 +54,36 @@ class AttachedClient:
     ``limits`` is None where they are unknown.
     """
 
-    pid: int
+    pid: Pid
     started_at: float | None
     limits: Limits | None
 
-    def to_json(self) -> dict[str, Any]:
-        limits = self.limits
-        kept = None if limits is None else {"threads_percent": limits.threads_percent, **_rest_of(limits)}
-        return {"pid": self.pid, "started_at": self.started_at, "limits": kept}
-
-
-def _rest_of(limits: Limits) -> dict[str, Any]:
-    priority = None if limits.priority is None else int(limits.priority)
-    return {"memory_limit_bytes": limits.memory_limit_bytes, "priority": priority}
-
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonRecord:
+class DaemonRecord(Kept):
     """What gpushare remembers of a daemon that it started."""
 
     device_uuid: str
     # None: the start that wrote this did not get so far.
-    pid: int | None
+    pid: Pid | None
     started_at: float | None
-    uid: int
+    uid: Count
     limits: Limits = field(default_factory=Limits)
     # The compute mode to restore, by name, or None when it was not changed.
-    previous_compute_mode: str | None = None
+    previous_compute_mode: Annotated[str, ComputeMode.__members__.__contains__] | None = None
     transient: bool = False
-    state: str = RUNNING
-    schema: int = RECORD_SCHEMA
+    state: Annotated[str, {RUNNING, STARTING}.__contains__] = RUNNING
     attached: tuple[AttachedClient, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what daemon.json holds."""
-        raw = {key: value for key, value in asdict(self).items() if key not in {"limits", "attached"}}
-        attached = {"attached": [client.to_json() for client in self.attached]} if self.attached else {}
-        return {**raw, **attached, "threads_percent": self.limits.threads_percent, **_rest_of(self.limits)}
+    # That of its MIG device, while the daemon is stopped for a while.
+    profile: str | None = None
 
     @property
     def interrupted(self) -> bool:
         """Return whether the start that wrote it has not finished: it was killed, or is still running."""
         return self.state == STARTING
+
+
+DAEMONS: Final = RecordStore(DaemonRecord, "mps/*", "the record of an MPS daemon")
 
 
 @dataclass(frozen=True)
@@ -163,15 +149,12 @@ class DaemonHome:
 
         The PID in it gets signals, so only our own records and root's count.
         """
-        return record_of(read_trusted(self.directory / _RECORD)) if self.is_trusted() else None
+        record = DAEMONS.read(self.directory / _RECORD)
+        return None if record is None or (record.pid is None and not record.interrupted) else record
 
     def is_trusted(self) -> bool:
         """Return whether only this user or root can have written here or redirected the path."""
         return is_trusted_directory(self.directory.parents[1], *self.directory.parts[-2:])
-
-    def _keeps(self, uuid: str) -> bool:
-        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, ASIDE) if self.is_trusted())
-        return any(record is not None and record.device_uuid == uuid for record in kept)
 
     def write(self, record: DaemonRecord) -> None:
         """Write the record. Others may read it: `gpushare status` shows root's daemons.
@@ -179,9 +162,7 @@ class DaemonHome:
         Raises:
             NoPermission, OperationFailed: it cannot be written; the old one stays.
         """
-        path = self.directory / _RECORD
-        with writing(path, "the record of an MPS daemon"):
-            replace_file(path, json.dumps(record.to_json(), indent=2))
+        DAEMONS.write(replace(record, path=self.directory / _RECORD))
 
     def clear(self, *, sockets: bool = True) -> None:
         """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; keep the logs."""
@@ -306,75 +287,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def record_of(raw: Any) -> DaemonRecord | None:
-    """Return the record in parsed JSON, or None if it is not valid. Fields of a newer gpushare are ignored."""
-    if not isinstance(raw, dict):
-        return None
-    names = {*_FIELDS, *(field.name for field in fields(DaemonRecord))} - {"limits", "attached"}
-    known = {name: raw[name] for name in names if name in raw}
-    whole = {"device_uuid", "pid", "started_at", "uid"} <= set(known)
-    if not whole or not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
-        return None
-    known["pid"] = known["pid"] or None
-    lacks = known["pid"] is None and known.get("state") != STARTING
-    if lacks:
-        return None
-    limits = _limits_from(known)
-    return DaemonRecord(**known, limits=limits, attached=_attached_in(raw.get("attached")))
-
-
-def _limits_from(known: dict[str, Any]) -> Limits:
-    """Return the limits among checked fields, and take them out."""
-    priority = known.pop("priority", None)
-    return Limits(
-        threads_percent=known.pop("threads_percent", None),
-        memory_limit_bytes=known.pop("memory_limit_bytes", None),
-        priority=None if priority is None else Priority(priority),
-    )
-
-
-def _attached_in(raw: Any) -> tuple[AttachedClient, ...]:
-    """Return the clients of a record; the limits of one that is not valid are unknown."""
-    found = []
-    for one in raw if isinstance(raw, list) else ():
-        if isinstance(one, dict) and one.get("pid") and _FIELDS["pid"](one["pid"]):
-            limits, started_at = one.get("limits"), one.get("started_at")
-            kept = {name: limits.get(name) for name in _LIMITS} if isinstance(limits, dict) else {}
-            valid = kept and all(_FIELDS[name](value) for name, value in kept.items())
-            found.append(
-                AttachedClient(
-                    pid=one["pid"],
-                    started_at=started_at if _is_number_or_none(started_at) else None,
-                    limits=_limits_from(kept) if valid else None,
-                )
-            )
-    return tuple(found)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number_or_none(value: object) -> bool:
-    return value is None or _is_whole(value) or isinstance(value, float)
-
-
-# Valid values of a field; all others are whole numbers.
-_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "device_uuid": lambda value: isinstance(value, str),
-    "pid": lambda value: value is None or (_is_whole(value) and 0 <= value <= _LAST_PID),
-    "started_at": _is_number_or_none,
-    "threads_percent": _is_number_or_none,
-    "memory_limit_bytes": lambda value: value is None or _is_whole(value),
-    "priority": lambda value: value is None or (_is_whole(value) and value in {0, 1}),
-    "previous_compute_mode": lambda value: value is None or value in ComputeMode.__members__,
-    "transient": lambda value: isinstance(value, bool),
-    "state": lambda value: isinstance(value, str) and len(value) < 32,
-}
-
-_LIMITS: Final = ("threads_percent", "memory_limit_bytes", "priority")
-
-
 def start_command(record: DaemonRecord, device: Device | None) -> str:
     """Return the gpushare command that starts a daemon with the limits of a record; None: name its device by UUID."""
     whole = device is None or device.mig is None
@@ -384,20 +296,13 @@ def start_command(record: DaemonRecord, device: Device | None) -> str:
 
 
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:
-    """Return the home of the daemon of one device.
-
-    Earlier versions cut the UUID after 8 digits, which devices can share. Such a home is used if it has a record of this
-    device and the new name has none.
-    """
-    home = DaemonHome(run_directory / "mps" / device_key(uuid))
-    old = DaemonHome(run_directory / "mps" / old_device_key(uuid))
-    return old if old.directory.is_dir() and not home._keeps(uuid) and old._keeps(uuid) else home
+    """Return the home of the daemon of one device."""
+    return DaemonHome(run_directory / "mps" / device_key(uuid))
 
 
 def own_home(host: Host, uuid: str) -> DaemonHome:
-    """Return the home of this user's daemon of a device: where a record of one is, else where one is started."""
-    homes = [home_of(directory, uuid) for directory in host.own_run_directories]
-    return next((home for home in homes[1:] if home._keeps(uuid) and not homes[0]._keeps(uuid)), homes[0])
+    """Return the home of this user's daemon of a device."""
+    return home_of(host.run_directory, uuid)
 
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
@@ -431,17 +336,12 @@ def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
 
 def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
     """Keep a record while its daemon is stopped, with the profile of its MIG device."""
-    path = home.directory / ASIDE
-    with writing(path, "the record of an MPS daemon that is stopped for a while"):
-        replace_file(path, json.dumps({**record.to_json(), "profile": profile}, indent=2))
+    DAEMONS.write(replace(record, profile=profile, path=home.directory / ASIDE))
 
 
-def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:
-    """Return the record that was set aside and the profile, or None if there is none that counts."""
-    raw = read_trusted(home.directory / ASIDE) if home.is_trusted() else None
-    record = record_of(raw)
-    profile = raw.get("profile") if isinstance(raw, dict) else None
-    return None if record is None else (record, profile if isinstance(profile, str) else None)
+def aside(home: DaemonHome) -> DaemonRecord | None:
+    """Return the record that was set aside, or None if there is none that counts."""
+    return DAEMONS.read(home.directory / ASIDE)
 
 
 def forget_aside(home: DaemonHome) -> None:
@@ -544,11 +444,6 @@ LIMIT_FILE: Final = "memory-limit"
 def pipe_directory(uuid: str) -> str:
     """Return the pipe directory of the unit of a device, by which its daemon is recognized."""
     return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
-
-
-def old_pipe_directory(uuid: str) -> str:
-    """Return the pipe directory of a unit of an earlier version, which devices can share."""
-    return f"{UNIT_PIPES}/{old_device_key(uuid)}/pipe"
 
 
 def unit_name(uuid: str) -> str:

@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,23 +20,19 @@ from typing import IO, TYPE_CHECKING, Final, cast
 import gpushare
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import user_name
+from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed
 from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
 from gpushare.pause.record import (
     PAUSED,
+    PAUSES,
     PAUSING,
     RESUMING,
-    Pause,
     PausedJob,
     by_root,
-    directory_of,
-    forget,
-    locked,
     paused_jobs,
-    read,
-    sweep,
     write,
 )
 from gpushare.plan import Loss, Plan, Step
@@ -83,20 +78,14 @@ class JobPause:
     def __init__(self, host: Host, target: Target, seconds: float | None) -> None:
         self._host, self._target, self._pid, self._seconds = host, target, target.pid, seconds
         self.job = PausedJob(
-            pause=Pause(
-                pid=target.pid,
-                started=target.started,
-                name=target.name,
-                uid=target.uid,
-                by_uid=host.uid,
-                state=PAUSING,
-                since=time.time(),
-                until=None if seconds is None else time.time() + seconds,
-                keeper_pid=None,
-                keeper_started=None,
-            ),
-            channels=(),
-            path=directory_of(host) / f"{target.pid}.json",
+            pid=target.pid,
+            started=target.started,
+            name=target.name,
+            uid=target.uid,
+            state=PAUSING,
+            since=uptime(),
+            until=None if seconds is None else uptime() + seconds,
+            path=PAUSES.path(host, target.pid),
         )
         self._control: ChannelControl | None = None
         self._guard: Guard | None = None
@@ -147,14 +136,15 @@ class JobPause:
     def _before(self) -> PausedJob | None:
         """Return its record if it is paused, and stays so without doing anything."""
         for one in paused_jobs(self._host):
-            if self._pid not in {one.pause.pid, *(channels.pid for channels in one.channels)}:
+            # A user's word keeps nobody from pausing: root takes the pause over.
+            if self._pid not in one.pids or one.keeper_uid:
                 continue
             if one.keeper_uid == 0:
                 raise paused_by_root(one)
-            if one.pause.by_run and one.kept(self._host):
+            if one.by_run and one.kept(self._host):
                 raise paused_by_run(one)
             # A pause or resume that died half way, or whose guard is gone, is made whole.
-            return one if one.pause.state == PAUSED and one.kept(self._host) else None
+            return one if one.state == PAUSED and one.kept(self._host) else None
         return None
 
     def _find(self, pids: Iterable[int]) -> list[Channels]:
@@ -195,15 +185,13 @@ class JobPause:
         if guard is None:
             guard = self._guard = Guard(self._host, self.job.path)
         # Before anything is off: an older record of a pause that died may be replaced, so keep what it has off.
-        older = read(self.job.path)
+        older = PAUSES.read(self.job.path)
         if older is not None and older.lives(self._host):
             self._older = older
             mine = {one.pid for one in self.job.channels}
             kept = tuple(one for one in older.living(self._host) if one.pid not in mine)
             self.job = replace(self.job, channels=(*self.job.channels, *kept))
-        keeper = self._host.processes.identity(guard.pid)
-        pause = replace(self.job.pause, keeper_pid=guard.pid, keeper_started=None if keeper is None else keeper.started)
-        self.job = replace(self.job, pause=pause)
+        self.job = replace(self.job, keeper=self._host.processes.identity(guard.pid))
         write(self.job)
         guard.wait_ready()
 
@@ -213,7 +201,7 @@ class JobPause:
         if self._older is not None:
             write(self._older)
         elif not self._off:
-            forget(self.job)
+            PAUSES.forget(self.job.path)
 
     def _off_step(self, channels: Channels) -> Step:
         contexts, count = len(channels.compute), sum(len(group.channels) for group in channels.compute)
@@ -261,7 +249,7 @@ class JobPause:
             except GpushareError as error:
                 raise error.restated(
                     message=f"process {one.pid} is still paused: {error.message}",
-                    hint=f"gpushare resume {self.job.pause.pid}",
+                    hint=f"gpushare resume {self.job.pid}",
                     kind=type(error),
                 ) from error
             self._off.remove(one)
@@ -283,7 +271,7 @@ class JobPause:
             write(self.job)
             for channels in new:
                 self._disable(channels)
-        self.job = replace(self.job, pause=replace(self.job.pause, state=PAUSED))
+        self.job = replace(self.job, state=PAUSED)
         write(self.job)
         if self._guard is not None:
             self._guard.tell()
@@ -314,9 +302,10 @@ def _under_mps(pid: int) -> NotSupported:
 
 def paused_by_run(job: PausedJob) -> InUse:
     """Return the error for a job that `gpushare run --pause` pauses and resumes by itself."""
+    run = job.keeper.pid if job.keeper is not None else "PID"
     return InUse(
-        f"{job.title} is paused and resumed by gpushare run (process {job.pause.keeper_pid}), as production works",
-        f"end that run, which ends the job: kill -INT {job.pause.keeper_pid}",
+        f"{job.title} is paused and resumed by gpushare run (process {run}), as production works",
+        f"end that run, which ends the job: kill -INT {run}",
         code="paused_by_run",
     )
 
@@ -367,13 +356,13 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     """
     # What dies from here on is completed by the guard. A full disk must not keep a job paused.
     with contextlib.suppress(GpushareError):
-        write(replace(job, pause=replace(job.pause, state=RESUMING)))
+        write(replace(job, state=RESUMING))
     held = by_root(host) if job.ours else set()
     # What root has paused too stays off until root resumes it.
     seconds, failed = put_back(control, (one for one in job.living(host) if (one.pid, one.started) not in held))
     if failed is not None:
-        raise failed.restated(hint=f"try again: gpushare resume {job.pause.pid}; see: sudo dmesg | tail")
-    forget(job)
+        raise failed.restated(hint=f"try again: gpushare resume {job.pid}; see: sudo dmesg | tail")
+    PAUSES.forget(job.path)
     return seconds
 
 
@@ -389,7 +378,7 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
 
 
 def _freed(host: Host, control: ChannelControl, job: PausedJob) -> None:
-    current = read(job.path)
+    current = PAUSES.read(job.path)
     if current is not None:
         free(host, control, current)
 
@@ -411,7 +400,7 @@ def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
     if not jobs:
         return []
     family = {member for pid in pids for member in host.processes.descendants(pid)}
-    return [one for one in jobs if family & {one.pause.pid, *(channels.pid for channels in one.channels)}]
+    return [one for one in jobs if family & one.pids]
 
 
 def resume_to_end(host: Host, pids: Iterable[int]) -> None:
@@ -434,8 +423,8 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
                     found = [control.find(one.pid, one.started, probe=False) for one in job.living(host)]
                     put_back(control, found)
                     continue
-                with locked(job.path.parent):
-                    current = read(job.path)
+                with PAUSES.locked(host):
+                    current = PAUSES.read(job.path)
                     if current is not None:
                         free(host, control, current)
 
@@ -470,7 +459,7 @@ def _paused_by_user(job: PausedJob, uid: int) -> NoPermission:
     user = user_name(uid)
     return NoPermission(
         f"{job.title} was paused by {user}, whose gpushare resumes it",
-        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.pause.pid}')}",
+        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.pid}')}",
         code="paused_by_user",
     )
 
@@ -488,15 +477,15 @@ def _not_paused(host: Host, text: str) -> NotFound:
 
 def refuse_run(host: Host, job: PausedJob) -> None:
     """Raise InUse for a job that a living `gpushare run` pauses."""
-    if job.pause.by_run and job.kept(host):
+    if job.by_run and job.kept(host):
         raise paused_by_run(job)
 
 
 def _is(job: PausedJob, text: str) -> bool:
     pid = pid_of(text)
     if pid is not None:
-        return pid in {job.pause.pid, *(one.pid for one in job.channels)}
-    return job.pause.name == text
+        return pid in job.pids
+    return job.name == text
 
 
 class Guard:
@@ -557,6 +546,6 @@ def _guard_failed(why: str) -> OperationFailed:
 @contextlib.contextmanager
 def changing(host: Host) -> Iterator[Sequence[str]]:
     """Hold the lock of this user's records, without those of jobs that have ended. Yields no notes."""
-    with locked(directory_of(host)):
-        sweep(host)
+    with PAUSES.locked(host):
+        PAUSES.sweep(host)
         yield ()

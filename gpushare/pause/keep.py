@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotFound
+from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
 from gpushare.pause.change import free, names_of
-from gpushare.pause.record import RESUMING, PausedJob, forget, locked, read, write
+from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,11 +57,11 @@ class Keeper:
         job = self._mine()
         if job is None:
             return None
-        if self._deadline is None and job.pause.until is not None:
+        if self._deadline is None and job.until is not None:
             # From here on by a clock that nobody sets.
-            self._deadline = time.monotonic() + max(0.0, job.pause.until - time.time())
+            self._deadline = time.monotonic() + max(0.0, job.until - uptime())
         over = self._deadline is not None and time.monotonic() >= self._deadline
-        if over or job.pause.state == RESUMING or not job.lives(self._host):
+        if over or job.state == RESUMING or not job.lives(self._host):
             return None if self._freed() else LOOK_SECONDS
         # A driver or a disk that fails is tried again.
         with contextlib.suppress(GpushareError):
@@ -70,13 +71,14 @@ class Keeper:
         )
 
     def _mine(self) -> PausedJob | None:
-        job = read(self._path)
-        return job if job is not None and job.pause.keeper_pid == os.getpid() else None
+        job = PAUSES.read(self._path)
+        mine = job is not None and job.keeper is not None and job.keeper.pid == os.getpid()
+        return job if mine else None
 
     def _freed(self) -> bool:
         """Resume the job, unless somebody has; return whether that is done."""
         try:
-            with locked(self._path.parent):
+            with PAUSES.locked(self._host):
                 # A resume that holds the lock may have removed it.
                 job = self._mine()
                 if job is None:
@@ -84,7 +86,7 @@ class Keeper:
                 if job.lives(self._host):
                     free(self._host, self._control, job)
                 else:
-                    forget(job)
+                    PAUSES.forget(job.path)
         except GpushareError:
             return False
         return True
@@ -95,7 +97,7 @@ class Keeper:
         found = [one for pid, one in self._missed.items() if pid in known]
         found += [new for one in known.values() if (new := self._grown(one)) is not None]
         now = time.monotonic()
-        for pid in list(self._host.processes.descendants(job.pause.pid))[:_MOST_PROCESSES]:
+        for pid in list(self._host.processes.descendants(job.pid))[:_MOST_PROCESSES]:
             if pid not in known and self._next.get(pid, 0.0) <= now:
                 self._next[pid] = now + _AGAIN_SECONDS
                 with contextlib.suppress(NotFound):
@@ -114,9 +116,9 @@ class Keeper:
         return now if names_of(now) - names_of(channels) else None
 
     def _add(self, found: list[Channels]) -> None:
-        with locked(self._path.parent):
+        with PAUSES.locked(self._host):
             job = self._mine()
-            if job is None or job.pause.state == RESUMING:
+            if job is None or job.state == RESUMING:
                 return
             pids = {one.pid for one in found}
             kept = tuple(one for one in job.channels if one.pid not in pids)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.process import known, signal_known, wait_gone
-from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 
@@ -81,16 +80,16 @@ def end_programs(
     if not pids:
         return None
     # A handler that waits for the GPU does not end a paused program.
-    if has_records(host, "pause"):
+    if host.has_records("pause"):
         from gpushare.pause.change import resume_to_end
 
         resume_to_end(host, pids)
-    swapped = has_records(host, "swap")
+    swapped = host.has_records("swap")
     if swapped:
-        from gpushare.memory.swap import lay_down
+        from gpushare.memory.swap import checkpoint_before_kill
 
         # The signal itself kills those that do not handle it.
-        lay_down(host, [pid for pid in pids if not _handles(host, pid, number)])
+        checkpoint_before_kill(host, [pid for pid in pids if not _handles(host, pid, number)])
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
     # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts
@@ -103,7 +102,7 @@ def end_programs(
     if not pids:
         return None
     if swapped:
-        lay_down(host, list(pids))
+        checkpoint_before_kill(host, list(pids))
     if meter is None:
         kill_all(host, pids)
         return None

@@ -12,18 +12,18 @@ client, and a new one after a restart.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from gpushare import values
 from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
 from gpushare.host.channels import yama_scope
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.host.identity import Identity
+from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
@@ -35,6 +35,7 @@ from gpushare.run.progress import Progress
 from gpushare.run.roles import PausingWatch
 from gpushare.run.share import MpsShare
 from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, is_final
+from gpushare.typed import Count, Pid
 from gpushare.units import format_percent, format_slice
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 DEFAULT_US: Final = 200
 # Production's: longer than its request, else it is cut up.
 PRODUCTION_US: Final = 16_000
-_DIRECTORY: Final = "group"
 _FIRST_SECONDS: Final = 0.1
 # Production's log, so that its numbers have a time.
 _READ_SECONDS: Final = 0.1
@@ -62,58 +62,40 @@ _MOST_TRIES: Final = 10
 _RESTORE_TRIES: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
+@values.dataclass(frozen=True, kw_only=True)
+class Member(Kept):
     """An opportunistic program in the group of a device, and the slice that it wants the group to have."""
 
-    pid: int
-    started_at: float | None
+    pid: Pid
+    started: Count
     device_uuid: str
-    slice_us: int
+    slice_us: Count
+
+
+MEMBERS: Final = RecordStore(Member, "group", "the record of an opportunistic program")
 
 
 def write_member(host: Host, member: Member) -> None:
     """Write the record of a member.
 
     Raises:
-        NoPermission: the directory cannot be made.
-        OSError: the file cannot be written.
+        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
-    directory = host.run_directory / _DIRECTORY
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    _sweep(host, directory)
-    replace_file(directory / f"{member.pid}.json", json.dumps(asdict(member)))
-
-
-def _sweep(host: Host, directory: Path) -> None:
-    """Remove the records of members that have ended."""
-    with contextlib.suppress(OSError):
-        for path in directory.glob("*.json"):
-            one = record_from(Member, read_trusted(path))
-            if one is not None and not host.processes.alive(one.pid, one.started_at):
-                path.unlink(missing_ok=True)
+    MEMBERS.sweep(host)
+    MEMBERS.write(replace(member, path=MEMBERS.path(host, member.pid)))
 
 
 def forget_member(host: Host, pid: int) -> None:
     """Forget a program that has ended."""
-    with contextlib.suppress(OSError):
-        (host.run_directory / _DIRECTORY / f"{pid}.json").unlink()
+    with contextlib.suppress(GpushareError):
+        MEMBERS.forget(MEMBERS.path(host, pid))
 
 
 def members(host: Host, device: Device) -> tuple[Member, ...]:
     """Return this user's living members on a device, by PID."""
-    found = []
-    for directory in host.own_run_directories:
-        if is_trusted_directory(directory, _DIRECTORY):
-            with contextlib.suppress(OSError):
-                found += [record_from(Member, read_trusted(path)) for path in (directory / _DIRECTORY).glob("*.json")]
-    living = [
-        one
-        for one in found
-        if one is not None and one.device_uuid == device.uuid and host.processes.alive(one.pid, one.started_at)
-    ]
-    return tuple(sorted(living, key=lambda one: one.pid))
+    records = MEMBERS.all(host, shared=False)
+    living = [member for member in records if member.device_uuid == device.uuid and any_lives(host, member)]
+    return tuple(sorted(living, key=lambda member: member.pid))
 
 
 def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareError | None:
@@ -514,10 +496,9 @@ class GroupShare(MpsShare):
         """Return the watch over a program."""
         host, device = self.host, self.device
         inner = super().watch(pid)
-        info = host.processes.describe(pid)
-        started_at = None if info is None else info.started_at
+        process = host.processes.identity(pid) or Identity(pid, 0)
         first = LEAST_US if self.adapt is not None else self.slice_us
-        member = Member(pid=pid, started_at=started_at, device_uuid=device.uuid, slice_us=first)
+        member = Member(**process._asdict(), device_uuid=device.uuid, slice_us=first)
         watch = GroupWatch(inner, member, self._instead(inner, pid), moves=self.adapt is not None)
         watch.note()
         if self.adapt is None or self.production is None:

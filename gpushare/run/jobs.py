@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-from dataclasses import asdict, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import asdict, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import directory_locked, read_trusted, record_from, replace_file, writing
+from gpushare.host.identity import Identity
+from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.plan import Loss
+from gpushare.typed import Count, Pid
 from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-SCHEMA: Final = 1
-# The roles of `JobRecord`. A record without one is an older gpushare's, which knew production jobs only.
+# The roles of `JobRecord`.
 PRODUCTION: Final = "production"
 OPPORTUNISTIC: Final = "opportunistic"
 PLAIN: Final = "plain"
-_DIRECTORY: Final = "jobs"
-# Where an older gpushare wrote the records of production jobs.
-_DIRECTORIES: Final = (_DIRECTORY, "production")
 _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 
@@ -61,20 +57,19 @@ class PrintedRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
-    """One named job: its program's PID and start, its device, its role, and the most memory that was seen."""
+class JobRecord(Kept):
+    """One named job: its program, its device, its role, and the most memory that was seen."""
 
-    name: str
-    pid: int
-    started_at: float | None
+    name: Annotated[str, _NAME.fullmatch]
+    pid: Pid
+    started: Count
     device_uuid: str
-    memory_peak_bytes: int | None = None
-    role: str = PRODUCTION
+    memory_peak_bytes: Count | None = None
+    role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__] = PRODUCTION
     # Of a `PrintedRate`.
     log: str | None = None
     metric: str | None = None
     higher_is_better: bool = True
-    schema: int = SCHEMA
 
     @property
     def rate(self) -> PrintedRate | None:
@@ -84,53 +79,34 @@ class JobRecord:
         return PrintedRate(self.log, self.metric, self.higher_is_better)
 
 
+# Other users read them too, to spare a production job.
+JOBS: Final = RecordStore(JobRecord, "jobs", "the record of a job")
+
+
 def write_record(host: Host, record: JobRecord) -> None:
-    """Write the record of a job.
+    """Write the record of a job, and remove those of jobs that have ended.
 
     Raises:
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
-    directory = host.run_directory / _DIRECTORY
-    # One by one: the mode applies to the last directory of a path only.
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
     forget_ended(host)
-    # Other users read it too, to spare a production job.
-    path = directory / f"{record.name}.json"
-    with writing(path, "the record of a job"):
-        replace_file(path, json.dumps(asdict(record)))
+    JOBS.write(replace(record, path=JOBS.path(host, record.name)))
 
 
 def forget_record(host: Host, name: str) -> None:
     """Remove the record of a job, if there is one."""
-    with contextlib.suppress(OSError):
-        (host.run_directory / _DIRECTORY / f"{name}.json").unlink()
+    with contextlib.suppress(GpushareError):
+        JOBS.forget(JOBS.path(host, name))
 
 
 def forget_ended(host: Host) -> None:
     """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use."""
-    if not is_trusted_directory(host.run_directory, _DIRECTORY):
-        return
-    with contextlib.suppress(OSError):
-        for path in (host.run_directory / _DIRECTORY).glob("*.json"):
-            one = record_from(JobRecord, read_trusted(path))
-            if one is not None and one.role != PRODUCTION and not is_running(host, one):
-                path.unlink(missing_ok=True)
+    JOBS.sweep(host, lambda record: record.role != PRODUCTION and not is_running(host, record))
 
 
 def records(host: Host) -> list[JobRecord]:
     """Return the records of all named jobs, running or not: this user's and root's."""
-    found = []
-    for run_directory in host.run_directories:
-        for below in _DIRECTORIES:
-            if not is_trusted_directory(run_directory, below):
-                continue
-            with contextlib.suppress(OSError):
-                found += [
-                    record_from(JobRecord, read_trusted(path))
-                    for path in sorted((run_directory / below).glob("*.json"))
-                ]
-    return [one for one in found if one is not None and one.pid > 0]
+    return JOBS.all(host, users=False)
 
 
 def productions(host: Host) -> list[JobRecord]:
@@ -146,7 +122,7 @@ def find_record(host: Host, name: str) -> JobRecord | None:
 
 def is_running(host: Host, record: JobRecord) -> bool:
     """Return whether a job runs now."""
-    return host.processes.alive(record.pid, record.started_at)
+    return any_lives(host, record)
 
 
 # A program that starts another through that many is not followed.
@@ -172,11 +148,10 @@ def record_of(
     host: Host, device: Device, name: str, pid: int, role: str, peak: int | None = None, rate: PrintedRate | None = None
 ) -> JobRecord:
     """Return the record of a job that runs now."""
-    info = host.processes.describe(pid)
+    process = host.processes.identity(pid) or Identity(pid, 0)
     return JobRecord(
         name=name,
-        pid=pid,
-        started_at=None if info is None else info.started_at,
+        **process._asdict(),
         device_uuid=device.uuid,
         memory_peak_bytes=peak,
         role=role,
@@ -199,7 +174,7 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
 @contextlib.contextmanager
 def _name_taken(host: Host, name: str, *, but: int | None = None) -> Iterator[None]:
     """Let one gpushare of this user at a time give a job a name, which is free; raises InUse if it is not."""
-    with directory_locked(host.run_directory / _DIRECTORY, "the lock of the names of jobs"):
+    with JOBS.locked(host):
         check_name_free(host, name, but=but)
         yield
 
@@ -369,8 +344,7 @@ def find_job(host: Host, text: str) -> Job:
     number = pid_of(text)
     if number is not None:
         pid = number
-        known = (one for one in (*records(host), *_of_users(host)) if one.pid == pid)
-        record = next((one for one in known if is_running(host, one)), None)
+        record = next((record for record in JOBS.all(host) if record.pid == pid and is_running(host, record)), None)
     else:
         record = find_record(host, check_job_name(text))
         if record is None or not is_running(host, record):
@@ -393,23 +367,6 @@ def find_job(host: Host, text: str) -> Job:
     )
 
 
-def _of_users(host: Host) -> list[JobRecord]:
-    """Return, to root, the running jobs of other users by name, where the process is really that user's."""
-    found = []
-    for user in host.user_directories():
-        # Only root has such users.
-        from gpushare.host.users import records_of
-
-        for _, raw in records_of(user, _DIRECTORY):
-            one = record_from(JobRecord, raw)
-            if one is None or one.pid <= 0 or not _NAME.fullmatch(one.name) or not is_running(host, one):
-                continue
-            info = host.processes.describe(one.pid)
-            if info is not None and info.uid == user.uid:
-                found.append(one)
-    return found
-
-
 def _of_a_user(host: Host, name: str) -> JobRecord:
     """Return, to root, the running job of another user with this name.
 
@@ -417,13 +374,13 @@ def _of_a_user(host: Host, name: str) -> JobRecord:
         NotFound: there is none.
         BadUsage: several users have one (code ``ambiguous_job``).
     """
-    found = [one for one in _of_users(host) if one.name == name]
-    if not found:
+    named = [record for record in JOBS.all(host) if record.keeper_uid and record.name == name]
+    if not named:
         raise _no_job(host, name)
-    if len(found) > 1:
-        pids = ", ".join(str(one.pid) for one in found[:5])
-        raise BadUsage(f"{len(found)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
-    return found[0]
+    if len(named) > 1:
+        pids = ", ".join(str(record.pid) for record in named[:5])
+        raise BadUsage(f"{len(named)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
+    return named[0]
 
 
 def _no_job(host: Host, text: str) -> NotFound:

@@ -10,24 +10,23 @@ driver refuses the lock there, and clients share channels. Never two ways at onc
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host.checkpoint import Checkpoint
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
-from gpushare.host.records import read_trusted, record_from, replace_file
 from gpushare.host.slice_lock import probed
+from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
-from gpushare.pause.record import PAUSED, RUNNING, Pause, PausedJob, directory_of, forget, make, write
+from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
 from gpushare.run.results import DUTY_SECONDS
+from gpushare.typed import Count, Pid
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -325,7 +324,11 @@ class ChannelPauser:
         """Put everything back on the GPU; what fails is tried again at the next call."""
         if not self.off:
             return
+        held = by_root(self._host)
         for pid, channels in list(self.off.items()):
+            # What root has paused too stays off until root resumes it.
+            if (pid, channels.started) in held:
+                continue
             with contextlib.suppress(GpushareError):
                 enable(self._control, channels)
                 del self.off[pid]
@@ -336,7 +339,7 @@ class ChannelPauser:
         """Forget the record, unless something is still off."""
         if self._written is not None and not self.off:
             with contextlib.suppress(GpushareError):
-                forget(self._written)
+                PAUSES.forget(self._written.path)
         self._control.close()
 
     def _note(self, state: str) -> None:
@@ -349,25 +352,21 @@ class ChannelPauser:
         info = self._host.processes.describe(self._pid)
         if first is None or me is None:
             return
-        pause = Pause(
+        # What is off stays in the record until it is on.
+        listed = {one.pid: one for one in (*self.known.values(), *self.off.values(), *channels)}
+        job = PausedJob(
             pid=self._pid,
             started=first.started,
             name=None,
             uid=None if info is None else info.uid,
-            by_uid=self._host.uid,
             state=state,
-            since=time.time(),
+            since=uptime(),
             until=None,
-            keeper_pid=me.pid,
-            keeper_started=me.started,
+            keeper=me,
             by_run=True,
+            channels=tuple(listed.values()),
+            path=PAUSES.path(self._host, self._pid),
         )
-        # What is off stays in the record until it is on.
-        listed = {one.pid: one for one in (*self.known.values(), *self.off.values(), *channels)}
-        path = directory_of(self._host) / f"{self._pid}.json"
-        job = PausedJob(pause=pause, channels=tuple(listed.values()), path=path)
-        if self._written is None:
-            make(path.parent)
         write(job)
         self._written = job
 
@@ -442,41 +441,32 @@ class DutyPacer(Pacer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pauses:
+class Pauses(Kept):
     """An opportunistic program, how often it was paused since its start, and whether it is now."""
 
-    pid: int
-    started_at: float | None
+    pid: Pid
+    started: Count
     gpu_uuid: str
-    pauses: int = 0
+    pauses: Count = 0
     paused: bool = False
 
 
-def note_pauses(host: Host, found: Pauses) -> None:
-    """Write the state of a program, atomically."""
-    path = _directory(host.run_directory) / f"{found.pid}.json"
-    with contextlib.suppress(OSError, NoPermission):
-        make_private_directory(path.parent)
-        replace_file(path, json.dumps(asdict(found)))
+PROGRAMS: Final = RecordStore(Pauses, "opportunistic", "the record of an opportunistic program")
+
+
+def note_pauses(host: Host, program: Pauses) -> None:
+    """Write the state of a program; a failure does not matter."""
+    with contextlib.suppress(GpushareError):
+        PROGRAMS.write(replace(program, path=PROGRAMS.path(host, program.pid)))
 
 
 def forget_pauses(host: Host, pid: int) -> None:
     """Forget a program that has ended."""
-    with contextlib.suppress(OSError):
-        (_directory(host.run_directory) / f"{pid}.json").unlink()
+    with contextlib.suppress(GpushareError):
+        PROGRAMS.forget(PROGRAMS.path(host, pid))
 
 
 def noted_pauses(host: Host) -> tuple[Pauses, ...]:
-    """Return the living programs, by PID; those of other users are missing where this one may not look."""
-    found = []
-    for directory in host.run_directories:
-        if not is_trusted_directory(directory, _directory(directory).name):
-            continue
-        with contextlib.suppress(OSError):
-            found += [record_from(Pauses, read_trusted(path)) for path in _directory(directory).glob("*.json")]
-    alive = [one for one in found if one is not None and host.processes.alive(one.pid, one.started_at)]
-    return tuple(sorted(alive, key=lambda one: one.pid))
-
-
-def _directory(run_directory: Path) -> Path:
-    return run_directory / "opportunistic"
+    """Return the living programs of this user and root, by PID."""
+    living = [program for program in PROGRAMS.all(host, users=False) if any_lives(host, program)]
+    return tuple(sorted(living, key=lambda program: program.pid))

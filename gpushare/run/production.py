@@ -133,16 +133,16 @@ class ProductionJob:
         host: Host,
         device: Device,
         pid: int,
-        started_at: float | None,
+        started: int,
         name: str | None = None,
         *,
         always: bool = False,
     ) -> None:
         self._host, self._device, self._name, self._always = host, device, name, always
-        self._is(pid, started_at)
+        self._is(pid, started)
 
-    def _is(self, pid: int, started_at: float | None) -> None:
-        self.pid, self._started_at = pid, started_at
+    def _is(self, pid: int, started: int) -> None:
+        self.pid, self._started = pid, started
         self._activity = Activity(self._host, self._device, pid)
 
     def active(self) -> bool:
@@ -151,14 +151,14 @@ class ProductionJob:
 
     def lives(self) -> bool:
         """Return whether it runs. If it was started again under its name, follow the new process."""
-        here = self._host.processes.alive(self.pid, self._started_at)
+        here = self._host.processes.identity(self.pid) == (self.pid, self._started)
         return here or (self._name is not None and self._follow(self._name))
 
     def _follow(self, name: str) -> bool:
         found = find_record(self._host, name)
         if found is None or found.device_uuid != self._device.uuid or not is_running(self._host, found):
             return False
-        self._is(found.pid, found.started_at)
+        self._is(found.pid, found.started)
         return True
 
 

@@ -8,6 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.host.identity import Identity
 from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
@@ -63,7 +64,7 @@ class SparedProcess:
     """A production job that runs now: its program, and whether it is a client of the device's MPS daemon."""
 
     pid: int
-    started_at: float | None
+    started: int
     title: str
     under_mps: bool
     # None: it was given by PID.
@@ -74,12 +75,12 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
     """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
     number = None if target is None else pid_of(target)
     if target is not None and number is not None:
-        info = host.processes.describe(number) if number else None
-        if info is None or not host.processes.alive(number):
+        process = host.processes.identity(number) if number else None
+        if process is None:
             raise NotFound(
                 f"there is no process {target[:20]}", "see what is running: gpushare status", code="no_process"
             )
-        pid, started, title, name = info.pid, info.started_at, f"process {target}", None
+        (pid, started), title, name = process, f"process {target}", None
     else:
         production = find_spared(host, device, target)
         if production is None or not is_running(host, production):
@@ -91,8 +92,8 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
                 code="other_device",
             )
         name = production.name
-        pid, started, title = production.pid, production.started_at, f"'{name}'"
-    return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=is_under_mps(host, device, pid))
+        pid, started, title = production.pid, production.started, f"'{name}'"
+    return SparedProcess(pid=pid, started=started, title=title, name=name, under_mps=is_under_mps(host, device, pid))
 
 
 def is_under_mps(host: Host, device: Device, pid: int) -> bool:
@@ -430,10 +431,8 @@ class PausingShare:
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
         """Return what writes the pauses of a program down, for the metrics."""
-        info = self.host.processes.describe(pid)
-        first = Pauses(
-            pid=pid, started_at=None if info is None else info.started_at, gpu_uuid=self.device.gpu.uuid or ""
-        )
+        process = self.host.processes.identity(pid) or Identity(pid, 0)
+        first = Pauses(**process._asdict(), gpu_uuid=self.device.gpu.uuid or "")
 
         def tell(state: tuple[int, bool] | None) -> None:
             if state is None:

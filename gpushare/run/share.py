@@ -264,7 +264,7 @@ def after_death(
         one.release()
     ended(host)
     sweep_cgroups(host)
-    if any((directory / "swap").is_dir() for directory in host.own_run_directories):
+    if host.has_records("swap"):
         from gpushare.memory.swap import forget_ended
 
         # The guard of a swap may just be writing the record of what has ended.

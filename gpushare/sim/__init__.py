@@ -46,12 +46,6 @@ class SimulatedHost(NamedTuple):
         return [UserDirectory(uid, users / str(uid) / "gpushare", os.geteuid()) for uid in uids]
 
     @property
-    def earlier_run_directories(self) -> Sequence[Path]:
-        """Return what an older gpushare of its user has left: ``earlier`` next to the run directory, if it is there."""
-        earlier = self.run_directory.with_name("earlier")
-        return (earlier,) if earlier.is_dir() else ()
-
-    @property
     def shared_run_directories(self) -> Sequence[Path]:
         """Return root's run directory, to a user who has one of his own."""
         shared = self.state_file.directory / "run"

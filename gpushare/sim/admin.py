@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal as signals
 import uuid
@@ -59,12 +60,12 @@ class ResetResult:
 def list_hosts() -> list[UsedHost]:
     """Return the simulated hosts of this user, by name."""
     from gpushare.errors import GpushareError
-    from gpushare.host.records import read_trusted
+    from gpushare.host.records import read_bounded
 
     found = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
-            spec = read_trusted(path)["spec"]
+            spec = json.loads(read_bounded(path))["spec"]
             state = StateFile(spec).read()
         except (GpushareError, OSError, ValueError, KeyError, TypeError):
             # A file of another version, or half removed.

@@ -10,30 +10,26 @@ What is set is written down before, and put back at the end. What a killed keep 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import user_name
-from gpushare.host.channels import Channels, Group, from_record
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.identity import identity_of
-from gpushare.host.records import open_lock, read_trusted, replace_file, writing
+from gpushare.host.channels import Channels, Group
+from gpushare.host.identity import Identity, identity_of
 from gpushare.host.slice_lock import probed, slices_locked
+from gpushare.host.store import Kept, RecordStore
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
+from gpushare.typed import Count, Pid
 from gpushare.units import format_slice
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.host.channels import ChannelControl
     from gpushare.host.host import Host
     from gpushare.host.origin import Origin
@@ -57,10 +53,6 @@ _RESTART_LOOKS: Final = 10
 # The time that users have taken is halved this often.
 _FORGET_SECONDS: Final = 30.0
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-_DIRECTORY: Final = "timeslice"
-_RECORD: Final = "keep.json"
-SCHEMA: Final = 1
-
 Key = tuple[int, int]
 _Wanted = tuple[Group, "_Slice", Decision | None]
 
@@ -435,15 +427,13 @@ class Keeper:
     def _write(self, events: list[Event] | None) -> None:
         """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
         kept = [
-            {
-                "pid": one.pid,
-                "started": one.origin.started,
-                "uid": one.origin.uid,
-                "channels": _compute_groups(one.channels).record(),
-                "slices": [
-                    [*key, slices.before, slices.now, slices.last] for key, slices in sorted(one.slices.items())
-                ],
-            }
+            KeptProcess(
+                pid=one.pid,
+                started=one.origin.started,
+                uid=one.origin.uid,
+                channels=_compute_groups(one.channels),
+                slices=tuple(KeptSlice(*key, each.before, each.now, each.last) for key, each in one.slices.items()),
+            )
             for one in self._processes.values()
             if one.slices and one.channels is not None
         ]
@@ -529,77 +519,53 @@ def _restored(
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------
 
 
+class KeptSlice(NamedTuple):
+    """What a keep has set on a group, by its client and handle: the slice before, now, and set before now."""
+
+    client: Count
+    handle: Count
+    before: Count
+    now: Count
+    last: Count
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeptProcess:
-    """What a keep has set on one process: by client and handle of a group its slice before, now, and set before now."""
+    """What a keep has set on one process."""
 
-    pid: int
-    started: int
+    pid: Pid
+    started: Count
     uid: int | None
     channels: Channels
-    slices: Mapping[Key, tuple[int, int, int]]
+    slices: tuple[KeptSlice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepRecord:
-    """The record of the keep that runs on a host, or that was killed (``pid`` does not live)."""
+class KeepRecord(Kept):
+    """The record of the keep that runs on a host, or that was killed (its process does not live)."""
 
-    pid: int
-    started: int
+    pid: Pid
+    started: Count
     processes: tuple[KeptProcess, ...] = ()
 
     @property
     def runs(self) -> bool:
-        found = identity_of(self.pid)
-        return found is not None and found.started == self.started
+        return identity_of(self.pid) == (self.pid, self.started)
+
+
+KEEPS: Final = RecordStore(KeepRecord, "keep", "the record of the time-slices that were set")
+_KEY: Final = "keep"
 
 
 def keep_record(host: Host) -> KeepRecord | None:
     """Return the record of this user's keep, or else root's; one that runs first. None: there is none."""
-    found = [record for directory in host.run_directories if (record := _record_in(directory)) is not None]
-    return next((one for one in found if one.runs), found[0] if found else None)
+    records = [record for record in KEEPS.all(host) if not record.keeper_uid]
+    return next((record for record in records if record.runs), records[0] if records else None)
 
 
-def _record_in(run_directory: Path) -> KeepRecord | None:
-    if not is_trusted_directory(run_directory, _DIRECTORY):
-        return None
-    raw = read_trusted(run_directory / _DIRECTORY / _RECORD)
-    try:
-        pid, started = raw["pid"], raw["started"]
-        if type(pid) is not int or type(started) is not int:
-            return None
-        kept = [one for each in raw["kept"] if (one := _kept_from(each)) is not None]
-    except (KeyError, TypeError, ValueError):
-        return None
-    return KeepRecord(pid=pid, started=started, processes=tuple(kept))
-
-
-def _kept_from(raw: Any) -> KeptProcess | None:
-    try:
-        channels = from_record(raw["channels"])
-        slices = {(client, handle): (before, now, last) for client, handle, before, now, last in raw["slices"]}
-        numbers = [*(one for key in slices for one in key), *(one for values in slices.values() for one in values)]
-        uid = raw.get("uid")
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    whole = all(type(one) is int and 0 <= one < 1 << 63 for one in numbers)
-    if channels is None or not whole or not (uid is None or type(uid) is int) or raw.get("pid") != channels.pid:
-        return None
-    return KeptProcess(pid=channels.pid, started=channels.started, uid=uid, channels=channels, slices=slices)
-
-
-def _write(host: Host, kept: Sequence[Mapping[str, Any]]) -> None:
-    own = identity_of(os.getpid())
-    text = json.dumps({"schema": SCHEMA, "pid": os.getpid(), "started": own.started if own else 0, "kept": kept})
-    path = host.run_directory / _DIRECTORY / _RECORD
-    with writing(path, "the record of the time-slices that were set"):
-        replace_file(path, text)
-
-
-def _forget(host: Host) -> None:
-    path = host.run_directory / _DIRECTORY / _RECORD
-    with writing(path, "the record of the time-slices that were set"):
-        path.unlink(missing_ok=True)
+def _write(host: Host, processes: Sequence[KeptProcess]) -> None:
+    me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
+    KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(processes), path=KEEPS.path(host, _KEY)))
 
 
 @contextlib.contextmanager
@@ -610,29 +576,23 @@ def only_one(host: Host) -> Iterator[None]:
         InUse: another one runs (code ``keep_running``).
         NoPermission, OperationFailed: the record cannot be written.
     """
-    for directory in (*host.earlier_run_directories, *host.shared_run_directories):
-        record = _record_in(directory)
-        if record is not None and record.runs:
-            raise _running(record.pid)
-    directory = host.run_directory / _DIRECTORY
-    make_private_directory(host.run_directory)
-    make_private_directory(directory)
-    lock = open_lock(directory / "keep.lock", "the lock of timeslice keep")
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            record = _record_in(host.run_directory)
-            raise _running(None if record is None else record.pid) from None
+    path = KEEPS.path(host, _KEY)
+
+    def busy(_seconds: float = 0.0) -> NoReturn:
+        record = keep_record(host)
+        raise _already_running_error(None if record is None else record.pid)
+
+    record = keep_record(host)
+    if record is not None and record.keeper_uid == 0 and record.runs:
+        busy()
+    with KEEPS.locked(host, waits=busy):
         yield
-        left = _record_in(host.run_directory)
-        if left is None or not left.processes:
-            _forget(host)
-    finally:
-        os.close(lock)
+        record = KEEPS.read(path)
+        if record is None or not record.processes:
+            KEEPS.forget(path)
 
 
-def _running(pid: int | None) -> InUse:
+def _already_running_error(pid: int | None) -> InUse:
     return InUse(
         f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
         f"let it read its file again: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
@@ -643,19 +603,16 @@ def _running(pid: int | None) -> InUse:
 
 def recover(host: Host, control: ChannelControl) -> list[Event]:
     """Put back what a killed keep left. Called by the only keep of a host."""
-    records = [_record_in(directory) for directory in host.own_run_directories]
+    record = KEEPS.read(KEEPS.path(host, _KEY))
     events: list[Event] = []
-    for one in (process for record in records if record is not None for process in record.processes):
+    for one in () if record is None else record.processes:
         if not _is_same(host, one.pid, one.started):
             continue
         groups = {(group.client, group.handle): group for group in one.channels.compute}
-        slices = {key: _Slice(*values) for key, values in one.slices.items()}
+        slices = {(each.client, each.handle): _Slice(each.before, each.now, each.last) for each in one.slices}
         user = None if one.uid is None else user_name(one.uid)
         events += _put_back(host, control, one.pid, one.started, groups, slices, user=user)
     _write(host, ())
-    for directory in host.earlier_run_directories:
-        with contextlib.suppress(OSError):
-            (directory / _DIRECTORY / _RECORD).unlink()
     return events
 
 
@@ -696,7 +653,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                 code="slices_left",
             )
         # Even where the disk is full, and the record could not be written again.
-        _forget(host)
+        KEEPS.forget(KEEPS.path(host, _KEY))
 
 
 @contextlib.contextmanager

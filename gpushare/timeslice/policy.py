@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, InUse, NotSupported
+from gpushare.errors import BadUsage, GpushareError, InUse, NotSupported
 from gpushare.host.compute_mode import compute_mode_step, need_root
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.identity import Identity
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.host.smi import parse_level, set_argv
+from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
 from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
+from gpushare.typed import Count, Pid
 from gpushare.units import quoted
 from gpushare.values import dataclass
 
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
     from gpushare.selection import Device
 
-_DIRECTORY: Final = "timeslice"
 NO_MILLISECONDS: Final = (
     "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "
     "running programs may keep the old level: measure your own program before and after"
@@ -78,23 +74,33 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         before = _supported_level(device, levels)
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
-        record = _record(host, device)
-        mode = _recorded_mode(record)
+        mode = _found_mode(host, device)
         if mode is not None:
-            steps.append(_mode_step(host, device, mode, record, keep=False))
+            steps.append(_mode_step(host, device, mode, keep=False))
     notes = () if steps else ("the time-slice is already default; nothing to do",)
     return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LentLevel:
-    """A level that a process has set for a while: its PID and start in clock ticks since boot, and the names of levels."""
+class LentLevel(Kept):
+    """A level that a process has set for a while, and the one that was there."""
 
-    pid: int
-    started: int
-    level: str
-    before: str
-    schema: int = 1
+    pid: Pid
+    started: Count
+    level: TimeSlice
+    before: TimeSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundMode(Kept):
+    """The compute mode that was there before `timeslice set`."""
+
+    mode: ComputeMode
+
+
+# By the UUID of the GPU.
+LENT: Final = RecordStore(LentLevel, "lent", "the note of the time-slice that was there")
+MODES: Final = RecordStore(FoundMode, "mode", "the note of the compute mode that was there")
 
 
 @contextlib.contextmanager
@@ -107,19 +113,15 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
     steps = plan_level(host, [device], level, beside_mps=True).steps
     before, me = host.policy.read().get(device.gpu.index), host.processes.identity(os.getpid())
     if steps and before is not None and me is not None:
-        record = LentLevel(pid=me.pid, started=me.started, level=level.name, before=before.name)
-        path = _lent(host.run_directory, device.gpu)
-        make_private_directory(path.parent)
-        with writing(path, "the note of the time-slice that was there"):
-            replace_file(path, json.dumps(asdict(record)))
+        LENT.write(LentLevel(**me._asdict(), level=level, before=before, path=LENT.path(host, device.uuid)))
     carry_out(Plan(title=f"time-slice {level.title} for a while", steps=steps))
     try:
         yield
     finally:
         for step, error in roll_back(steps):
             raise error.restated(hint=f"set it back: sudo {step.undo}")
-        with contextlib.suppress(OSError):
-            _lent(host.run_directory, device.gpu).unlink(missing_ok=True)
+        with contextlib.suppress(GpushareError):
+            LENT.forget(LENT.path(host, device.uuid))
 
 
 def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice | None:
@@ -127,20 +129,10 @@ def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice 
 
     ``now`` is read, only where there is a record, if it is not given.
     """
-    for directory in host.run_directories:
-        if not is_trusted_directory(directory, _DIRECTORY):
-            continue
-        one = record_from(LentLevel, read_trusted(_lent(directory, gpu)))
-        if one is None or host.processes.identity(one.pid) == Identity(one.pid, one.started):
-            continue
-        with contextlib.suppress(KeyError):
-            if TimeSlice[one.level] is (host.policy.read().get(gpu.index) if now is None else now):
-                return TimeSlice[one.before]
+    for record in LENT.find(host, gpu.uuid or ""):
+        if not any_lives(host, record) and record.level is (host.policy.read().get(gpu.index) if now is None else now):
+            return record.before
     return None
-
-
-def _lent(run_directory: Path, gpu: Gpu) -> Path:
-    return run_directory / _DIRECTORY / f"{gpu.uuid}.lent.json"
 
 
 def _steps(
@@ -150,7 +142,7 @@ def _steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, _record(host, device), keep=True))
+        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=True))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -168,8 +160,8 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
         host.policy.set(device.uuid, value)
         # What a killed one had set is over.
         if left_level(host, device.gpu, before) is not None:
-            with contextlib.suppress(OSError):
-                _lent(host.run_directory, device.gpu).unlink(missing_ok=True)
+            with contextlib.suppress(GpushareError):
+                LENT.forget(LENT.path(host, device.uuid))
 
     return setting_step(
         what=f"set {setting} to {level.title}",
@@ -186,45 +178,44 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     )
 
 
-def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, keep: bool) -> Step:
+def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> Step:
     """Return the step that sets a compute mode.
 
-    With ``keep`` the mode that was there is written to ``record``, unless the record has an earlier one;
-    without, the record is removed: the mode is back.
+    With ``keep`` the mode that was there is recorded, unless the record has an earlier one; without, the record is removed:
+    the mode is back.
     """
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
-    recorded = _recorded_mode(record)
+    recorded = _found_mode(host, device)
     # A record that another gpushare wrote meanwhile is not restored.
-    noted: list[Path] = []
+    noted = False
 
     def act() -> None:
+        nonlocal noted
         now = host.nvml.compute_mode(device.gpu.index)
         if keep and recorded is None and now not in {None, mode}:
-            noted.append(record)
-            _note(record, now)
+            noted = True
+            _note_mode(host, device, now)
         setting.do()
         if not keep:
-            noted.append(record)
-            _note(record, None)
+            noted = True
+            _note_mode(host, device, None)
 
     def back() -> None:
         if setting.revert is not None:
             setting.revert()
-        if noted and _recorded_mode(record) is not recorded:
-            _note(record, recorded)
+        if noted and _found_mode(host, device) is not recorded:
+            _note_mode(host, device, recorded)
 
     return replace(setting, do=act, revert=back)
 
 
-def _note(record: Path, previous: ComputeMode | None) -> None:
-    if previous is not None:
-        make_private_directory(record.parent)
-    with writing(record, "the note of the compute mode that was there"):
-        if previous is None:
-            record.unlink(missing_ok=True)
-        else:
-            replace_file(record, json.dumps({"schema": 1, "previous_compute_mode": previous.name}))
+def _note_mode(host: Host, device: Device, mode: ComputeMode | None) -> None:
+    path = MODES.path(host, device.uuid)
+    if mode is None:
+        MODES.forget(path)
+    else:
+        MODES.write(FoundMode(mode=mode, path=path))
 
 
 def _refuse_instances(devices: Sequence[Device]) -> None:
@@ -260,14 +251,6 @@ def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> Tim
     return levels[device.gpu.index]
 
 
-def _record(host: Host, device: Device) -> Path:
-    return host.run_directory / _DIRECTORY / f"{device.uuid}.json"
-
-
-def _recorded_mode(record: Path) -> ComputeMode | None:
-    directory = record.parent
-    if not is_trusted_directory(directory.parent, directory.name):
-        return None
-    with contextlib.suppress(KeyError, TypeError):
-        return ComputeMode[read_trusted(record)["previous_compute_mode"]]
-    return None
+def _found_mode(host: Host, device: Device) -> ComputeMode | None:
+    record = MODES.read(MODES.path(host, device.uuid))
+    return None if record is None else record.mode

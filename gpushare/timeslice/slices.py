@@ -7,20 +7,17 @@ the driver offers, and who may call it, is in `gpushare.host.channels`.
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.identity import Identity
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
+from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import SLICES, probed, slices_locked
+from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
+from gpushare.typed import Count, Pid, Shown
 from gpushare.units import format_slice
 from gpushare.values import dataclass
 
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 T = TypeVar("T")
-SCHEMA: Final = 1
 # The slices that a user may set.
 LEAST_US: Final = 20
 MOST_US: Final = 30_000
@@ -65,17 +61,16 @@ def check_slice(microseconds: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SliceRecord:
+class SliceRecord(Kept):
     """What gpushare set for a process; ``before`` has ``CLIENT:GROUP=MICROSECONDS`` of each group as it was found."""
 
-    pid: int
-    # In clock ticks since boot.
-    started: int
-    slice_us: int
+    pid: Pid
+    started: Count
+    slice_us: Count
     before: tuple[str, ...]
-    set_at: float
-    job: str | None = None
-    schema: int = SCHEMA
+    # Seconds since boot.
+    set_at: Past
+    job: Shown | None = None
 
     def slice_before(self, group: Group) -> int | None:
         """Return the slice that a group had; that of the first group for one that was made later."""
@@ -93,80 +88,38 @@ def _key(group: Group) -> str:
     return f"{group.client:x}:{group.handle:x}"
 
 
+RECORDS: Final = RecordStore(SliceRecord, SLICES, "the record of a time-slice")
+
+
 def slice_records(host: Host) -> dict[int, SliceRecord]:
     """Return what gpushare has set for living processes, by PID: this user's records and root's, the latest of each.
 
     No call to the driver: a slice that another program changed since then is not seen.
     """
-    found: dict[int, SliceRecord] = {}
-    for run_directory in host.run_directories:
-        if not is_trusted_directory(run_directory, SLICES):
-            continue
-        with contextlib.suppress(OSError):
-            for path in (run_directory / SLICES).glob("*.json"):
-                one = record_from(SliceRecord, read_trusted(path))
-                if one is None or host.processes.identity(one.pid) != Identity(one.pid, one.started):
-                    continue
-                if one.pid not in found or one.set_at > found[one.pid].set_at:
-                    found[one.pid] = one
-    return found
+    latest: dict[int, SliceRecord] = {}
+    for record in sorted(RECORDS.all(host), key=lambda record: record.set_at):
+        if not record.keeper_uid and host.processes.identity(record.pid) == (record.pid, record.started):
+            latest[record.pid] = record
+    return latest
 
 
 def slice_record(host: Host, pid: int, started: int) -> SliceRecord | None:
     """Return the record of one process, as `slice_records`."""
-    found: SliceRecord | None = None
-    for run_directory in host.run_directories:
-        if is_trusted_directory(run_directory, SLICES):
-            one = record_from(SliceRecord, read_trusted(run_directory / SLICES / f"{pid}.json"))
-            if one is None or (one.pid, one.started) != (pid, started):
-                continue
-            if found is None or one.set_at > found.set_at:
-                found = one
-    return found
-
-
-def _record_of(host: Host, channels: Channels) -> SliceRecord | None:
-    return slice_record(host, channels.pid, channels.started)
-
-
-def _path(host: Host, pid: int) -> Path:
-    return host.run_directory / SLICES / f"{pid}.json"
-
-
-def _note(host: Host, record: SliceRecord, *, tidy: bool = True) -> None:
-    """Write a record. Those of processes that have ended are removed, if ``tidy``."""
-    path = _path(host, record.pid)
-    make_private_directory(path.parent)
-    if tidy:
-        forget_ended(host)
-    with writing(path, "the record of a time-slice"):
-        replace_file(path, json.dumps(asdict(record)))
+    records = [record for record in RECORDS.find(host, pid) if (record.pid, record.started) == (pid, started)]
+    return max(records, key=lambda record: record.set_at, default=None)
 
 
 def forget_ended(host: Host) -> None:
     """Remove this user's records of processes that have ended; a failure does not matter."""
-    directory = host.run_directory / SLICES
-    if not is_trusted_directory(host.run_directory, SLICES):
-        return
-    with contextlib.suppress(OSError):
-        for path in directory.glob("*.json"):
-            if path.stem.isdecimal() and host.processes.identity(int(path.stem)) is None:
-                path.unlink(missing_ok=True)
-
-
-def _forget(host: Host, pid: int) -> None:
-    for directory in host.own_run_directories:
-        path = directory / SLICES / f"{pid}.json"
-        with writing(path, "the record of a time-slice"):
-            path.unlink(missing_ok=True)
+    RECORDS.sweep(host)
 
 
 def put_record_back(host: Host, pid: int, known: SliceRecord | None) -> None:
     """Make the record of a process what it was; None: there was none. Raises as `note_slice`."""
     if known is None:
-        _forget(host, pid)
+        RECORDS.forget(RECORDS.path(host, pid))
     else:
-        _note(host, known)
+        RECORDS.write(replace(known, path=RECORDS.path(host, pid)))
 
 
 def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None, tidy: bool = True) -> None:
@@ -175,7 +128,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     Raises:
         NoPermission, OperationFailed: the record cannot be written.
     """
-    known = _record_of(host, channels)
+    known = slice_record(host, channels.pid, channels.started)
     before = list(known.before) if known is not None else []
     keys = {one.partition("=")[0] for one in before}
     before += [f"{_key(one)}={one.slice_us}" for one in channels.compute if one.slice_us and _key(one) not in keys]
@@ -184,10 +137,13 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
         started=channels.started,
         slice_us=microseconds,
         before=tuple(before),
-        set_at=time.time(),
+        set_at=uptime(),
         job=job or (None if known is None else known.job),
+        path=RECORDS.path(host, channels.pid),
     )
-    _note(host, record, tidy=tidy)
+    if tidy:
+        forget_ended(host)
+    RECORDS.write(record)
 
 
 def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None:
@@ -199,10 +155,8 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
     known = slice_record(host, pid, started)
     if known is None:
         return
-    if known.earlier == {microseconds}:
-        _forget(host, pid)
-    else:
-        _note(host, replace(known, slice_us=microseconds, set_at=time.time()), tidy=False)
+    restored = known.earlier == {microseconds}
+    put_record_back(host, pid, None if restored else replace(known, slice_us=microseconds, set_at=uptime()))
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -246,7 +200,7 @@ def apply_slice(
     """
 
     def once(found: Channels) -> Channels:
-        known = _record_of(host, found)
+        known = slice_record(host, found.pid, found.started)
         note_slice(host, found, microseconds, job=job)
         try:
             control.set_slice(found, microseconds)
@@ -269,14 +223,14 @@ def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> No
     Raises:
         GpushareError: as `apply_slice`.
     """
-    if _record_of(host, channels) is None:
+    if slice_record(host, channels.pid, channels.started) is None:
         return
     with slices_locked(host):
         _restore(host, control, channels)
 
 
 def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
-    record = _record_of(host, channels)
+    record = slice_record(host, channels.pid, channels.started)
     if record is None:
         return
 
@@ -285,10 +239,11 @@ def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
         control.restore_slices(replace(found, groups=groups))
 
     _with_present(control, channels, once)
-    _forget(host, channels.pid)
-    if _record_of(host, channels) is not None:
+    put_record_back(host, channels.pid, None)
+    if slice_record(host, channels.pid, channels.started) is not None:
         # Root's, which this user cannot remove: a later one says what is so.
-        _note(host, replace(record, slice_us=min(record.earlier, default=record.slice_us), set_at=time.time()))
+        slice_us = min(record.earlier, default=record.slice_us)
+        put_record_back(host, channels.pid, replace(record, slice_us=slice_us, set_at=uptime()))
 
 
 def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Channels], T]) -> T:
@@ -359,7 +314,7 @@ def plan_slice(
 
 
 def _set_step(host: Host, control: ChannelControl, channels: Channels, microseconds: int, selector: str) -> Step:
-    known = _record_of(host, channels)
+    known = slice_record(host, channels.pid, channels.started)
     done: list[Channels] = []
 
     def act() -> None:
@@ -434,7 +389,7 @@ def _restore_step(
         while done:
             with contextlib.suppress(NotFound):
                 control.restore_slices(done.pop())
-            _note(host, record)
+            put_record_back(host, channels.pid, record)
 
     now = _listed({one.slice_us for one in channels.compute})
     return Step(
@@ -450,9 +405,9 @@ def _forget_step(host: Host, control: ChannelControl, channels: Channels, record
     """Its slices are the old ones already: only the record is there, unless another gpushare sets one meanwhile."""
     return Step(
         what=f"forget the record of process {channels.pid}, whose time-slice is the old one",
-        command=f"rm {_path(host, channels.pid)}",
+        command=f"rm {RECORDS.path(host, channels.pid)}",
         do=lambda: restore_slice(host, control, channels),
-        revert=lambda: _note(host, record),
+        revert=lambda: put_record_back(host, channels.pid, record),
     )
 
 

@@ -1,0 +1,322 @@
+"""Records: small JSON files by which one gpushare knows what another one does. Here is whose word they are.
+
+A kind of record is a `RecordStore`: a value class and a directory below the run directory, or for what outlives a reboot
+the state directory. The types of the fields say what is valid. Every user sees his own records and root's; root sees those
+of all users.
+
+Nobody's record speaks of others: the processes that a user's record names must belong to that user, and be alive with the
+same start, or the whole record says nothing. Root's may name any process. What cannot be read says nothing either, and
+`unread` tells `gpushare doctor` why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import field, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, NamedTuple, TypeVar
+
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
+from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing
+from gpushare.host.users import opened_user
+from gpushare.typed import NOT_STORED, parsed, plain
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+SCHEMA: Final = 1
+# What root reads of another user, of one kind; and what everybody reads of himself and of root.
+USERS_FILES, USERS_FILE_BYTES, USERS_BYTES = 256, 64 << 10, 1 << 20
+FILES, FILE_BYTES = 1000, 4 << 20
+# What says of the future, as the end of a pause does, lies at most so far ahead.
+MOST_SECONDS: Final = 30 * 86400.0
+
+# Seconds since boot (CLOCK_BOOTTIME), which no setting of the clock moves.
+Past = Annotated[float, lambda seconds: 0 <= seconds <= uptime()]
+Ahead = Annotated[float, lambda seconds: 0 <= seconds <= uptime() + MOST_SECONDS]
+
+
+def wall_time(seconds: float) -> float:
+    """Return seconds since boot as seconds since 1970, to be shown."""
+    return time.time() - uptime() + seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A value that is a record: its file, and who keeps it (None: this user; 0: root; to root, another user)."""
+
+    path: Path = field(default=Path(), compare=False, repr=False, metadata=NOT_STORED)
+    keeper_uid: int | None = field(default=None, compare=False, metadata=NOT_STORED)
+
+
+T = TypeVar("T", bound=Kept)
+
+
+class Unread(NamedTuple):
+    """A record that says nothing, whose it is, and why."""
+
+    path: Path
+    uid: int
+    why: str
+
+
+class Elsewhere(ValueError):
+    """A record of another PID namespace, where its PIDs mean other processes."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("it was written in another PID namespace")
+        self.value = value
+
+
+class _Void(ValueError):
+    """A record of an earlier boot: nothing that it names exists."""
+
+
+def named_processes(value: Any) -> set[Identity]:
+    """Return the processes that a record names: itself, and its parts, by ``pid`` and ``started``."""
+    if isinstance(value, tuple) and not hasattr(value, "pid"):
+        return {each for part in value if not isinstance(part, (int, float, str)) for each in named_processes(part)}
+    if not hasattr(value, "pid"):
+        return set()
+    own = set() if None in {value.pid, value.started} else {Identity(value.pid, value.started)}
+    parts = vars(value).values() if is_dataclass(value) else ()
+    return own.union(*(named_processes(part) for part in parts if isinstance(part, tuple)))
+
+
+def any_lives(host: Host, value: Any) -> bool:
+    """Return whether a process that a value names still runs."""
+    return any(host.processes.identity(process.pid) == process for process in named_processes(value))
+
+
+def _lie(host: Host, value: Any, uid: int) -> str | None:
+    """Return why a record of a user says nothing: it speaks of another user, or of what has ended."""
+    if getattr(value, "uid", uid) != uid:
+        return f"it says that it is of user {value.uid}"
+    living = [each for each in named_processes(value) if host.processes.identity(each.pid) == each]
+    for process in living:
+        info = host.processes.describe(process.pid)
+        if info is not None and uid not in {info.uid, namespace_owner(process.pid)}:
+            return f"it names process {process.pid}, which belongs to another user"
+    return None if living else "none of the processes that it names runs"
+
+
+def _whole(text: str) -> int:
+    """Return a whole number of at most 64 bits; we never write a longer one."""
+    if len(text) > 20:
+        raise ValueError(text[:20])
+    return int(text)
+
+
+class RecordStore(Generic[T]):
+    """One kind of record, a file each: ``kind`` is its value class, ``what`` its name for people.
+
+    ``directory`` is below the run directory; ``mps/*`` stands for all directories in ``mps``. With ``lasting`` it is below
+    the state directory, for what outlives a reboot and names no process. ``durable``: a record is on the disk before
+    `write` returns. ``mode`` is that of its files.
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        directory: str,
+        what: str,
+        *,
+        lasting: bool = False,
+        durable: bool = False,
+        mode: int = 0o644,
+    ) -> None:
+        self.kind, self.directory, self.what = kind, directory, what
+        self._lasting, self._durable, self._mode = lasting, durable, mode
+
+    def path(self, host: Host, key: int | str) -> Path:
+        """Return the file of this user's record of a key: a PID, or a name."""
+        return self._own(host) / self.directory / f"{key}.json"
+
+    def _own(self, host: Host) -> Path:
+        return host.state_directory if self._lasting else host.run_directory
+
+    def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:
+        """Return the run or state directories that this user believes, with their keeper: this user's, then root's."""
+        roots = host.shared_state_directories if self._lasting else host.shared_run_directories
+        return [(self._own(host), None), *((root, 0) for root in roots if shared)]
+
+    # -- reading
+
+    def read(self, path: Path, *, keeper_uid: int | None = None) -> T | None:
+        """Return this user's or root's record in a file; None: there is none, or it says nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.demanded(path, keeper_uid=keeper_uid)
+        return None
+
+    def demanded(self, path: Path, *, keeper_uid: int | None = None) -> T | None:
+        """Return this user's or root's record in a file; None: there is none, or it is of an earlier boot.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it says nothing; the message says why.
+        """
+        root = path.parents[len(self._names)]
+        try:
+            with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _trusted()) as inside:
+                text = read_own(path.name, directory=inside, owners=_trusted(), most=FILE_BYTES)
+            return self._value(None, text, path, keeper_uid)
+        except (FileNotFoundError, _Void):
+            return None
+
+    def find(self, host: Host, key: int | str) -> list[T]:
+        """Return the records of a key: this user's, then root's."""
+        values = [
+            self.read(root / self.directory / f"{key}.json", keeper_uid=keeper_uid)
+            for root, keeper_uid in self._roots(host)
+        ]
+        return [value for value in values if value is not None]
+
+    def all(self, host: Host, *, shared: bool = True, users: bool = True) -> list[T]:
+        """Return this user's records; with ``shared`` also root's, and with ``users`` for root those of all users."""
+        scanned = self._scan(host, shared=shared, users=users)
+        return [value for _, _, value in scanned if not isinstance(value, Exception)]
+
+    def elsewhere(self, host: Host) -> list[T]:
+        """Return this user's records of other PID namespaces."""
+        return [error.value for _, _, error in self._scan(host, shared=False) if isinstance(error, Elsewhere)]
+
+    def unread(self, host: Host) -> list[Unread]:
+        """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
+        return [
+            Unread(path, uid, str(error) if isinstance(error, ValueError) else error.strerror or str(error))
+            for path, uid, error in self._scan(host, shared=True)
+            if isinstance(error, (OSError, ValueError)) and not isinstance(error, (FileNotFoundError, _Void))
+        ]
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self.directory.split("/") if name]
+
+    def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[tuple[Path, int, T | Exception]]:
+        """Yield file and owner of each record, with its value or what is wrong with it."""
+        for root, keeper_uid in self._roots(host, shared=shared):
+            uid = host.uid if keeper_uid is None else keeper_uid
+            with contextlib.suppress(OSError), _opened_root(root) as top:
+                for below in self._directories(top):
+                    with contextlib.suppress(OSError), opened_below(top, below, _trusted()) as inside:
+                        yield from self._files(host, inside, root / below, uid, keeper_uid, _trusted())
+        for user in host.user_directories() if shared and users and not self._lasting else ():
+            with contextlib.suppress(OSError), opened_user(user, self.directory) as inside:
+                where, owners = user.path / self.directory, frozenset({user.owner})
+                yield from self._files(host, inside, where, user.uid, user.uid, owners)
+
+    def _directories(self, top: int) -> list[str]:
+        above, star, _ = self.directory.partition("*")
+        if not star:
+            return [self.directory]
+        with opened_below(top, above, _trusted()) as inside:
+            return [above + name for name in sorted(os.listdir(inside))]
+
+    def _files(
+        self, host: Host, inside: int, where: Path, uid: int, keeper_uid: int | None, owners: frozenset[int]
+    ) -> Iterator[tuple[Path, int, T | Exception]]:
+        most, file_bytes, left = (
+            (USERS_FILES, USERS_FILE_BYTES, USERS_BYTES) if keeper_uid else (FILES, FILE_BYTES, FILES * FILE_BYTES)
+        )
+        names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
+        for number, name in enumerate(names):
+            if number == most or left <= 0:
+                yield where, uid, ValueError(f"{len(names) - number} of its {len(names)} files are too many to be read")
+                return
+            try:
+                text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, left))
+                left -= len(text)
+                yield where / name, uid, self._value(host, text, where / name, keeper_uid)
+            except (OSError, ValueError) as error:
+                yield where / name, uid, error
+
+    def _value(self, host: Host | None, text: bytes, path: Path, keeper_uid: int | None) -> T:
+        try:
+            raw = json.loads(text, parse_int=_whole)
+        except (ValueError, RecursionError):
+            # UnicodeDecodeError is a ValueError, too.
+            raise ValueError("it is not JSON" if text else "it is empty") from None
+        if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
+            raise ValueError("it is of another version")
+        space = pid_space()
+        if not self._lasting:
+            if raw.pop("boot", None) != boot_id():
+                raise _Void("it is from before the last boot")
+            space = raw.pop("space", None)
+        value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
+        if space != pid_space() and named_processes(value):
+            raise Elsewhere(value)
+        if keeper_uid and host is not None and (lie := _lie(host, value, keeper_uid)) is not None:
+            raise ValueError(lie)
+        return value
+
+    # -- writing
+
+    def write(self, value: T, *, code: str = "file_unwritable") -> None:
+        """Write a record to its ``path``, atomically.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be written; an earlier one stays.
+        """
+        variable = "GPUSHARE_STATE_DIR" if self._lasting else "GPUSHARE_RUN_DIR"
+        # One by one: the mode applies to the last directory of a path only.
+        for directory in reversed(value.path.parents[: len(self._names) + 1]):
+            make_private_directory(directory, variable=variable)
+        document = {"schema": SCHEMA, **plain(value)}
+        if not self._lasting:
+            document |= {"boot": boot_id(), "space": pid_space()}
+        with writing(value.path, self.what, code=code):
+            replace_file(value.path, json.dumps(document), durable=self._durable, mode=self._mode)
+
+    def forget(self, path: Path) -> None:
+        """Remove a record, if it is there.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be removed.
+        """
+        with writing(path, self.what):
+            path.unlink(missing_ok=True)
+
+    def sweep(self, host: Host, ended: Callable[[T], bool] | None = None) -> None:
+        """Remove this user's records of processes that have all ended, and those of an earlier boot.
+
+        ``ended`` decides otherwise. A failure does not matter.
+        """
+        for path, _, value in self._scan(host, shared=False):
+            over = isinstance(value, _Void)
+            if not isinstance(value, Exception):
+                over = not any_lives(host, value) if ended is None else ended(value)
+            if over:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def locked(
+        self, host: Host, *, waits: Callable[[float], None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock of this user's records of this kind; raises as `directory_locked`."""
+        return directory_locked(self._own(host) / self.directory, f"the lock of {self.what}", waits=waits)
+
+
+def _trusted() -> frozenset[int]:
+    return frozenset({os.geteuid(), 0})
+
+
+@contextlib.contextmanager
+def _opened_root(root: Path) -> Iterator[int]:
+    """Open a run or state directory of this user or root, which they may have made a link. Raises OSError."""
+    if not is_trusted_directory(root):
+        raise PermissionError(errno.EPERM, "others may write it", str(root))
+    descriptor = os.open(root, DIRECTORY)
+    try:
+        if os.fstat(descriptor).st_uid not in _trusted():
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
+        yield descriptor
+    finally:
+        os.close(descriptor)

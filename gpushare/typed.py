@@ -1,0 +1,131 @@
+"""Values from JSON that others may have written: of the types of their fields, within their ranges, and nothing else.
+
+The types are those of value classes (`values.dataclass`), named tuples, enums (by name), `Literal`, unions, tuples and plain
+values. `Annotated` adds checks: functions that return whether a value is valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+# A field with this metadata is no part of the JSON.
+NOT_STORED: Final = {"stored": False}
+
+
+class Within(NamedTuple):
+    """The range of a number."""
+
+    least: float
+    most: float
+
+    def __call__(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+class Most(NamedTuple):
+    """The largest number of items of a tuple."""
+
+    items: int
+
+    def __call__(self, value: tuple[Any, ...]) -> bool:
+        return len(value) <= self.items
+
+
+def is_shown(text: str) -> bool:
+    """Return whether a name or UUID that others may have written can be shown: short and plain."""
+    return len(text) <= 64 and re.fullmatch(r"\w[\w.-]*", text, re.ASCII) is not None
+
+
+Pid = Annotated[int, Within(1, 2**31 - 1)]
+# Clock ticks, bytes, ids and handles.
+Count = Annotated[int, Within(0, 2**63 - 1)]
+Percent = Annotated[float, Within(0, 100)]
+Shown = Annotated[str, is_shown]
+
+_SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
+    # JSON may have a float without a decimal point.
+    float: lambda raw: type(raw) in {int, float} and math.isfinite(raw),
+    **{kind: lambda raw, kind=kind: type(raw) is kind for kind in (int, str, bool, NoneType)},  # type: ignore[misc]
+}
+
+
+def parsed(kind: Any, raw: Any) -> Any:
+    """Return a value of a type from JSON.
+
+    Raises:
+        ValueError: it is none; the message says why.
+    """
+    origin = get_origin(kind)
+    if origin is Annotated:
+        limits, value = kind.__metadata__, parsed(kind.__origin__, raw)
+        if all(is_valid(value) for is_valid in limits):
+            return value
+    elif origin in {Union, UnionType}:
+        for each in get_args(kind):
+            with contextlib.suppress(ValueError):
+                return parsed(each, raw)
+    elif is_dataclass(kind):
+        return _object(kind, raw)
+    elif isinstance(raw, (list, tuple)):
+        return _tuple(kind, raw)
+    elif (origin is Literal and type(raw) is str and raw in get_args(kind)) or (
+        kind in _SCALARS and _SCALARS[kind](raw)
+    ):
+        return raw
+    elif isinstance(raw, str) and isinstance(kind, type) and issubclass(kind, Enum) and raw in kind.__members__:
+        return kind[raw]
+    raise ValueError(f"{raw!r:.40} is not a valid value")
+
+
+def _tuple(kind: Any, raw: Sequence[Any]) -> Any:
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        item = get_args(kind)[0]
+        values = tuple(parsed(item, each) for each in raw)
+        pids = [value.pid for value in values if hasattr(value, "pid")]
+        if len(set(pids)) < len(pids):
+            raise ValueError("a process is named twice")
+        return values
+    hints = list(_hints(kind).values()) if hasattr(kind, "_fields") else get_args(kind)
+    if not hints or len(hints) != len(raw):
+        raise ValueError("a list of another length")
+    values = tuple(map(parsed, hints, raw))
+    return kind(*values) if hasattr(kind, "_fields") else values
+
+
+def _object(kind: Any, raw: Any) -> Any:
+    known, hints = _stored(kind), _hints(kind)
+    if not isinstance(raw, dict) or not raw.keys() <= known.keys():
+        raise ValueError("an object with other keys")
+    missing = [name for name, has_default in known.items() if not has_default and name not in raw]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    return kind(**{name: parsed(hints[name], value) for name, value in raw.items()})
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
+def _stored(kind: Any) -> dict[str, bool]:
+    """Return the fields of a value class that JSON has, and whether they have a default."""
+    # Without one, both are MISSING.
+    return {each.name: each.default is not each.default_factory for each in fields(kind) if each.metadata != NOT_STORED}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it, for `parsed`."""
+    if is_dataclass(value):
+        return {name: plain(getattr(value, name)) for name in _stored(type(value))}  # type: ignore[arg-type]
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return value.name if isinstance(value, Enum) else value
