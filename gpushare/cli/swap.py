@@ -323,7 +323,7 @@ def _already(swap: Swap) -> GpushareError:
 
 def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
     """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
-    from gpushare.memory.swap import BACK, check_here, find_swap, swaps
+    from gpushare.memory.swap import BACK, check_here, find_swap, out_by_driver, swaps
     from gpushare.run.jobs import find_job
 
     # By its record first: the process that it is named after may have ended before the others.
@@ -347,7 +347,9 @@ def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
             f"{gone.title} has ended while it was out", "see what is out: gpushare swap list", code="no_job"
         ) from None
     swap = find_swap(host, job.pid, job.name)
-    if swap is None or swap.state == BACK:
+    if swap is None:
         check_here(host, text)
+        swap = out_by_driver(host, job.pid, job.name, job.uid)
+    if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
     return swap

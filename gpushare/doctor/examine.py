@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
@@ -25,9 +25,9 @@ from gpushare.errors import (
     or_none,
     system_error,
 )
+from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.machine import Xid
-from gpushare.host.records import read_bounded
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_file
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
+    from gpushare.host.store import RecordStore
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu
     from gpushare.model import GpuProcess
@@ -546,36 +547,53 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("pid.namespace", seen="unknown")
 
 
-# A line of a unit that runs a command which may ask, without -y.
-_ASKS: Final = re.compile(r"^Exec\w+=(?!.* (?:-y|--yes)\b).* (?:apply|mps stop|mig enable) ", re.MULTILINE | re.ASCII)
-_ANSWERED: Final = "/^Exec/{/ (-y|--yes)( |$)/! s/ (apply|mps stop|mig enable) / \\1 -y /}"
+def _records(seen: Examination) -> Iterator[Check]:
+    """Name the records that say nothing: what they were about is not seen by any command."""
+    from gpushare.memory.peaks import PROFILES
+    from gpushare.memory.swap import SWAPS
+    from gpushare.mig.made import MADE
+    from gpushare.mig.names import NAMES
+    from gpushare.mps.home import DAEMONS
+    from gpushare.pause.record import PAUSES
+    from gpushare.run.group import MEMBERS
+    from gpushare.run.jobs import JOBS
+    from gpushare.run.pause import PROGRAMS
+    from gpushare.run.results import BENCHED, TUNED
+    from gpushare.timeslice.keep import KEEPS
+    from gpushare.timeslice.policy import LENT, MODES
+    from gpushare.timeslice.slices import RECORDS
+
+    number = 0
+    # Not the journal of MIG changes: `_mig` tells what became of it.
+    for kind in (
+        *(SWAPS, PAUSES, JOBS, MEMBERS, PROGRAMS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
+        *(NAMES, TUNED, BENCHED, PROFILES),
+    ):
+        records: RecordStore[Any] = kind
+        for path, uid, why in records.unread(seen.host)[:_AT_MOST]:
+            number += 1
+            whose = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
+            yield Check.warning(
+                "records.unread",
+                seen=f"{records.what}, {path}{whose}, is not believed: {why}",
+                why="no command sees what it was about",
+                remedy=_remedy(records, path),
+            )
+    if not number:
+        yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _units(seen: Examination) -> Iterator[Check]:
-    """Check that no unit of an older gpushare would be asked at boot."""
-    found: dict[Path, str] = {}
-    for path in islice(seen.host.machine.unit_directory.glob("*gpushare*.service"), _MOST_LOOKED_AT):
-        with contextlib.suppress(OSError, ValueError):
-            found[path] = read_bounded(path).decode(errors="replace")
-    found = {path: found[path] for path in sorted(found) if found[path].startswith("# Written by gpushare.")}
-    old = [path for path, text in found.items() if _ASKS.search(text)]
-    if old:
-        files = " ".join(shlex.quote(str(path)) for path in old)
-        yield Check.warning(
-            "units.consent",
-            seen=f"{counted(len(old), 'systemd unit')} of an older gpushare would be asked: {', '.join(map(str, old))}",
-            why="nobody answers at boot: where something named, granted or in use must go, the command refuses",
-            remedy=f"sudo sed -i -E '{_ANSWERED}' {files}; sudo systemctl daemon-reload",
-        )
-    elif found:
-        yield Check.passed("units.consent", seen=f"{counted(len(found), 'systemd unit')} of gpushare, none asks")
+def _remedy(records: RecordStore[Any], path: Path) -> str:
+    """Return what to do about a record: the driver knows what became of a process that was swapped out or paused."""
+    verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
+    remove = f"remove it: rm {shlex.quote(str(path))}"
+    return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove
 
 
 def _as_keeper(uid: int | None, record: Path, words: str) -> str:
     """Return what to type about a record of this user (None), of root, or for root of another user."""
     if uid is None or uid == 0:
         return f"{'' if uid is None else 'sudo '}gpushare {words}"
-    from gpushare.host.capabilities import user_name
     from gpushare.host.users import as_user
 
     return as_user(user_name(uid), record.parent.parent, words)
@@ -846,7 +864,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _run_directory,
     _permissions,
     _pid_namespace,
-    _units,
+    _records,
     _pauses,
     _swaps,
     _cgroups,

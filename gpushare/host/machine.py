@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
@@ -16,7 +15,6 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary 
 XID: Final = re.compile(r"\bXid \((?:PCI:)?([0-9a-f:.]+)\):\s*(\d{1,4})\b", re.IGNORECASE | re.ASCII)
 CGROUPS: Final = "/sys/fs/cgroup"
 _PROGRAM_SECONDS: Final = 5.0
-UNITS: Final = Path("/etc/systemd/system")
 
 
 class Space(NamedTuple):
@@ -51,9 +49,8 @@ class Machine(Protocol):
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids since the boot, oldest first; None if this user may not read the kernel log."""
 
-    @property
-    def unit_directory(self) -> Path:
-        """Return the directory of this machine's own systemd units."""
+    def resident_bytes(self, pid: int) -> int | None:
+        """Return what a process has in host memory, swap space included; None: unknown."""
 
 
 class _MemoryFiles(NamedTuple):
@@ -90,10 +87,6 @@ class LocalMachine:
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
 
-    @property
-    def unit_directory(self) -> Path:
-        return UNITS
-
     def shared_memory(self) -> Space | None:
         try:
             found = os.statvfs(SHARED_MEMORY)
@@ -108,6 +101,12 @@ class LocalMachine:
         if match is None:
             return None
         return min([int(match[1]) << 10, *self._cgroup_rooms(pid)])
+
+    def resident_bytes(self, pid: int) -> int | None:
+        """Return VmRSS and VmSwap of ``/proc/PID/status``."""
+        text = read_proc(f"{self._proc}/{pid}/status") or b""
+        sizes = re.findall(rb"^Vm(?:RSS|Swap):\s+(\d+) kB", text, re.MULTILINE)
+        return sum(int(size) << 10 for size in sizes) if sizes else None
 
     def _cgroup_rooms(self, pid: int) -> Iterator[int]:
         """Yield what each cgroup above a process still allows: its limits less what it has.

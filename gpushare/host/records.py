@@ -29,6 +29,9 @@ _USUAL_BYTES: Final = 16 << 10
 # `cgroups.PREFIX`; that file is loaded only where there is one.
 _JOB_CGROUP: Final = "gpushare-job-"
 _LOCK_POLL_SECONDS: Final = 0.05
+# The directories of records (`store.RecordStore`), but for those in "mps".
+_RUN: Final = ("group", "jobs", "keep", "lent", "made", "mig", "mode", "opportunistic", "pause", "slices", "swap")
+_STATE: Final = ("benched", "names", "peaks", "tuned")
 # Where old files are removed.
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 
@@ -323,19 +326,13 @@ def sweep_leftovers(host: Host) -> None:
     removes the empty cgroups of gpushares that were killed, too.
     """
     sweep_cgroups(host)
-    # Only our own: the user may have named this directory, and it may have files of others.
+    # Only our own: the user may have named these directories, and they may have files of others.
     if _is_private(host.state_directory):
-        for stem in ("mig-names", "applied"):
-            clear_leftovers(host.state_directory, stem)
-        if _is_private(host.state_directory / "peaks"):
-            clear_leftovers(host.state_directory / "peaks")
-    homes = host.run_directory / "mps"
-    if not _is_private(host.run_directory):
-        return
-    rooms = (host.run_directory / name for name in ("mig", "timeslice", "jobs", "pause", "group", "slices", "swap"))
-    for directory in (*rooms, *_below(homes)):
-        if _is_private(directory):
-            clear_leftovers(directory)
+        clear_leftovers(host.state_directory, "applied")
+    for root, names in ((host.state_directory, _STATE), (host.run_directory, _RUN)):
+        for directory in (*(root / name for name in names), *_below(root / "mps")) if _is_private(root) else ():
+            if _is_private(directory):
+                clear_leftovers(directory)
 
 
 def sweep_cgroups(host: Host) -> None:

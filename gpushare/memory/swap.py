@@ -188,6 +188,37 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     return next((swap for swap in records if swap.name == name and swap.uid in uids), None)
 
 
+def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
+    """Return a job that is out by the driver's word, for one whose record is lost or cannot be read; None: it is not.
+
+    Its memory is at most what it has in host memory. Where it came from is unknown: the fullest GPU stands for it, because
+    where that has room, each has.
+    """
+    checkpoint = host.open_checkpoint()
+    members = [member for member in host.processes.descendants(pid) if checkpoint.state(member) == CHECKPOINTED]
+    first = host.processes.identity(pid)
+    gpus = [gpu for gpu in host.nvml.sweep() if gpu.uuid and not gpu.mig_enabled] if members else []
+    if first is None or not gpus:
+        return None
+    fullest = min(gpus, key=lambda gpu: (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0))
+    images = []
+    for process in filter(None, map(host.processes.identity, members)):
+        size = host.machine.resident_bytes(process.pid)
+        # Unknown: all of a GPU.
+        images.append(Image(*process, size if size is not None else fullest.memory_total_bytes or 0))
+    return Swap(
+        pid=pid,
+        started=first.started,
+        name=name,
+        uid=uid,
+        gpu_uuid=fullest.uuid or "",
+        state=OUT,
+        since=uptime(),
+        images=tuple(images),
+        path=SWAPS.path(host, pid),
+    )
+
+
 def find_in_tree(host: Host, pid: int) -> Swap | None:
     """Return the record of a program, or else of a part of it that was swapped by its own PID."""
     records = swaps(host)

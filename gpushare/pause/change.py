@@ -379,8 +379,9 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
 
 def _freed(host: Host, control: ChannelControl, job: PausedJob) -> None:
     current = PAUSES.read(job.path)
-    if current is not None:
-        free(host, control, current)
+    # One that cannot be read is there all the same.
+    if current is not None or job.path.exists():
+        free(host, control, current or job)
 
 
 def put_back(control: ChannelControl, channels: Iterable[Channels]) -> tuple[float, GpushareError | None]:
@@ -445,9 +446,36 @@ def find_paused(host: Host, text: str) -> PausedJob:
         if theirs.keeper_uid is not None and not ours:
             raise _paused_by_user(theirs, theirs.keeper_uid)
     if not ours:
-        raise _not_paused(host, text)
+        job = _without_record(host, text)
+        if job is None:
+            raise _not_paused(host, text)
+        return job
     refuse_run(host, ours[0])
     return ours[0]
+
+
+def _without_record(host: Host, text: str) -> PausedJob | None:
+    """Return a process of this user whose record cannot be read, with the channels that it has now; None: there is none."""
+    pid = pid_of(text)
+    first = host.processes.identity(pid) if pid else None
+    if first is None or all(record.path != PAUSES.path(host, first.pid) for record in PAUSES.unread(host)):
+        return None
+    channels = []
+    with host.open_channels() as control:
+        for member in host.processes.descendants(first.pid):
+            with contextlib.suppress(NotFound):
+                channels.append(control.find(member, probe=False))
+    info = host.processes.describe(first.pid)
+    return PausedJob(
+        **first._asdict(),
+        name=None,
+        uid=None if info is None else info.uid,
+        state=PAUSED,
+        since=uptime(),
+        until=None,
+        channels=tuple(channels),
+        path=PAUSES.path(host, first.pid),
+    )
 
 
 def paused_by_root(job: PausedJob) -> NoPermission:

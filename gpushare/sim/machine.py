@@ -16,8 +16,6 @@ from gpushare.sim.devices import (
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.host.machine import Space, Xid
 
 
@@ -62,12 +60,10 @@ class SimulatedMachine:
             return None
         return tuple(Xid(number, gpu.pci_bus_id[4:-2]) for gpu in state.gpus for number in gpu.xids)
 
-    @property
-    def unit_directory(self) -> Path:
-        """Return the directory below its own ``etc``."""
-        from gpushare.host.machine import UNITS
-
-        return self._state_file.directory / UNITS.relative_to("/")
+    def resident_bytes(self, pid: int) -> int | None:
+        """Return what a process has in host memory: its GPU memory, while it is out."""
+        state = current(self._state_file)
+        return next((process.image_bytes for process in state.processes if process.pid == pid), None)
 
 
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"

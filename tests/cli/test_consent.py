@@ -221,34 +221,6 @@ def world_help(world: World, verb: str) -> str:
     ).stdout
 
 
-def test_doctor_finds_units_that_would_ask_and_its_remedy_answers_in_them(tmp_path: Path) -> None:
-    world = World.new(A100)
-    assert "units.consent" not in {one["id"] for one in world.asked("doctor").data["checks"]}
-    folder = world.directory / "etc" / "systemd" / "system"
-    folder.mkdir(parents=True)
-    unit = folder / "gpushare.service"
-    text = (
-        "# Written by gpushare.\nExecStartPre=-/x/gpushare mig enable -g A --yes\nExecStart=/x/gpushare apply -f /f\n"
-    )
-    unit.write_text(text + "ExecStartPre=/bin/sh -c '/x/gpushare mps stop -g B || [ $$? -eq 6 ]'\n")
-    # Somebody else's unit is left alone.
-    (folder / "my-gpushare.service").write_text("ExecStart=/x/gpushare apply -f /f\n")
-
-    (check,) = [one for one in world.asked("doctor").data["checks"] if one["id"] == "units.consent"]
-    assert check["verdict"] == "warn"
-    assert str(unit) in check["seen"]
-    assert "my-gpushare" not in check["seen"]
-    command = check["remedy"].partition(";")[0].removeprefix("sudo ")
-    subprocess.run(["/bin/sh", "-c", command], check=True, cwd=tmp_path)
-    assert unit.read_text().splitlines()[1:] == [
-        "ExecStartPre=-/x/gpushare mig enable -g A --yes",
-        "ExecStart=/x/gpushare apply -y -f /f",
-        "ExecStartPre=/bin/sh -c '/x/gpushare mps stop -y -g B || [ $$? -eq 6 ]'",
-    ]
-    (check,) = [one for one in world.asked("doctor").data["checks"] if one["id"] == "units.consent"]
-    assert check["verdict"] == "pass"
-
-
 def test_units_that_gpushare_writes_never_ask(host: World) -> None:
     host.asked("mps", "start", "-g", host.devices()[0][1]).ok()
     documents = host.asked("export", "systemd").ok().data["documents"]
