@@ -142,7 +142,6 @@ SLOW = (
 LONG = (
     "tests/cli/bench/test_edges.py::test_several_sizes",
     "tests/cli/run/test_container.py::test_if_gpushare_dies",
-    "tests/cli/run/test_duty_cycle.py::test_it_runs_and_stands_still",
     "tests/cli/run/test_faults.py::test_the_death_of_the_daemon",
     "tests/cli/run/test_roles.py::test_a_requeued_program",
     "tests/cli/run/test_slice.py::test_the_slice_follows",

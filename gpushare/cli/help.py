@@ -21,8 +21,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "run": {
         "Share": "gpu mig slice weight threads memory priority strict container",
         "Memory, and waiting for room": "job-memory memory-action wait wait-timeout requeue swappable idle turns swap",
-        "Production and opportunistic jobs": "production opportunistic for way adapt keep metric lower-is-better log pause"
-        " duty-cycle",
+        "Production and opportunistic jobs": "production opportunistic for way adapt keep metric lower-is-better log pause",
         "Several copies": "copies logs restart stall bench",
     },
     "bench": {

@@ -352,7 +352,7 @@ class Helped:
 
 
 # Options that take a comma-separated list: given again, they add to it. So does one with a comma in its metavar.
-_LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--production-caps", "--isolation"})
+_LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--isolation"})
 
 
 class _StrictOptions:

@@ -62,8 +62,6 @@ class Roles:
     opportunistic: bool
     target: str | None
     pause: bool
-    # Percent; None: not given.
-    duty: float | None = None
     # "slices" or "caps"; None: not given.
     way: str | None = None
     # Microseconds; None: not given.
@@ -136,9 +134,9 @@ def _check_slice_alone(roles: Roles, limits: Limits, *, strict: bool, apart: boo
         raise _wrong(
             "--slice and --weight cannot be combined with --mig or --copies", "gpushare run --slice 500us -- CMD"
         )
-    if roles.slice_us is not None and (roles.pause or roles.duty is not None or roles.adapt):
+    if roles.slice_us is not None and (roles.pause or roles.adapt):
         raise _wrong(
-            "--slice cannot be combined with --pause, --duty-cycle or --adapt",
+            "--slice cannot be combined with --pause or --adapt",
             "gpushare run --opportunistic --for NAME --slice 500us -- CMD",
         )
     if outside and not roles.opportunistic and (limits != type(limits)() or strict):
@@ -149,14 +147,14 @@ def _check_slice_alone(roles: Roles, limits: Limits, *, strict: bool, apart: boo
 
 
 def _check_opportunistic(roles: Roles) -> None:
-    if roles.requeue and (roles.pause or roles.duty is not None or roles.way is not None or roles.adapt):
+    if roles.requeue and (roles.pause or roles.way is not None or roles.adapt):
         raise _wrong(
-            "--requeue ends the job while production works: it cannot be combined with --pause, --duty-cycle, --way or --adapt",
+            "--requeue ends the job while production works: it cannot be combined with --pause, --way or --adapt",
             "gpushare run --opportunistic --for NAME --requeue -- CMD",
         )
-    if not roles.opportunistic and (roles.target is not None or roles.pause or roles.duty is not None):
+    if not roles.opportunistic and (roles.target is not None or roles.pause):
         raise _wrong(
-            "--for, --pause and --duty-cycle belong to --opportunistic",
+            "--for and --pause belong to --opportunistic",
             "gpushare run --opportunistic --for NAME -- CMD",
         )
     if not roles.any and roles.way is not None:
@@ -166,20 +164,15 @@ def _check_opportunistic(roles: Roles) -> None:
         )
     if not roles.opportunistic and roles.adapt:
         raise _wrong("--adapt belongs to --opportunistic", "gpushare run --opportunistic --for NAME --adapt -- CMD")
-    if roles.way is not None and (roles.pause or roles.duty is not None):
+    if roles.way is not None and roles.pause:
         raise _wrong(
-            "--way cannot be combined with --pause or --duty-cycle",
+            "--way cannot be combined with --pause",
             "gpushare run --opportunistic --for NAME --way slices -- CMD",
         )
-    if roles.adapt and (roles.pause or roles.duty is not None or roles.way == "caps"):
+    if roles.adapt and (roles.pause or roles.way == "caps"):
         raise _wrong(
-            "--adapt moves a time-slice: it cannot be combined with --pause, --duty-cycle or --way caps",
+            "--adapt moves a time-slice: it cannot be combined with --pause or --way caps",
             "gpushare run --opportunistic --for NAME --adapt --keep 97% -- CMD",
-        )
-    if roles.pause and roles.duty is not None:
-        raise _wrong(
-            "--pause cannot be combined with --duty-cycle",
-            "gpushare run --opportunistic --duty-cycle 50 -- CMD",
         )
 
 
@@ -248,14 +241,6 @@ def run(
     pause: Annotated[
         bool, typer.Option("--pause", help="With --opportunistic: pause while the production job works.")
     ] = False,
-    duty_cycle: Annotated[
-        str | None,
-        typer.Option(
-            "--duty-cycle",
-            metavar="PCT",
-            help="With --opportunistic, under MPS: the share of the time to run while production runs. [default: as tuned]",
-        ),
-    ] = None,
     job_memory: Annotated[
         str | None,
         typer.Option(
@@ -412,7 +397,6 @@ def run(
     given. It reserves its memory while it runs; a copy whose memory does not fit, or is reserved by other
     jobs, waits. A failed copy, or one over its --job-memory, does not affect the others.
     """
-    from gpushare.cli.options import percentage
     from gpushare.mps.limits import Limits
     from gpushare.units import parse_seconds
 
@@ -426,16 +410,11 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
-    hint = "give --duty-cycle 50; to pause whenever production works: --pause"
-    duty = None
-    if duty_cycle is not None:
-        duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
     roles = Roles(
         production=production,
         opportunistic=opportunistic,
         target=target,
         pause=pause,
-        duty=duty,
         way=_way(way),
         slice_us=_slice(slice_text)
         if weight is None
@@ -500,7 +479,7 @@ def _engine(host: Host, name: str, roles: Roles, *, copies: int | None, swapped:
             "gpushare run --container podman -- IMAGE CMD",
         )
     engine = check_engine(name)
-    if roles.pause or roles.duty is not None:
+    if roles.pause:
         demand_own(engine, host.uid, "a pause")
     if roles.slice_us is not None:
         demand_own(engine, host.uid, "the time-slice")
@@ -722,9 +701,9 @@ def _swap_options(
             "a job that --memory-action pause has stopped cannot leave the GPU: it cannot be combined with --idle, --turns or --swap",
             "gpushare run --turns auto --job-memory 60G -- CMD",
         )
-    if roles.pause or roles.duty is not None or roles.requeue:
+    if roles.pause or roles.requeue:
         raise _wrong(
-            "--swap is one way to yield to production: it cannot be combined with --pause, --duty-cycle or --requeue",
+            "--swap is one way to yield to production: it cannot be combined with --pause or --requeue",
             "gpushare run --opportunistic --for NAME --swap -- CMD",
         )
     from gpushare.run.queued import MemoryOptions
@@ -1077,7 +1056,7 @@ def _production(
     from gpushare.run.group import PRODUCTION_US, members
     from gpushare.run.jobs import PRODUCTION, check_job_name
     from gpushare.run.results import CAPS, SLICES, find_tuned
-    from gpushare.run.roles import ProductionShare, production_cap_note
+    from gpushare.run.roles import ProductionShare
 
     check_job_name(name)
     options = replace(options, name=name, role=PRODUCTION)
@@ -1103,8 +1082,6 @@ def _production(
             gpu=str(device.gpu.index),
             code="production_under_mps",
         )
-    for text in production_cap_note(device, tuned, options.limits.threads_percent):
-        note(text)
     share = ProductionShare(host, device, options.limits)
     cap = share.daemon_cap()
     if cap is not None:
@@ -1140,20 +1117,13 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
     outside = process is not None and not process.under_mps
     if roles.requeue:
         return _yielding(host, device, command, options, roles, process)
-    if outside and roles.duty is not None:
-        raise BadCombination(
-            f"{process.title if process else ''} runs outside MPS, where a duty cycle is not used any more",
-            "a time-slice does better: --way slices; or pause while it works: --pause",
-        )
     if _by_slices(host, device, roles, process):
         return _grouped(host, device, command, options, roles, process)
-    duty = roles.duty if outside else _duty(host, device, options, roles)
-    timed = roles.pause or (duty is not None and duty < 100)
-    if process is not None and (timed or (outside and duty is None)):
-        return _paused(host, device, command, options, replace(roles, duty=duty), process)
-    if timed:
+    if process is not None and (roles.pause or outside):
+        return _paused(host, device, command, options, roles, process)
+    if roles.pause:
         _demand_one(host, device)
-        raise _nobody(device, roles, duty)
+        raise _nobody(device)
     return _capped(host, device, command, options, roles)
 
 
@@ -1168,14 +1138,14 @@ def _by_slices(host: Host, device: Device, roles: Roles, process: SparedProcess 
         if outside:
             raise _outside_mps(process)
         return False
-    if roles.pause or roles.duty is not None:
+    if roles.pause:
         return False
     asked = roles.way == SLICES or roles.adapt or roles.slice_us is not None
     if asked and process is not None and process.under_mps:
         raise _under_mps(process)
     if roles.adapt and process is None:
         _demand_one(host, device)
-        raise _nobody(device, roles, None)
+        raise _nobody(device)
     tuned = tuned_next_to(host, device, roles.target)
     by_tune = tuned is not None and tuned.way == SLICES
     if not asked and by_tune and process is not None and process.under_mps:
@@ -1276,36 +1246,11 @@ def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | No
     return found
 
 
-def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
-    """Return the duty cycle: the given one, else the tuned one, if the cap and priority are the tuned ones too."""
-    from gpushare.run.roles import tuned_next_to
-
-    if roles.duty is not None or roles.pause:
-        return roles.duty
-    tuned = tuned_next_to(host, device, roles.target)
-    if tuned is None or tuned.duty_percent is None:
-        return None
-    cap, low = options.limits.threads_percent, options.limits.priority
-    if cap in {None, tuned.threads_percent} and (low is None or bool(low) == tuned.low_priority):
-        return tuned.duty_percent
-    text = f"tuned for {tuned.duty_percent:g} % of the time with cap {tuned.threads_percent:g} %"
-    text += ", low priority" if tuned.low_priority else ""
-    note(f"{text}: with other limits it is never paused; to pause it, give --duty-cycle {tuned.duty_percent:g}")
-    return None
-
-
-def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
+def _nobody(device: Device) -> NotFound:
     """Return the error if the production job to pause for does not run."""
-    if roles.pause or roles.adapt or roles.duty is not None:
-        return NotFound(
-            f"no production job runs on {device.title}",
-            f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
-            code="no_production",
-        )
-    name = roles.target or "production"
     return NotFound(
-        f"'{name}' does not run; this job was tuned to run for {duty:g} % of the time next to it",
-        f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or run without pauses: --duty-cycle 100",
+        f"no production job runs on {device.title}",
+        f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
         code="no_production",
     )
 
@@ -1329,38 +1274,35 @@ def _paused(
     from gpushare.run.pause import checkpoint_of
     from gpushare.run.plain import PlainShare
     from gpushare.run.production import ProductionJob
-    from gpushare.run.results import DUTY_COSTS
-    from gpushare.run.roles import NOT_PROTECTED, PausingShare, when_paused
+    from gpushare.run.roles import NOT_PROTECTED, PausingShare
     from gpushare.run.share import MpsShare
 
     limits, mps = options.limits, process.under_mps
     checkpoint = None if mps else checkpoint_of(host)
     how = "by SIGSTOP" if mps else "by its GPU channels"
-    if not roles.pause and roles.duty is None:
+    if not roles.pause:
         note(f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works")
-    when = when_paused("it", roles.duty)
-    note(f"opportunistic next to {process.title}: paused {how} {when}; its memory stays on the GPU")
+    note(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
     recorder = None
     if mps:
         from gpushare.run.roles import spare
 
-        recorder = _recorder(host, device) if roles.duty is None else None
+        recorder = _recorder(host, device)
         spared = spare(host, device, limits, roles.target)
         limits = spared.limits
         for text in (*spared.notes, f"when it runs: {_words(limits)}"):
             note(text)
     elif limits != type(limits)():
         note("there are no limits outside MPS: --threads, --memory and --priority are ignored")
-    for text in (*([NOT_PROTECTED] if mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
-        note(text)
-    production = ProductionJob(host, device, process.pid, process.started, process.name, always=roles.duty is not None)
+    if mps:
+        note(NOT_PROTECTED)
+    production = ProductionJob(host, device, process.pid, process.started, process.name)
     share = PausingShare(
         MpsShare(host, device, limits) if mps else PlainShare(host, device),
         host,
         production,
         checkpoint,
         recorder,
-        roles.duty,
         process.title,
         by_channels=not mps,
         say=note,
@@ -1385,7 +1327,7 @@ def _yielding(
 
     if process is None:
         _demand_one(host, device)
-        raise _nobody(device, replace(roles, pause=True), None)
+        raise _nobody(device)
     check_program(options.container or command[0])
     note(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
     limits = options.limits

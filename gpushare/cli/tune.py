@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import Command, gpus_of, note, settings
+from gpushare.cli.options import Command, gpus_of, settings
 from gpushare.errors import BadUsage, GpushareError
 from gpushare.units import quoted
 
@@ -69,15 +69,6 @@ def tune(
             help="What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.",
         ),
     ] = "slices,caps",
-    production_caps: Annotated[
-        str | None,
-        typer.Option(
-            "--production-caps",
-            metavar="LIST",
-            help="Not used any more: in no measurement did a cap on production leave the other job more.",
-            hidden=True,
-        ),
-    ] = None,
     copies: Annotated[
         int,
         typer.Option(
@@ -142,10 +133,6 @@ def tune(
 
     check_job_name(name)
     searched = _ways(ways, caps)
-    if production_caps not in {None, "none"}:
-        note(
-            "--production-caps is not used any more: in no measurement did a cap on production leave the other job more"
-        )
     options = TuneOptions(
         production=words_of("--production", production),
         opportunistic=words_of("--opportunistic", opportunistic),
@@ -458,9 +445,6 @@ def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
         "other_slice_us": one.setting.other_slice_us,
         "threads_percent": one.setting.threads,
         "low_priority": one.setting.low,
-        # Earlier versions tried caps on production and duty cycles.
-        "production_threads_percent": None,
-        "duty_percent": None,
         "kept": round(one.kept, 4),
         "kept_error": round(one.error, 4),
         "p99": None if one.p99 is None else round(one.p99, 4),
@@ -479,8 +463,6 @@ def _trial(report: TrialReport) -> Mapping[str, Any]:
         "way": report.trial.setting.way,
         "production_slice_us": report.trial.setting.production_slice_us,
         "other_slice_us": report.trial.setting.other_slice_us,
-        "production_threads_percent": None,
-        "duty_percent": None,
         "kept": report.kept.value,
         "kept_low": report.kept.low,
         "kept_high": report.kept.high,

@@ -22,8 +22,6 @@ from gpushare.units import MIB
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"
-# What this file was called when every device had the same.
-_OLD_CDI_FILE: Final = "gpushare-mps.yaml"
 COMPOSE_FILE: Final = "compose.yaml"
 
 
@@ -145,11 +143,6 @@ def cdi_export(share: ContainerDevice) -> Export:
         needs=(
             "Docker 28.2 or later (25 to 28.1 with its feature cdi on), or Podman 4.1 or later",
             "nvidia-ctk cdi generate after every MIG change (nvidia-cdi-refresh does not notice; gpushare mig does it)",
-            *(
-                [f"no /etc/cdi/{_OLD_CDI_FILE} of an older gpushare: two files must not have one device"]
-                if documents
-                else []
-            ),
             *_needs(share),
         ),
         lost=tuple(_lost(share)),

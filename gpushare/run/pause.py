@@ -25,7 +25,6 @@ from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
-from gpushare.run.results import DUTY_SECONDS
 from gpushare.typed import Count, Pid
 from gpushare.values import dataclass
 
@@ -423,21 +422,6 @@ class Pacer:
         if active:
             self._last_active = at
         return self._last_active is None or at - self._last_active >= self.quiet_seconds
-
-
-@dataclass
-class DutyPacer(Pacer):
-    """Lets the opportunistic job run for a part of the time while production is active, and always while it is not.
-
-    For jobs that compete for memory bandwidth: there production's loss is in proportion to the time, and no cap does
-    better. Jobs of small kernels, and tail latencies, suffer far more; see `Pacer`.
-    """
-
-    percent: float = 100.0
-
-    def may_run(self, at: float, *, active: bool) -> bool:
-        """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
-        return not active or at % DUTY_SECONDS >= (1 - self.percent / 100) * DUTY_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)

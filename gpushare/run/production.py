@@ -123,10 +123,7 @@ class Activity:
 
 
 class ProductionJob:
-    """A production job by PID and start time; with a name also those that follow it under this name.
-
-    ``always``: it counts as active for as long as it runs. The short stops of a duty cycle show no more than its CPU.
-    """
+    """A production job by PID and start time; with a name also those that follow it under this name."""
 
     def __init__(
         self,
@@ -135,10 +132,8 @@ class ProductionJob:
         pid: int,
         started: int,
         name: str | None = None,
-        *,
-        always: bool = False,
     ) -> None:
-        self._host, self._device, self._name, self._always = host, device, name, always
+        self._host, self._device, self._name = host, device, name
         self._is(pid, started)
 
     def _is(self, pid: int, started: int) -> None:
@@ -147,7 +142,7 @@ class ProductionJob:
 
     def active(self) -> bool:
         """Return whether it works now; see `Activity`."""
-        return self._always or self._activity.active()
+        return self._activity.active()
 
     def lives(self) -> bool:
         """Return whether it runs. If it was started again under its name, follow the new process."""

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# The period of a duty cycle: short enough for several in a window of measuring, long enough that stops and draining
-# queues cost little of it.
-DUTY_SECONDS: Final = 0.5
-DUTY_COSTS: Final = "a duty cycle raises production's p99 in each slice, and slows a job of small kernels by more than its share of the time"
 # The ways in which a production job and another one share a GPU: time-slices of their own outside MPS, or thread caps under MPS.
 SLICES: Final = "slices"
 CAPS: Final = "caps"
@@ -52,8 +48,6 @@ class Tuned(Kept):
     kept: float | None = None
     p99: float | None = None
     opportunistic_share: float | None = None
-    production_threads_percent: _Part | None = None
-    duty_percent: _Part | None = None
     production_memory_bytes: Count | None = None
     production: str | None = None
     opportunistic: str | None = None

@@ -16,7 +16,7 @@ from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
-from gpushare.run.pause import ChannelPauser, DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
+from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
 from gpushare.run.share import MpsShare
@@ -236,16 +236,7 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
         notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
     elif tuned.driver != host.nvml.driver_version():
         notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
-    return [*notes, *production_cap_note(device, tuned)]
-
-
-def production_cap_note(device: Device, tuned: Tuned | None, given: float | None = None) -> list[str]:
-    """Return how to start the production job, if it was tuned under another cap than the given one."""
-    if tuned is None or tuned.production_threads_percent in {None, given}:
-        return []
-    cap = f"{tuned.production_threads_percent:g}"
-    run = f"gpushare run --production {tuned.name} --threads {cap} -g {device.selector} -- CMD"
-    return [f"tuned with production capped at {cap} %: {run}"]
+    return notes
 
 
 def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
@@ -353,15 +344,6 @@ class PausingWatch:
         self._say(None)
 
 
-def when_paused(title: str, duty_percent: float | None) -> str:
-    """Return when an opportunistic job is paused: ``while 'web' works``."""
-    return (
-        f"while {title} works"
-        if duty_percent is None
-        else f"for {100 - duty_percent:g} % of the time while {title} runs"
-    )
-
-
 @dataclass
 class PausingShare:
     """A share whose program is paused while a production job works."""
@@ -372,8 +354,6 @@ class PausingShare:
     checkpoint: Checkpoint | None
     # Under MPS, where the driver reports SM activity between two readings (GPM, Hopper and later).
     recorder: ActivityRecorder | None = None
-    # Percentage of the time while production is active; None: none of it.
-    duty_percent: float | None = None
     # The production job, for people.
     title: str = "production"
     # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
@@ -383,7 +363,7 @@ class PausingShare:
     @property
     def where(self) -> str:
         """Return where and when a program runs in it."""
-        return f"{self.inner.where}, paused {when_paused(self.title, self.duty_percent)}"
+        return f"{self.inner.where}, paused while {self.title} works"
 
     def __getattr__(self, name: str) -> Any:
         # All else is as in the inner share.
@@ -398,7 +378,7 @@ class PausingShare:
             self.inner.watch(pid),
             pauser,
             self.production,
-            Pacer() if self.duty_percent is None else DutyPacer(percent=self.duty_percent),
+            Pacer(),
             unseen=self._unseen(pid),
             tell=self._teller(pid),
         )

@@ -12,7 +12,7 @@ from gpushare.errors import TimedOut
 from gpushare.model import GpuProcess
 from gpushare.run import pause as pauser_module
 from gpushare.run import roles as module
-from gpushare.run.pause import DutyPacer, Pacer
+from gpushare.run.pause import Pacer
 from gpushare.run.production import ProductionJob
 from gpushare.run.roles import TICK_SECONDS, PausingShare, PausingWatch
 from tests.run.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
@@ -208,13 +208,3 @@ def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
     assert share.close(program_lives=True) is True
     assert share.close() is True
     assert closed == [True, False]
-
-
-@pytest.mark.parametrize(("percent", "kind"), [(None, Pacer), (40.0, DutyPacer)])
-def test_a_share_for_a_part_of_the_time_has_a_watch_that_paces_it(
-    told: Told, percent: float | None, kind: type[Pacer]
-) -> None:
-    inner: Any = SimpleNamespace(device=told.device, watch=lambda _pid: Inner())
-    watch: Any = PausingShare(inner, told.host, job_of(told), None, duty_percent=percent).watch(PID)
-    assert type(watch.pacer) is kind
-    assert percent is None or watch.pacer.percent == percent

@@ -440,7 +440,6 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
         ("--opportunistic", "--swap", "--way", "slices"),
         ("--opportunistic", "--swap", "--adapt"),
         ("--opportunistic", "--swap", "--pause"),
-        ("--opportunistic", "--swap", "--duty-cycle", "40"),
         ("--opportunistic", "--swap", "--requeue"),
     ],
 )

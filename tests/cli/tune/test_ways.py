@@ -33,7 +33,7 @@ def test_slices_are_found_kept_and_told_how_to_be_used(cli: Cli, world: World, m
     best = answer.data["best"]
     assert (best["way"], best["production_slice_us"], best["other_slice_us"]) == ("slices", 16000, 100)
     assert best["setting"] == "slice 100us, production slice 16ms"
-    assert (best["threads_percent"], best["low_priority"], best["duty_percent"]) == (100.0, False, None)
+    assert (best["threads_percent"], best["low_priority"]) == (100.0, False)
     assert answer.data["production_busy_percent"] == 50.0
     assert [one["way"] for one in answer.data["ways"]] == ["slices", "caps"]
     assert {one["way"] for one in answer.data["trials"]} == {"slices", "caps"}
