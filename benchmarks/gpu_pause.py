@@ -249,14 +249,17 @@ class Job:
 
 def _on_simulated_gpu(pid: int) -> None:
     """Let a real process be on the simulated GPU, as one that `gpushare run` has started."""
+    from gpushare.host.identity import identity_of
     from gpushare.sim.current import changing
-    from gpushare.sim.state import SimulatedProcess, StateFile, started_at
+    from gpushare.sim.state import SimulatedProcess, StateFile
 
+    identity = identity_of(pid)
+    assert identity is not None
     with changing(StateFile(SIMULATED)) as (state, _):
         state.processes.append(
             SimulatedProcess(
                 pid=pid, real=True, gpu_uuid=state.gpus[0].uuid, name="python3", user="me", uid=os.getuid(),
-                started_at=started_at(pid) or 0.0, memory_bytes=1 << 30, sm_percent=50,
+                started=identity.started, memory_bytes=1 << 30, sm_percent=50,
             )
         )  # fmt: skip
 

@@ -67,6 +67,8 @@ class GpuProcess:
     user: str | None = None
     name: str | None = None
     command_line: tuple[str, ...] | None = None
+    # In clock ticks since boot, as `identity.Identity`; and in seconds since 1970, to show.
+    started: int | None = None
     started_at: float | None = None
     container: str | None = None
     gpu_instance_id: int | None = None

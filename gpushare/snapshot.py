@@ -214,6 +214,7 @@ class Observer:
             user=info.user,
             name=info.name,
             command_line=info.command_line,
+            started=info.started,
             started_at=info.started_at,
             container=info.container,
         )
@@ -269,17 +270,17 @@ class LastWork:
         self._host, self._once = host, once
         self._looked = 0.0
         # By PID and start: the last work, and the first look at which it was there.
-        self._work: dict[tuple[int, float | None], float] = {}
-        self._first: dict[tuple[int, float | None], float] = {}
+        self._work: dict[tuple[int, int | None], float] = {}
+        self._first: dict[tuple[int, int | None], float] = {}
 
     def look(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the time of the last work of each process, where it is known."""
         at = snapshot.taken_at or time.time()
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
         self._looked = at
-        there = {_identity(one) for gpu in gpus for one in gpu.processes or ()}
+        there = {_identity(one): one.started_at for gpu in gpus for one in gpu.processes or ()}
         self._work = {key: value for key, value in self._work.items() if key in there}
-        self._first = {key: self._first.get(key, (key[1] or at) if self._once else at) for key in there}
+        self._first = {key: self._first.get(key, (began or at) if self._once else at) for key, began in there.items()}
         return replace(snapshot, gpus=gpus)
 
     def _with_work(self, gpu: Gpu, at: float) -> Gpu:
@@ -308,8 +309,8 @@ class LastWork:
         return None if since is None else max(0.0, at - since)
 
 
-def _identity(process: GpuProcess) -> tuple[int, float | None]:
-    return process.pid, process.started_at
+def _identity(process: GpuProcess) -> tuple[int, int | None]:
+    return process.pid, process.started
 
 
 def _paused(host: Host) -> dict[int, float]:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from tools.terminal import NOON, PROJECT, Terminal, terminal
+from gpushare.host.process import ticks_now
+from tools.terminal import PROJECT, Terminal, terminal
 
 _COLUMNS = 100
 # Renderers differ by some pixels in a line of text: nothing is cut at the right edge.
@@ -106,7 +107,7 @@ def _busy_host(session: Terminal) -> None:
         pid = admin.add_process(spec, gpu, name=command.split()[0], mps="environment" in facts, **facts)
         with changing(file) as (state, _):
             process = next(one for one in state.processes if one.pid == pid)
-            process.command_line, process.started_at = command.split(), NOON - age
+            process.command_line, process.started = command.split(), ticks_now() - age * 100
             process.user = {"0": "alice", "1": "bob", "2": "carol"}[gpu]
 
 

@@ -45,7 +45,6 @@ _PAUSE_GUARD: Final = "the guard of a pause"
 # Times, and the most memory that was seen of a job.
 _VARIES: Final = frozenset(
     {
-        "started_at",
         "at",
         "time",
         "boot_id",

@@ -214,7 +214,7 @@ def _process_row(use: ProcessUse) -> dict[str, Any]:
         "mps": process.mps,
         "graphics": process.graphics,
         "mig": process.mig,
-        "started_at": process.started_at,
+        "started": process.started,
         **_use_row(use),
         "contended_share": use.contended_share,
         "pattern": use.pattern,

@@ -262,7 +262,6 @@ def _consent(host: Host, swap: Swap) -> Any:
     job = Job(
         pid=swap.pid,
         started=swap.started,
-        started_at=None,
         uid=None if info is None else info.uid,
         user=None if info is None else info.user,
         name=swap.name,

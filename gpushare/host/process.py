@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -144,11 +143,9 @@ def entries_of(environment: bytes) -> list[tuple[str, str]]:
 
 
 T = TypeVar("T")
-# Called for a new process with its PID and start time.
-Announce = Callable[[int, float | None], None]
+# Called for a new process with its PID and start.
+Announce = Callable[[int, int | None], None]
 
-# A PID is not reused within this time.
-SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -156,16 +153,21 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """One process; unknown is None."""
+    """One process; unknown is None. ``started`` is as in `identity.Identity`."""
 
     pid: int
     user: str | None = None
     uid: int | None = None
     name: str | None = None
     command_line: tuple[str, ...] | None = None
-    started_at: float | None = None
+    started: int | None = None
     container: str | None = None
     stopped: bool = False
+
+    @property
+    def started_at(self) -> float | None:
+        """Return its start in seconds since the epoch, to show: it changes when the clock is set."""
+        return None if self.started is None else wall_time(self.started)
 
 
 class Streams(NamedTuple):
@@ -197,8 +199,8 @@ class Processes(Protocol):
     def identity(self, pid: int) -> Identity | None:
         """Return the process that has a PID now, with its start in clock ticks; None: it has ended, or is a zombie."""
 
-    def alive(self, pid: int, started_at: float | None = None) -> bool:
-        """Return whether the process is alive, and no zombie. ``started_at`` guards against a reused PID."""
+    def alive(self, pid: int, started: int | None = None) -> bool:
+        """Return whether the process is alive, and no zombie. ``started`` guards against a reused PID."""
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment, or None if it cannot be read."""
@@ -221,7 +223,7 @@ class Processes(Protocol):
     def send(self, pid: int, signal: int) -> None:
         """Send a signal. Raises NotFound, NoPermission."""
 
-    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+    def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other. Raises NotFound, NoPermission."""
 
     def uses_driver(self, pid: int) -> bool | None:
@@ -282,7 +284,7 @@ class LocalProcesses:
                     name=_name_of(pid, command_line),
                     # A program that renames itself leaves empty words after its name.
                     command_line=tuple(shortened(command_line or ())) or None,
-                    started_at=_started_at(pid),
+                    started=_started(pid),
                     container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
                     stopped=_allowed(process.status) == psutil.STATUS_STOPPED,
                 )
@@ -295,16 +297,12 @@ class LocalProcesses:
 
         return identity_of(pid)
 
-    def alive(self, pid: int, started_at: float | None = None) -> bool:
+    def alive(self, pid: int, started: int | None = None) -> bool:
         """Return whether the process is alive (field 3 of ``/proc/PID/stat``)."""
         stat = _read(f"/proc/{pid}/stat")
         if stat is None or stat.rpartition(")")[2].split()[0] in {"Z", "X", "x"}:
             return False
-        if started_at is None:
-            return True
-        now = _started_at(pid)
-        # The boot time, to which the ticks are added, changes by a second with the clock.
-        return now is not None and abs(now - started_at) < SAME_START_SECONDS
+        return started is None or _started_in(stat) == started
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
@@ -384,7 +382,7 @@ class LocalProcesses:
                 f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
             ) from None
 
-    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+    def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other (pidfd_send_signal).
 
         Raises:
@@ -393,7 +391,7 @@ class LocalProcesses:
         """
         from gpushare.host.identity import send_same
 
-        if not send_same(pid, lambda: _started_at(pid) == started_at, signal):
+        if not send_same(pid, lambda: _started(pid) == started, signal):
             raise NotFound(f"process {pid} is gone", "see what runs: gpushare status")
 
     def uses_driver(self, pid: int) -> bool | None:
@@ -416,10 +414,7 @@ class LocalProcesses:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed or announced, and does not run.
         """
-        if announce is not None:
-            # The new process must not import anything.
-            _booted_at()
-        return started(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started_at(pid)))
+        return start(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started(pid)))
 
     def moved(self, client: int, pid: int) -> None:
         """Do nothing: the kernel and the driver know."""
@@ -444,9 +439,9 @@ class LocalProcesses:
 
 
 def wait_gone(
-    processes: Processes, pids: Iterable[int] | Mapping[int, float], seconds: float, *, interval: float = 0.02
+    processes: Processes, pids: Iterable[int] | Mapping[int, int], seconds: float, *, interval: float = 0.02
 ) -> list[int]:
-    """Wait until processes are gone, and return those left after ``seconds``. A mapping has their start times."""
+    """Wait until processes are gone, and return those left after ``seconds``. A mapping has their starts."""
     started = pids if isinstance(pids, Mapping) else {}
     deadline = time.monotonic() + seconds
     left = [pid for pid in pids if processes.alive(pid, started.get(pid))]
@@ -476,18 +471,24 @@ def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
     return whole if len(os.fsencode(name)) >= 15 and whole.startswith(name) else name
 
 
-@functools.cache
-def _booted_at() -> float:
-    """Return the boot time. It changes with the clock, so read it once: start times must stay comparable."""
-    import psutil
-
-    return float(psutil.boot_time())
+def wall_time(started: int) -> float:
+    """Return the time of a start in clock ticks since boot, in seconds since the epoch."""
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + started / _TICKS, 2)
 
 
-def _started_at(pid: int) -> float | None:
-    """Return the start time of a process (field 22 of ``/proc/PID/stat``, in ticks since boot)."""
+def ticks_now() -> int:
+    """Return the time since boot in clock ticks, as the start of a process is counted."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
+
+
+def _started(pid: int) -> int | None:
+    """Return the start of a process (field 22 of ``/proc/PID/stat``), also of a zombie."""
     stat = _read(f"/proc/{pid}/stat")
-    return None if stat is None else _booted_at() + int(stat.rpartition(")")[2].split()[19]) / _TICKS
+    return None if stat is None else _started_in(stat)
+
+
+def _started_in(stat: str) -> int:
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _effective_uid(process: psutil.Process) -> int | None:
@@ -571,7 +572,7 @@ class Child:
         return stopped
 
 
-def started(
+def start(
     argv: Sequence[str],
     env: Mapping[str, str],
     streams: Streams | None = None,
@@ -644,22 +645,27 @@ def _allowing_tracing() -> Callable[[], object]:
     return lambda: libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-def known(processes: Processes, pids: Iterable[int] | Mapping[int, float]) -> dict[int, float]:
-    """Return the start times of processes by PID, without those that are gone; a mapping has them already."""
+def known(processes: Processes, pids: Iterable[int] | Mapping[int, int]) -> dict[int, int]:
+    """Return the starts of processes by PID, without those that are gone; a mapping has them already."""
     if isinstance(pids, Mapping):
         return dict(pids)
-    infos = {pid: processes.describe(pid) for pid in pids}
-    return {pid: one.started_at for pid, one in infos.items() if one is not None and one.started_at is not None}
+    return dict(identity for pid in pids if (identity := processes.identity(pid)) is not None)
 
 
-def signal_known(processes: Processes, pid: int, started_at: float, number: int) -> bool:
+def start_of(processes: Processes, pid: int) -> int | None:
+    """Return the start of the process that has a PID now, or None."""
+    identity = processes.identity(pid)
+    return None if identity is None else identity.started
+
+
+def signal_known(processes: Processes, pid: int, started: int, number: int) -> bool:
     """Send a signal to the process that started then; return whether it was still there.
 
     Raises:
         NoPermission: it belongs to another user.
     """
     try:
-        processes.send_to(pid, started_at, number)
+        processes.send_to(pid, started, number)
     except NotFound:
         return False
     return True

@@ -11,7 +11,6 @@ from typing import Any, Final
 from gpushare.errors import GpushareError, OperationFailed, no_gpu
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
-from gpushare.host.process import SAME_START_SECONDS
 from gpushare.measure.recording import (
     IDLE_SAMPLES,
     GpuSample,
@@ -189,16 +188,16 @@ class Sampler:
         """Return the record of a process, and whether it is new."""
         place = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
         info = self.host.processes.describe(process.pid)
-        started_at = None if info is None else info.started_at
         known = self._known.get(place)
-        if known is not None and _same(known.process.started_at, started_at):
+        # Nothing can be read of a process that has just ended.
+        if known is not None and (info is None or known.process.started in {None, info.started}):
             known.present = True
             return known.process, False
         recorded = RecordedProcess(
             id=self._next_id,
             gpu=gpu.index,
             pid=process.pid,
-            started_at=started_at,
+            started=None if info is None else info.started,
             name=None if info is None else info.name,
             user=None if info is None else info.user,
             container=None if info is None else info.container,
@@ -219,11 +218,6 @@ class Sampler:
         gone = [place for place, known in self._known.items() if not known.present]
         for place in gone[: max(0, len(gone) - _REMEMBERED)]:
             del self._known[place]
-
-
-def _same(before: float | None, now: float | None) -> bool:
-    # Nothing can be read of a process that has just ended.
-    return before is None or now is None or abs(before - now) < SAME_START_SECONDS
 
 
 def _own_utilization(process: GpuProcess, used: Mapping[int, float] | None) -> float | None:

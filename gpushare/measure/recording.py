@@ -67,12 +67,12 @@ class RecordedGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedProcess:
-    """One process on one GPU. The same PID with another start time is another process."""
+    """One process on one GPU. The same PID with another start (clock ticks since boot) is another process."""
 
     id: int
     gpu: int
     pid: int
-    started_at: float | None = None
+    started: int | None = None
     name: str | None = None
     user: str | None = None
     container: str | None = None

@@ -88,9 +88,9 @@ class JobMemory:
         self._root, self._began = 0, self._clock()
         self._mark = secrets.token_hex(8)
         # Of the family, with start times; and strangers, which are not asked about again.
-        self._family: dict[int, float] = {}
+        self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
-        self._stopped: dict[int, float] = {}
+        self._stopped: dict[int, int] = {}
         self._told = self._told_again = False
         # Why the sum is not known, since when, and whether that was said.
         self._unknown: str | None = None
@@ -268,8 +268,8 @@ class JobMemory:
                 if signal_known(self._host.processes, pid, started, signal.SIGSTOP):
                     self._stopped[pid] = started
 
-    def _strays(self) -> dict[int, float]:
-        """Return the processes that were on the device and have left the job's tree, with start times."""
+    def _strays(self) -> dict[int, int]:
+        """Return the processes that were on the device and have left the job's tree, with their starts."""
         there = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
         below = set(self._host.processes.descendants(self._root)) if there else set()
         return {pid: at for pid, at in there.items() if pid not in below}
@@ -285,7 +285,7 @@ class JobMemory:
         held = sum(one.memory_used_bytes or 0 for one in self._processes() or ())
         return held > self._over_bytes + _ENDING_BYTES
 
-    def release(self) -> Mapping[int, float]:
+    def release(self) -> Mapping[int, int]:
         """Let the program continue: it is about to end, and a stopped process handles no signal.
 
         Return the processes that are to be ended with it though they are not below it: only if the job is over its limit.

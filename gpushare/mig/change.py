@@ -13,7 +13,7 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHel
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
-from gpushare.host.process import named
+from gpushare.host.process import named, start_of
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
@@ -175,7 +175,7 @@ class Eviction:
         self._host, self._gpu, self._gone = host, gpu, gone
         self.title = str(gone.instance)
         # When each started: PIDs are reused.
-        self.started: dict[int, float | None] = {pid: self._start_of(pid) for pid in holders_of(gone)}
+        self.started = {pid: start_of(self._host.processes, pid) for pid in holders_of(gone)}
         # Claims on the instance until the end of the change: no `gpushare run` starts in it.
         self.held = contextlib.ExitStack()
         self.begun = False
@@ -285,10 +285,6 @@ class Eviction:
 
     def _lives(self, pid: int) -> bool:
         return self._host.processes.alive(pid, self.started[pid])
-
-    def _start_of(self, pid: int) -> float | None:
-        info = self._host.processes.describe(pid)
-        return None if info is None else info.started_at
 
     def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
         return InUse(

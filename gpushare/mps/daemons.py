@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.process import start_of
 from gpushare.host.program import missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
@@ -233,7 +234,7 @@ class _Answer:
 
 def is_still(host: Host, client: AttachedClient) -> bool:
     """Return whether the PID of a client is still its own, as far as that can be known."""
-    return client.started_at is None or host.processes.alive(client.pid, client.started_at)
+    return client.started is None or host.processes.alive(client.pid, client.started)
 
 
 def changed_by_hand(record: DaemonRecord, threads_percent: float | None) -> bool:
@@ -275,7 +276,7 @@ class FoundDaemon:
     """A daemon with the home that gpushare created for it, if it did.
 
     ``trusted``: it runs as this user or as root. Everything that another user's daemon reports is only a claim.
-    ``started_at`` is the start time of its process, which distinguishes it from a later process with the same PID.
+    ``started`` is the start of its process, which distinguishes it from a later process with the same PID.
     """
 
     daemon: MpsDaemon
@@ -283,7 +284,7 @@ class FoundDaemon:
     record: DaemonRecord | None
     trusted: bool = True
     uid: int | None = None
-    started_at: float | None = None
+    started: int | None = None
 
     @property
     def title(self) -> str:
@@ -435,10 +436,9 @@ def live_pid(
 ) -> int | None:
     """Return the PID of the daemon of a record, or None when it is dead.
 
-    The start time guards against a reused PID, but it moves when the clock is set, and the record of a killed start has
-    none. So a daemon of ours that serves this device from this home counts too.
+    The start guards against a reused PID, but the record of a killed start has none. So a daemon of ours that serves this device from this home counts too.
     """
-    if record.pid is not None and record.started_at is not None and host.processes.alive(record.pid, record.started_at):
+    if record.pid is not None and record.started is not None and host.processes.alive(record.pid, record.started):
         return record.pid
     pipe = str(home.pipe)
     for one in _running(host) if running is None else running:
@@ -464,7 +464,7 @@ def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | No
 
 def _record_for(one: _Process, uuid: str) -> DaemonRecord:
     uid = os.geteuid() if one.info.uid is None else one.info.uid
-    return DaemonRecord(device_uuid=uuid, pid=one.pid, started_at=one.info.started_at, uid=uid, state=ADOPTED)
+    return DaemonRecord(device_uuid=uuid, pid=one.pid, started=one.info.started, uid=uid, state=ADOPTED)
 
 
 def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]) -> FoundDaemon | None:
@@ -486,7 +486,7 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_
     daemon = replace(daemon, user=None if info is None else info.user)
     if info is None:
         return FoundDaemon(daemon, home, record)
-    return FoundDaemon(daemon, home, record, uid=info.uid, started_at=info.started_at)
+    return FoundDaemon(daemon, home, record, uid=info.uid, started=info.started)
 
 
 def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
@@ -519,7 +519,7 @@ def _adopted(one: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) ->
         return None
     record = _record_for(one, one.device)
     daemon = replace(_daemon_of(home, record, one.pid, gpus), user=one.info.user)
-    return FoundDaemon(daemon, home, record, uid=one.info.uid, started_at=one.info.started_at)
+    return FoundDaemon(daemon, home, record, uid=one.info.uid, started=one.info.started)
 
 
 def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
@@ -531,7 +531,7 @@ def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
             user=one.info.user,
             error="no permission to read its environment: run as root",
         )
-        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
+        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started)
     indexes = _visible_gpus(one.environment, gpus)
     daemon = MpsDaemon(
         pid=one.pid,
@@ -542,7 +542,7 @@ def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
         gpu_indexes=indexes,
         user=one.info.user,
     )
-    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
+    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started)
 
 
 def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
@@ -630,8 +630,7 @@ def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
     """Return the record of a live daemon as it should be: a start may have been killed before it wrote the PID."""
     if record.pid == pid and record.state == RUNNING:
         return record
-    info = host.processes.describe(pid)
-    return replace(record, pid=pid, started_at=None if info is None else info.started_at, state=RUNNING)
+    return replace(record, pid=pid, started=start_of(host.processes, pid), state=RUNNING)
 
 
 def check_device(host: Host, device: Device) -> None:

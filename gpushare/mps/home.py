@@ -55,7 +55,7 @@ class AttachedClient:
     """
 
     pid: Pid
-    started_at: float | None
+    started: Count | None
     limits: Limits | None
 
 
@@ -66,7 +66,7 @@ class DaemonRecord(Kept):
     device_uuid: str
     # None: the start that wrote this did not get so far.
     pid: Pid | None
-    started_at: float | None
+    started: Count | None
     uid: Count
     limits: Limits = field(default_factory=Limits)
     # The compute mode to restore, by name, or None when it was not changed.

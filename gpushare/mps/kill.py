@@ -105,10 +105,10 @@ class Ending:
 
     def _stop(self) -> None:
         self._before = self._meter.read()
-        for pid, started_at in self._started.items():
-            self._stop_one(pid, started_at)
+        for pid, started in self._started.items():
+            self._stop_one(pid, started)
 
-    def _stop_one(self, pid: int, started_at: float) -> None:
+    def _stop_one(self, pid: int, started: int) -> None:
         processes = self._host.processes
         info = processes.describe(pid)
         if info is None or info.stopped:
@@ -116,12 +116,12 @@ class Ending:
             return
         # Before the signal: Ctrl-C right after it must not leave the process stopped forever.
         self._stopped.append(pid)
-        if not signal_known(processes, pid, started_at, signal.SIGSTOP):
+        if not signal_known(processes, pid, started, signal.SIGSTOP):
             return
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
             info = processes.describe(pid)
-            if info is None or info.stopped or not processes.alive(pid, started_at):
+            if info is None or info.stopped or not processes.alive(pid, started):
                 return
             time.sleep(0.005)
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
@@ -247,7 +247,7 @@ class Client:
 
     found: FoundDaemon
     client: MpsClient
-    started_at: float | None = None
+    started: int | None = None
 
     @property
     def daemon(self) -> MpsDaemon:
@@ -267,7 +267,7 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
                 info = host.processes.describe(pid) if client.pid == pid else None
                 # A daemon of another user may name any PID: only that user's processes count.
                 if info is not None and (found.trusted or info.uid == found.uid):
-                    return Client(found, client, info.started_at)
+                    return Client(found, client, info.started)
             if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
                 raise _serves(found, pid)
     if not host.processes.alive(pid):
@@ -299,7 +299,7 @@ class Kill:
         self._host, self._client = host, client
         self._status: str | None = None
         pid, server = client.client.pid, client.client.server_pid
-        pids = [pid] if client.started_at is None else {pid: client.started_at}
+        pids = [pid] if client.started is None else {pid: client.started}
         self._ending = Ending(host, pids, meter_of(host, client, gpus), bound_seconds)
         steps = self._ending.steps()
         if server is not None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, NoPermission
+from gpushare.host.process import start_of
 from gpushare.model import Priority
 from gpushare.mps.control import (
     MpsControl,
@@ -135,8 +136,7 @@ class _Clients:
         return tuple(self._found.values())
 
     def _client(self, pid: int, limits: Limits | None) -> AttachedClient:
-        info = self._host.processes.describe(pid)
-        return AttachedClient(pid=pid, started_at=None if info is None else info.started_at, limits=limits)
+        return AttachedClient(pid=pid, started=start_of(self._host.processes, pid), limits=limits)
 
 
 def _with_way_back(

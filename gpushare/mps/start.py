@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.host.compute_mode import compute_mode_step
+from gpushare.host.process import start_of
 from gpushare.model import ComputeMode
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
@@ -132,12 +133,12 @@ class _Start:
         why = ", so that no program runs outside MPS"
         return [compute_mode_step(host, device, ComputeMode.EXCLUSIVE_PROCESS, before=now, why=why)]
 
-    def _write(self, state: str, pid: int | None = None, started_at: float | None = None) -> None:
+    def _write(self, state: str, pid: int | None = None, started: int | None = None) -> None:
         self._home.write(
             DaemonRecord(
                 device_uuid=self._device.uuid,
                 pid=pid,
-                started_at=started_at,
+                started=started,
                 uid=os.geteuid(),
                 limits=self._limits,
                 previous_compute_mode=None if self.previous is None else self.previous.name,
@@ -155,8 +156,7 @@ class _Start:
                 gpu=str(self._device.gpu.index),
                 code="daemon_pid",
             )
-        info = self._host.processes.describe(pid)
-        self._write(RUNNING, pid, None if info is None else info.started_at)
+        self._write(RUNNING, pid, start_of(self._host.processes, pid))
 
     def _put_back(self) -> None:
         """Restore the home as it was found."""

@@ -23,7 +23,7 @@ from gpushare.errors import (
 )
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
-from gpushare.host.process import known, named, signal_known, wait_gone
+from gpushare.host.process import named, signal_known, start_of, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
@@ -340,10 +340,10 @@ class Stop:
 
     def _end(self) -> None:
         host, found = self._host, self._found
-        started_at = found.started_at
+        started = found.started
         if self._pid is None and found.home is not None and found.record is not None:
             # A start that was killed meanwhile may have left one.
-            self._pid, started_at = live_pid(host, found.home, found.record), None
+            self._pid, started = live_pid(host, found.home, found.record), None
         if self._pid is None:
             return
         # Another process may listen there by now.
@@ -366,15 +366,15 @@ class Stop:
                 gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
                 code="clients_left",
             )
-        ended = end_daemon(host, control, self._pid, started_at=started_at, seconds=1.0, force=self._force)
+        ended = end_daemon(host, control, self._pid, started=started, seconds=1.0, force=self._force)
         self._forced = bool(left) or ended
 
     def _end_foreign(self, pid: int) -> None:
         info = self._host.processes.describe(pid)
-        if info is None or info.started_at is None or self._found.started_at not in {None, info.started_at}:
+        if info is None or info.started is None or self._found.started not in {None, info.started}:
             return
         # A process keeps its PID and start time when it becomes another program, even another user's.
-        if info.uid != self._found.uid or not _end_by_signals(self._host, pid, info.started_at):
+        if info.uid != self._found.uid or not _end_by_signals(self._host, pid, info.started):
             raise OperationFailed(
                 f"the MPS daemon {pid} (user {self._found.daemon.user or 'unknown'}) survived SIGTERM and SIGKILL",
                 f"look at it: ps -fp {pid}",
@@ -411,26 +411,26 @@ def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
     record, home = found.record, found.home
     if record is None or home is None or not record.transient or found.daemon.pid is None:
         return False
-    return home.read() is None and not host.processes.alive(found.daemon.pid, record.started_at)
+    return home.read() is None and not host.processes.alive(found.daemon.pid, record.started)
 
 
 def end_daemon(
-    host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool, started_at: float | None = None
+    host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool, started: int | None = None
 ) -> bool:
     """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
 
     With ``force`` a daemon that does not end gets SIGTERM and then SIGKILL (its files do not disturb a later start).
-    ``started_at`` is its start time, if known: a later process with its PID gets no command and no signal.
+    ``started`` is its start, if known: a later process with its PID gets no command and no signal.
 
     Raises:
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it does not end.
     """
-    started = known(host.processes, [pid] if started_at is None else {pid: started_at})
-    if not started or not host.processes.alive(pid, started[pid]):
+    started = start_of(host.processes, pid) if started is None else started
+    if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False
-    answers, woken = _woken(host, control, pid, started[pid]) if force else (True, False)
+    answers, woken = _woken(host, control, pid, started) if force else (True, False)
     tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
     for patience in tries:
         # A "quit" that collides with another conversation is silently dropped, so it is repeated.
@@ -443,9 +443,9 @@ def end_daemon(
             if not force:
                 raise
             break
-        if not wait_gone(host.processes, started, patience):
+        if not wait_gone(host.processes, {pid: started}, patience):
             return woken
-    if force and _end_by_signals(host, pid, started[pid]):
+    if force and _end_by_signals(host, pid, started):
         return True
     raise OperationFailed(
         f"the MPS daemon {pid} was told to quit and still runs",
@@ -455,22 +455,22 @@ def end_daemon(
     )
 
 
-def _woken(host: Host, control: MpsControl, pid: int, started_at: float) -> tuple[bool, bool]:
+def _woken(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool, bool]:
     """Return whether a daemon answers, and whether it needed SIGCONT for that (it may have been stopped)."""
     for woken in (False, True):
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
-            signal_known(host.processes, pid, started_at, signal.SIGCONT)
+            signal_known(host.processes, pid, started, signal.SIGCONT)
         else:
             return True, woken
     return False, True
 
 
-def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
+def _end_by_signals(host: Host, pid: int, started: int) -> bool:
     """End a daemon by SIGTERM, then SIGKILL, and the servers it leaves behind; return whether it is gone."""
     daemon = host.processes.describe(pid)
-    if daemon is None or not host.processes.alive(pid, started_at):
+    if daemon is None or not host.processes.alive(pid, started):
         return True
     servers = _servers_below(host, daemon)
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -478,8 +478,8 @@ def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
         if now is not None and now.uid != daemon.uid:
             # It became a program of another user.
             return False
-        signal_known(host.processes, pid, started_at, number)
-        if not wait_gone(host.processes, {pid: started_at}, 3.0):
+        signal_known(host.processes, pid, started, number)
+        if not wait_gone(host.processes, {pid: started}, 3.0):
             # No daemon is left to end them.
             for server in wait_gone(host.processes, servers, 1.0):
                 signal_known(host.processes, server, servers[server], signal.SIGKILL)
@@ -487,8 +487,8 @@ def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
     return False
 
 
-def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
-    """Return the MPS servers that a daemon has started, with their start times.
+def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
+    """Return the MPS servers that a daemon has started, with their starts.
 
     Only by name, and of the daemon's user unless that is root, whose daemon starts servers for others.
     """
@@ -497,8 +497,8 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
         info = host.processes.describe(pid) if pid != daemon.pid else None
         if info is None or not (is_server(info.name) or info.name == daemon.name):
             continue
-        if daemon.uid in {0, info.uid} and info.started_at is not None:
-            found[pid] = info.started_at
+        if daemon.uid in {0, info.uid} and info.started is not None:
+            found[pid] = info.started
     return found
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.host.host import make_private_directory
+from gpushare.host.process import start_of
 from gpushare.run.plain import PlainWatch
 from gpushare.run.share import check_program
 from gpushare.values import dataclass
@@ -188,7 +189,7 @@ class ContainerWatch:
     def __init__(self, share: ContainerShare, client: int, *, foreign: bool) -> None:
         self._share, self._client, self._foreign = share, client, foreign
         self._inner: Watch | None = None
-        self._tell: Callable[[int, float | None], None] | None = None
+        self._tell: Callable[[int, int | None], None] | None = None
         # Of the client, which is on no GPU: nothing is known until the container runs.
         self._before = PlainWatch(share.host, share.inner.device, client)
 
@@ -204,7 +205,7 @@ class ContainerWatch:
         """Return the seconds until the next look."""
         return _POLL_SECONDS if self._inner is None else self._inner.wait()
 
-    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
         """Call ``tell`` with each process that is to be ended if gpushare dies."""
         self._tell = tell
         if self._inner is not None:
@@ -218,9 +219,8 @@ class ContainerWatch:
                 return
             processes = self._share.host.processes
             processes.moved(self._client, found)
-            info = processes.describe(found)
             if self._tell is not None:
-                self._tell(found, None if info is None else info.started_at)
+                self._tell(found, start_of(processes, found))
             self._inner = self._share.inner.watch(found)
             if self._tell is not None:
                 self._inner.before_pause(self._tell)

@@ -22,7 +22,7 @@ GRACE_SECONDS: Final = 10.0
 CONVERSATION_SECONDS: Final = 1.0
 
 
-def ask_to_end(host: Host, pids: Mapping[int, float], clients: set[int] | None, number: int) -> dict[int, float]:
+def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, number: int) -> dict[int, int]:
     """Send a signal to processes (with their start times) where it does no harm; return those that got one.
 
     A process with its own handler gets the signal, or SIGINT if it handles only that (as Python does). A process that
@@ -56,7 +56,7 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
 
 def end_programs(
     host: Host,
-    program_pids: Iterable[int] | Mapping[int, float],
+    program_pids: Iterable[int] | Mapping[int, int],
     clients: Callable[[], set[int] | None],
     meter: Meter | None,
     *,
@@ -109,7 +109,7 @@ def end_programs(
     return end_clients(host, pids, meter, bound_seconds=bound_seconds)
 
 
-def _living(host: Host, started: Mapping[int, float]) -> dict[int, float]:
+def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
     """Return the living ones of some processes and their descendants, with start times."""
     there = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
     below = dict.fromkeys(other for pid in there for other in host.processes.descendants(pid))

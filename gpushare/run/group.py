@@ -280,7 +280,7 @@ class GroupWatch:
             then = "this job is paused while production works"
         self.inner.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
 
-    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
         """Let ``tell`` know each process before it is stopped."""
         make, self.instead = self.instead, None
         if make is None:
@@ -429,7 +429,7 @@ class AdaptingWatch:
             self._told.add(about)
             self.inner.troubles.append(text)
 
-    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
         """Let ``tell`` know each process before it is stopped."""
         self.pauser.tell = tell
         self.inner.before_pause(tell)

@@ -18,12 +18,11 @@ def main() -> None:
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    programs: dict[int, float | None] = {}
-    booted = _boot_time()
+    programs: dict[int, int | None] = {}
     for line in sys.stdin:
         words = line.split()
         if words[:1] == ["program"]:
-            programs[int(words[1])] = None if words[2] == "-" else float(words[2])
+            programs[int(words[1])] = None if words[2] == "-" else int(words[2])
         elif words[:1] == ["ended"]:
             programs.pop(int(words[1]), None)
         elif words == ["done"]:
@@ -32,26 +31,10 @@ def main() -> None:
             # The program has ended. Its MIG instances were given back, and may be in other hands by now.
             _clean_up(sys.argv[1:8], {})
             return
-    _clean_up(sys.argv[1:], _moved(programs, booted))
+    _clean_up(sys.argv[1:], programs)
 
 
-def _moved(programs: dict[int, float | None], booted: float | None) -> dict[int, float | None]:
-    """Return programs with their start times as they read now: setting the clock moves them all."""
-    now = _boot_time()
-    moved = 0.0 if now is None or booted is None else now - booted
-    return {pid: None if started is None else started + moved for pid, started in programs.items()}
-
-
-def _boot_time() -> float | None:
-    """Return the boot time (``btime`` of ``/proc/stat``), from which start times are counted."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            return next((float(line.split()[1]) for line in file if line.startswith("btime ")), None)
-    except (OSError, ValueError):
-        return None
-
-
-def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
+def _clean_up(told: list[str], programs: dict[int, int | None]) -> None:
     root, spec, uuid, index, kind, lease, descriptor, *claims = told
     sys.path.insert(0, root)
     from pathlib import Path

@@ -313,9 +313,7 @@ class Job:
     """A job that runs: its first process, told from a later one with the same PID by its start."""
 
     pid: int
-    # In clock ticks since boot, as `identity.Identity`; and in seconds, as `ProcessInfo`.
     started: int
-    started_at: float | None
     uid: int | None
     user: str | None
     # None: it was given by PID and has no name.
@@ -358,7 +356,6 @@ def find_job(host: Host, text: str) -> Job:
     return Job(
         pid=pid,
         started=identity.started,
-        started_at=info.started_at,
         uid=info.uid,
         user=info.user,
         name=None if record is None else record.name,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.identity import uptime
-from gpushare.host.process import known, signal_known
+from gpushare.host.process import known, signal_known, start_of
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
@@ -62,12 +62,12 @@ class Pauser:
         self._channels = channels
         self._on_gpu: list[int] = []
         self._locked: list[int] = []
-        # With their start times, because PIDs are reused.
-        self._stopped: dict[int, float] = {}
+        # With their starts, because PIDs are reused.
+        self._stopped: dict[int, int] = {}
         self._due = 0.0
-        self._told: set[tuple[int, float | None]] = set()
-        # Called with PID and start time of each process before it is paused, once each.
-        self.tell: Callable[[int, float | None], None] = lambda _pid, _started: None
+        self._told: set[tuple[int, int | None]] = set()
+        # Called with PID and start of each process before it is paused, once each.
+        self.tell: Callable[[int, int | None], None] = lambda _pid, _started: None
         # Called with the reason when another way has to be taken.
         self.say: Callable[[str], None] = lambda _text: None
 
@@ -119,8 +119,7 @@ class Pauser:
         if channels is not None:
             pids = self._cuda_processes()
             for pid in pids:
-                info = self._host.processes.describe(pid)
-                self._tell_once(pid, None if info is None else info.started_at)
+                self._tell_once(pid, start_of(self._host.processes, pid))
             self._try(lambda: channels.find(pids))
 
     def _try(self, act: Callable[[], None]) -> None:
@@ -206,7 +205,7 @@ class Pauser:
             # A stopped process hangs the lock, and is paused already.
             return
         # Noted first: a failure in between must not leave it locked.
-        self._tell_once(pid, info.started_at)
+        self._tell_once(pid, info.started)
         self._locked.append(pid)
         try:
             checkpoint.lock(pid, LOCK_SECONDS)
@@ -229,15 +228,15 @@ class Pauser:
 
     def _stop_one(self, pid: int) -> bool:
         info = self._host.processes.describe(pid)
-        if info is None or info.stopped or info.started_at is None:
+        if info is None or info.stopped or info.started is None:
             return False
-        self._tell_once(pid, info.started_at)
-        self._stopped[pid] = info.started_at
+        self._tell_once(pid, info.started)
+        self._stopped[pid] = info.started
         with contextlib.suppress(NoPermission):
-            signal_known(self._host.processes, pid, info.started_at, signal.SIGSTOP)
+            signal_known(self._host.processes, pid, info.started, signal.SIGSTOP)
         return True
 
-    def _tell_once(self, pid: int, started: float | None) -> None:
+    def _tell_once(self, pid: int, started: int | None) -> None:
         if (pid, started) not in self._told:
             self._told.add((pid, started))
             self.tell(pid, started)

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
 from gpushare.errors import GpushareError, NoPermission, OperationFailed, system_error
-from gpushare.host.process import Streams, known
+from gpushare.host.process import Streams, known, start_of
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
@@ -241,7 +241,7 @@ class Meter(Protocol):
     def grows(self) -> bool:
         """Return whether a program that it has ended takes more meanwhile: it gets no more time."""
 
-    def release(self) -> Mapping[int, float]:
+    def release(self) -> Mapping[int, int]:
         """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
 
     def close(self) -> None:
@@ -452,8 +452,7 @@ class _Session:
                 child = self._child = self._host.processes.spawn(
                     command, environment, streams, announce=self._announced(guard)
                 )
-            info = self._host.processes.describe(child.pid)
-            guard.started(child.pid, None if info is None else info.started_at)
+            guard.started(child.pid, start_of(self._host.processes, child.pid))
             watch = self._share.watch(child.pid)
             # Else a worker in its own session could stay stopped for ever when gpushare and its program are gone.
             watch.before_pause(guard.started)
@@ -475,7 +474,7 @@ class _Session:
         if meter is None:
             return guard.announce
 
-        def announce(pid: int, started: float | None) -> None:
+        def announce(pid: int, started: int | None) -> None:
             guard.announce(pid, started)
             meter.enter(pid)
 
@@ -655,7 +654,7 @@ class Guard:
             self._process.wait()
             raise
 
-    def announce(self, pid: int, started: float | None) -> None:
+    def announce(self, pid: int, started: int | None) -> None:
         """Announce a program from within its process, before it runs: gpushare may be killed at any point.
 
         Raises:
@@ -664,7 +663,7 @@ class Guard:
         # One write: it arrives whole between those of gpushare, which keeps nothing in its buffer.
         os.write(self._pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
 
-    def started(self, pid: int, started: float | None) -> None:
+    def started(self, pid: int, started: int | None) -> None:
         """Name a process that it must end, or continue, if gpushare dies."""
         self._tell(f"program {pid} {'-' if started is None else started}")
 

@@ -326,7 +326,7 @@ class PausingWatch:
         self.pauser.pause()
         self.pauses += self.pauser.paused and not before
 
-    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
         """Let ``tell`` know each process before it is stopped."""
         self.pauser.tell = tell
 

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import Streams, known, signal_known
+from gpushare.host.process import Streams, known, signal_known, start_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
@@ -343,10 +343,10 @@ class Group:
             time.sleep(POLL_SECONDS)
 
     def _guard_on(self, pid: int) -> None:
-        """Name a process to the guard, with its start time, because PIDs are reused."""
-        info = self.host.processes.describe(pid)
-        if self.guard is not None and info is not None and info.started_at is not None:
-            self.guard.started(pid, info.started_at)
+        """Name a process to the guard, with its start, because PIDs are reused."""
+        started = start_of(self.host.processes, pid)
+        if self.guard is not None and started is not None:
+            self.guard.started(pid, started)
 
 
 class Several(Group):

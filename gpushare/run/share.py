@@ -104,7 +104,7 @@ class Watch(abc.ABC):
     def release(self) -> None:  # noqa: B027 - only a pausing one has something to do
         """Let the program continue for good: it is about to end."""
 
-    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:  # noqa: B027 - as above
+    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:  # noqa: B027 - as above
         """Call ``tell`` with each process that the watch pauses, and its start time, before it does."""
 
 
@@ -234,7 +234,7 @@ def after_death(
     spec: str,
     uuid: str,
     index: int,
-    programs: Mapping[int, float | None],
+    programs: Mapping[int, int | None],
     *,
     mps: bool,
     lease: Lease | None,
@@ -274,9 +274,7 @@ def after_death(
         lingers = _in_use(host, home)
 
 
-def _end(
-    host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool
-) -> None:
+def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
     pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:
         return

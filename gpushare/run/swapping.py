@@ -740,7 +740,7 @@ class Swapping:
             last = self.times_out == _SAID_TIMES and not self.out
             self._say(f"{what} in {seconds:.1f} s{'; this is not said again' if last else ''}")
 
-    def release(self) -> Mapping[int, float]:
+    def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
         strays = self._memory.release()
         with contextlib.suppress(GpushareError):

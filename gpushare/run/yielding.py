@@ -81,7 +81,7 @@ class YieldMeter:
         over = self._inner is not None and self._inner.seconds <= 0 and self._inner.look()
         return self.yielded or over
 
-    def release(self) -> Mapping[int, float]:
+    def release(self) -> Mapping[int, int]:
         """Let the program continue."""
         return {} if self._inner is None else self._inner.release()
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
 from gpushare.gpu_models import find_model
+from gpushare.host.process import ticks_now
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
@@ -26,7 +27,6 @@ from gpushare.sim.state import (
     SimulatedVgpu,
     StateFile,
     initial_state,
-    now,
     parse_spec,
     state_root,
 )
@@ -154,7 +154,7 @@ def add_process(
             name=name,
             user=user or user_name(uid),
             uid=uid,
-            started_at=now(),
+            started=ticks_now(),
             parent_pid=parent,
             command_line=[*command_line] or [name],
             environment=given,

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from gpushare.host.process import wall_time
 from gpushare.host.program import Completed, timed_out
 from gpushare.sim import clients, mps_commands, mps_daemon
 from gpushare.sim.current import changing, clock, current
@@ -88,7 +89,7 @@ def main(
     if daemon is None or "f" not in letters:
         return Completed(name, code, said, "")
     _foreground(name, daemon.pid, state_file, deadline, timeout)
-    return Completed(name, 0, said + "".join(render_line(line, daemon.started_at) for line in started), "")
+    return Completed(name, 0, said + "".join(render_line(line, wall_time(daemon.started)) for line in started), "")
 
 
 def _old_arguments(words: list[str], major: int) -> tuple[str, list[str]]:

@@ -7,10 +7,11 @@ import os
 import socket
 from collections.abc import Mapping
 
+from gpushare.host.process import ticks_now
 from gpushare.sim import clients
 from gpushare.sim.devices import daemon_devices, split
 from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, driver_major
-from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, now
+from gpushare.sim.state import SimulatedDaemon, SimulatedHostState
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
 # Of two conversations at once the daemon drops one, with this or in silence (seen on driver 580).
@@ -180,7 +181,7 @@ def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str, *, static
         pipe_directory=pipe,
         log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or clients.DEFAULT_LOG_DIRECTORY,
         visible=split(env.get("CUDA_VISIBLE_DEVICES")),
-        started_at=now(),
+        started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
         static=static,
     )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
-from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import Device, daemon_devices, node_of
@@ -66,7 +65,7 @@ class SimulatedProcesses:
                 uid=process.uid,
                 name=process.name,
                 command_line=tuple(process.command_line) or None,
-                started_at=process.started_at,
+                started=process.started,
                 container=process.container,
                 stopped=process.stopped_at is not None,
             )
@@ -80,7 +79,7 @@ class SimulatedProcesses:
             uid=uid,
             name=command[0],
             command_line=command,
-            started_at=daemon.started_at,
+            started=daemon.started,
             stopped=server is None and daemon.stopped,
         )
 
@@ -97,14 +96,14 @@ class SimulatedProcesses:
         """Return the process that has a PID now, or None."""
         return identity_in(current(self._state_file), pid)
 
-    def alive(self, pid: int, started_at: float | None = None) -> bool:
-        """Return whether the process lives; ``started_at`` guards against a reused PID."""
+    def alive(self, pid: int, started: int | None = None) -> bool:
+        """Return whether the process lives; ``started`` guards against a reused PID."""
         if pid < FIRST_SIMULATED_PID:
-            return self._local.alive(pid, started_at)
+            return self._local.alive(pid, started)
         info = self.describe(pid)
         if info is None:
             return False
-        return started_at is None or (info.started_at is not None and abs(info.started_at - started_at) < 1.0)
+        return started in {None, info.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its environment, or None when it may not be read (another user's, and not root)."""
@@ -194,12 +193,12 @@ class SimulatedProcesses:
         if later:
             to_real(signal)
 
-    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+    def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other."""
         info = self.describe(pid)
-        if info is None or info.started_at != started_at:
+        if info is None or info.started != started:
             raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
-        self._send(pid, signal, lambda number: self._local.send_to(pid, started_at, number))
+        self._send(pid, signal, lambda number: self._local.send_to(pid, started, number))
 
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
@@ -219,7 +218,7 @@ class SimulatedProcesses:
             command=" ".join(process.command_line)[:MOST_OF_COMMAND] if command else None,
             cgroup=process.cgroup,
             of_root=process.cgroup_of_root,
-            started=round(process.started_at * 100),
+            started=process.started,
         )
 
     def ignores(self, pid: int, signal: int) -> bool | None:
@@ -241,8 +240,8 @@ class SimulatedProcesses:
         from gpushare.sim import clients
 
         child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams, announce)
-        started = liveness.started_at(child.pid)
-        if started is None:
+        identity = identity_of(child.pid)
+        if identity is None:
             return child
         with changing(self._state_file) as (state, lines):
             process = SimulatedProcess(
@@ -252,7 +251,7 @@ class SimulatedProcesses:
                 name=os.path.basename(argv[0]),
                 user=user_name(state.uid),
                 uid=state.uid,
-                started_at=started,
+                started=identity.started,
                 command_line=list(argv),
                 environment={key: value for key, value in env.items() if key.startswith(_KEPT)},
                 memory_bytes=DEFAULT_MEMORY_BYTES,
@@ -268,13 +267,13 @@ class SimulatedProcesses:
 
     def moved(self, client: int, pid: int) -> None:
         """Let the container's process be the one on the GPU, instead of the engine's client."""
-        started = liveness.started_at(pid)
-        if started is None:
+        identity = identity_of(pid)
+        if identity is None:
             return
         with changing(self._state_file) as (state, _):
             for one in state.processes:
                 if one.pid == client:
-                    one.pid, one.started_at = pid, started
+                    one.pid, one.started = identity
 
     def namespace_is_host(self) -> bool | None:
         """Return whether the PID namespace is the host's."""
@@ -332,7 +331,7 @@ def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
         return identity_of(pid)
     daemon, _, process = _find(state, pid)
     owner = process or daemon
-    return None if owner is None else Identity(pid, round(owner.started_at * 100))
+    return None if owner is None else Identity(pid, owner.started)
 
 
 def _find(

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.gpu_models import GpuModel, find_model
+from gpushare.host.identity import identity_of
 from gpushare.host.records import replace_file, writing
 from gpushare.values import dataclass
 
@@ -118,7 +119,8 @@ class SimulatedProcess:
     name: str
     user: str
     uid: int
-    started_at: float
+    # In clock ticks since boot, as `identity.Identity`.
+    started: int
     command_line: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
@@ -193,7 +195,7 @@ class SimulatedDaemon:
     log_directory: str
     # CUDA_VISIBLE_DEVICES of the daemon: UUIDs or ordinals; empty for all.
     visible: list[str] = field(default_factory=list)
-    started_at: float = 0.0
+    started: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     threads: float = 100.0
     memory: dict[str, int] = field(default_factory=dict)
@@ -499,35 +501,8 @@ def due(state: SimulatedHostState) -> bool:
 
 
 def lives(process: SimulatedProcess) -> bool:
-    """Return whether a real process lives: its PID, state and start time in ``/proc/PID/stat``."""
-    try:
-        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return False
-    if fields[0] in {"Z", "X", "x"}:
-        return False
-    from gpushare.host.process import SAME_START_SECONDS
-
-    return abs(_boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK") - process.started_at) < SAME_START_SECONDS
-
-
-def started_at(pid: int) -> float | None:
-    """Return when a real process started (seconds since the epoch), or None when there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
-    return _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _boot_time() -> float:
-    with open("/proc/stat", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("btime "):
-                return float(line.split()[1])
-    return 0.0
+    """Return whether a real process lives: its PID, state and start in ``/proc/PID/stat``."""
+    return identity_of(process.pid) == (process.pid, process.started)
 
 
 MPS_CONTROL = "nvidia-cuda-mps-control"

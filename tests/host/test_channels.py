@@ -398,7 +398,7 @@ def test_a_process_that_ends_meanwhile_and_one_that_got_its_pid(
 ) -> None:
     found = control.find(pid)
     with state_file.changed() as state:
-        state.processes[0].started_at += 5
+        state.processes[0].started += 5
     assert refusal(lambda: control.set_slice(found, 500)) == (NotFound, "process_gone")
     assert refusal(lambda: control.find(pid, found.started)) == (NotFound, "process_gone")
     admin.end_process(SPEC, pid)
@@ -461,7 +461,7 @@ def real(state_file: StateFile, pid: int) -> Counted:
                 name="python",
                 user="root",
                 uid=0,
-                started_at=started.started / 100,
+                started=started.started,
             )
         )
     files = Counted(SimulatedFiles(state_file), NODE, DEVICE)

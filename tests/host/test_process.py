@@ -23,6 +23,7 @@ from gpushare.host import process
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import LocalMachine
 from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
+from tests.clock import step_the_clock
 
 LOCAL = LocalProcesses()
 NOBODY = 2**31 - 1
@@ -104,7 +105,7 @@ def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
 
 def test_a_pid_that_was_given_out_again_is_another_process(start: Start) -> None:
     child = start("cat")
-    begun = described(child.pid).started_at
+    begun = described(child.pid).started
     assert begun is not None
     assert LOCAL.alive(child.pid, begun)
     assert not LOCAL.alive(child.pid, begun - 100)
@@ -243,17 +244,16 @@ def test_empty_words_at_the_end_of_a_command_line_are_no_part_of_it() -> None:
 
 
 def test_a_clock_that_is_set_makes_nobody_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel counts start times from the boot time, which moves with the clock."""
+    """Only the time that is shown moves with the clock."""
     own = os.getpid()
-    before = LOCAL.describe(own)
-    assert before is not None
-    assert before.started_at == pytest.approx(psutil.Process(own).create_time(), abs=2)
-    booted = psutil.boot_time()
-    monkeypatch.setattr(psutil, "boot_time", lambda: booted + 3600)
-    after = LOCAL.describe(own)
-    assert after is not None
-    assert after.started_at == before.started_at
-    assert LOCAL.alive(own, before.started_at)
+    before = described(own)
+    shown = before.started_at
+    assert shown == pytest.approx(psutil.Process(own).create_time(), abs=2)
+    step_the_clock(monkeypatch, 3600.0)
+    after = described(own)
+    assert after == before
+    assert after.started_at == pytest.approx(shown + 3600.0, abs=2)
+    assert LOCAL.alive(own, before.started)
 
 
 def test_what_a_process_shows_is_read_to_a_bound(start: Start) -> None:
@@ -307,12 +307,12 @@ def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
     with subprocess.Popen(["sleep", "600"]) as process:
         info = LOCAL.describe(process.pid)
         assert info is not None
-        assert info.started_at is not None
+        assert info.started is not None
         try:
             with pytest.raises(NotFound):
-                LOCAL.send_to(process.pid, info.started_at - 1.0, signal.SIGTERM)
+                LOCAL.send_to(process.pid, info.started - 1, signal.SIGTERM)
             assert process.poll() is None
-            LOCAL.send_to(process.pid, info.started_at, signal.SIGTERM)
+            LOCAL.send_to(process.pid, info.started, signal.SIGTERM)
             assert process.wait(60.0) == -signal.SIGTERM
         finally:
             process.kill()
@@ -332,7 +332,7 @@ def test_a_program_lets_gpushare_reach_its_channels_where_yama_is_in_force(
     read = process._read
     monkeypatch.setattr(process, "_read", lambda path: scope if "yama" in path else read(path))
     monkeypatch.setattr("ctypes.CDLL", lambda _name: SimpleNamespace(prctl=prctl))
-    child = process.started(["true"], {})
+    child = process.start(["true"], {})
     while child.poll() is None:
         time.sleep(0.01)
     # PR_SET_PTRACER of linux/prctl.h.

@@ -20,7 +20,7 @@ from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 
 H200 = "sim:h200"
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
-RECORD = DaemonRecord(device_uuid=UUID, pid=7, started_at=1.5, uid=0)
+RECORD = DaemonRecord(device_uuid=UUID, pid=7, started=15, uid=0)
 TRAIN = NamedInstance(name="train", gpu_uuid=UUID, profile="3g.71gb", start=4)
 
 

@@ -138,7 +138,7 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
 
     def again() -> None:
         def change(found: SimulatedHostState) -> None:
-            found.processes[0].started_at += 100
+            found.processes[0].started += 100
             found.processes[0].name = "other"
 
         state("sim:h200", change)

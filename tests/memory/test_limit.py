@@ -46,13 +46,13 @@ class Told:
     def parent(self, pid: int) -> int | None:
         return self.parents.get(pid)
 
-    def alive(self, pid: int, _started: float | None = None) -> bool:
+    def alive(self, pid: int, _started: int | None = None) -> bool:
         return pid in self.parents
 
     def describe(self, pid: int) -> ProcessInfo | None:
         if pid not in self.parents:
             return None
-        return ProcessInfo(pid=pid, started_at=float(pid), stopped=pid in self.stopped)
+        return ProcessInfo(pid=pid, started=pid, stopped=pid in self.stopped)
 
     def descendants(self, pid: int) -> list[int]:
         return [pid, *(child for child, parent in self.parents.items() if parent == pid)]

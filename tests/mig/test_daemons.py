@@ -166,7 +166,7 @@ def test_the_undo_of_a_stop_is_a_command_that_works(world: World) -> None:
     again = home.read()
     assert record is not None
     assert again is not None
-    assert again == replace(record, pid=again.pid, started_at=again.started_at)
+    assert again == replace(record, pid=again.pid, started=again.started)
 
 
 def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World) -> None:
@@ -275,7 +275,7 @@ def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
     assert record is not None
     assert again is not None
     assert again.pid != record.pid
-    assert again == replace(record, pid=again.pid, started_at=again.started_at)
+    assert again == replace(record, pid=again.pid, started=again.started)
     assert mps_aside.aside(home) is None
 
 

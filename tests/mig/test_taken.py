@@ -100,9 +100,9 @@ def test_who_ends_when_asked_is_not_killed(host: World, monkeypatch: pytest.Monk
     sent: list[int] = []
     real = SimulatedProcesses.send_to
 
-    def send_to(self: SimulatedProcesses, pid: int, started_at: float, number: int) -> None:
+    def send_to(self: SimulatedProcesses, pid: int, started: int, number: int) -> None:
         sent.append(number)
-        real(self, pid, started_at, number)
+        real(self, pid, started, number)
 
     monkeypatch.setattr(SimulatedProcesses, "send_to", send_to)
     name = instance_of(host, uuid)
@@ -311,7 +311,7 @@ def test_who_got_the_pid_since_the_plan_gets_no_signal(host: World, signals: lis
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
     with host.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).started_at += 60.0
+        next(one for one in state.processes if one.pid == pid).started += 6000
     step.do()
     eviction.held.close()
     assert (signals, pid in host.pids()) == ([], True)
@@ -379,14 +379,14 @@ def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         info = processes.describe(child.pid)
         assert info is not None
-        assert info.started_at is not None
+        assert info.started is not None
         with pytest.raises(NotFound):
-            processes.send_to(child.pid, info.started_at + 1.0, signal.SIGKILL)
+            processes.send_to(child.pid, info.started + 1, signal.SIGKILL)
         assert child.poll() is None
-        processes.send_to(child.pid, info.started_at, signal.SIGKILL)
+        processes.send_to(child.pid, info.started, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         with pytest.raises(NotFound):
-            processes.send_to(child.pid, info.started_at, signal.SIGKILL)
+            processes.send_to(child.pid, info.started, signal.SIGKILL)
 
 
 def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> Any:

@@ -45,7 +45,7 @@ def start_ours(host: Host, *, transient: bool = False, **limits: Any) -> tuple[D
     info = host.processes.describe(pid)
     assert info is not None
     record = DaemonRecord(
-        device_uuid=uuid, pid=pid, started_at=info.started_at, uid=0, limits=Limits(**limits), transient=transient
+        device_uuid=uuid, pid=pid, started=info.started, uid=0, limits=Limits(**limits), transient=transient
     )
     home.write(record)
     return home, record
@@ -105,8 +105,8 @@ def test_a_dead_daemon_of_ours_is_shown_with_its_way_out(host: Host) -> None:
 
 def test_another_process_with_the_daemons_pid_is_not_the_daemon(host: Host) -> None:
     home, record = start_ours(host)
-    assert record.started_at is not None
-    before = dataclasses.replace(record, started_at=record.started_at - 1000)
+    assert record.started is not None
+    before = dataclasses.replace(record, started=record.started - 1000)
     home.write(dataclasses.replace(before, pid=admin.add_process(SPEC)))
     # The daemon that listens in our home is it, whatever PID the record names.
     (item,) = found(host)
@@ -117,15 +117,15 @@ def test_another_daemon_with_the_daemons_pid_is_not_the_daemon(host: Host, sim_d
     home, record = start_ours(host)
     host.processes.send(record.pid, 9)
     other = start(host, sim_dir / "f" / "pipe", "1")
-    home.write(dataclasses.replace(record, pid=other, started_at=1.0))
+    home.write(dataclasses.replace(record, pid=other, started=1))
     assert [(item.daemon.ours, item.daemon.pid) for item in found(host)] == [(True, None), (False, other)]
 
 
 def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     # A start time is counted from the boot time, which moves with the clock (NTP, a resumed machine).
     home, record = start_ours(host)
-    assert record.started_at is not None
-    home.write(dataclasses.replace(record, started_at=record.started_at + 30))
+    assert record.started is not None
+    home.write(dataclasses.replace(record, started=record.started + 30))
     (item,) = found(host)
     assert (item.daemon.ours, item.daemon.pid, item.daemon.error) == (True, record.pid, None)
     # Another user's environment may not be read: its program and PID must do.

@@ -36,7 +36,7 @@ from gpushare.mps.limits import Limits
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 RECORD = DaemonRecord(
-    device_uuid=UUID, pid=7, started_at=1.5, uid=0, limits=Limits(threads_percent=25.0, memory_limit_bytes=2**30)
+    device_uuid=UUID, pid=7, started=15, uid=0, limits=Limits(threads_percent=25.0, memory_limit_bytes=2**30)
 )
 
 
@@ -130,13 +130,13 @@ def test_the_home_of_an_earlier_version_is_used_while_it_has_a_record_of_the_dev
 
 
 def test_a_record_of_a_start_needs_no_pid() -> None:
-    raw = {"device_uuid": UUID, "pid": None, "started_at": None, "uid": 0, "state": "starting"}
+    raw = {"device_uuid": UUID, "pid": None, "started": None, "uid": 0, "state": "starting"}
     for pid in (None, 0):
         record = record_of({**raw, "pid": pid})
         assert record is not None
         assert (record.pid, record.interrupted) == (None, True)
         assert record_of({**raw, "pid": pid, "state": "running"}) is None
-    old = record_of({"device_uuid": UUID, "pid": 7, "started_at": 1.5, "uid": 0})
+    old = record_of({"device_uuid": UUID, "pid": 7, "started": 15, "uid": 0})
     assert old is not None
     assert (old.pid, old.interrupted) == (7, False)
     for wrong in ({"pid": -1}, {"pid": 2**40}, {"pid": True}, {"state": 3}, {"state": "x" * 100}):
@@ -165,12 +165,12 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
 
     monkeypatch.setattr(records.os, "replace", full)
     with pytest.raises(OperationFailed, match="No space"):
-        home.write(DaemonRecord(device_uuid=UUID, pid=8, started_at=None, uid=0))
+        home.write(DaemonRecord(device_uuid=UUID, pid=8, started=None, uid=0))
     assert home.read() == RECORD
     assert [path.name for path in home.directory.iterdir() if path.is_file()] == ["daemon.json"]
 
 
-GOOD = {"device_uuid": UUID, "pid": 7, "started_at": 1.0, "uid": 0}
+GOOD = {"device_uuid": UUID, "pid": 7, "started": 1, "uid": 0}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ GOOD = {"device_uuid": UUID, "pid": 7, "started_at": 1.0, "uid": 0}
         json.dumps({**GOOD, "pid": -1}),
         json.dumps({**GOOD, "pid": True}),
         json.dumps({**GOOD, "device_uuid": 5}),
-        json.dumps({**GOOD, "started_at": "yesterday"}),
+        json.dumps({**GOOD, "started": "yesterday"}),
         json.dumps({**GOOD, "priority": 7}),
         json.dumps({**GOOD, "memory_limit_bytes": "4G"}),
         json.dumps({**GOOD, "threads_percent": "25"}),
@@ -204,8 +204,8 @@ def test_a_corrupt_record_is_none(home: DaemonHome, text: str) -> None:
 
 
 def test_a_record_of_a_newer_gpushare_is_read(home: DaemonHome) -> None:
-    (home.directory / "daemon.json").write_text(json.dumps({**GOOD, "started_at": 1, "new": [1]}))
-    assert home.read() == DaemonRecord(device_uuid=UUID, pid=7, started_at=1.0, uid=0)
+    (home.directory / "daemon.json").write_text(json.dumps({**GOOD, "started": 1, "new": [1]}))
+    assert home.read() == DaemonRecord(device_uuid=UUID, pid=7, started=1, uid=0)
 
 
 @given(
@@ -384,8 +384,8 @@ def test_a_lock_that_the_system_refuses_is_said(
 def test_the_limits_of_attached_clients_come_back() -> None:
     limits = Limits(threads_percent=50.0, memory_limit_bytes=2**33, priority=Priority.LOW)
     clients = (
-        AttachedClient(pid=8, started_at=2.5, limits=limits),
-        AttachedClient(pid=9, started_at=None, limits=None),
+        AttachedClient(pid=8, started=25, limits=limits),
+        AttachedClient(pid=9, started=None, limits=None),
     )
     record = dataclasses.replace(RECORD, attached=clients)
     assert record_of(json.loads(json.dumps(record.to_json()))) == record
@@ -400,7 +400,7 @@ def test_the_limits_of_attached_clients_come_back() -> None:
         ([7, {"pid": "8"}, {"pid": -1}, {}], ()),
         ([{"pid": 8, "limits": {"threads_percent": "50", "priority": 0}}], (None,)),
         ([{"pid": 8, "limits": {"priority": 7}}], (None,)),
-        ([{"pid": 8, "started_at": "now", "limits": {"threads_percent": 50}}], (Limits(threads_percent=50),)),
+        ([{"pid": 8, "started": "now", "limits": {"threads_percent": 50}}], (Limits(threads_percent=50),)),
     ],
 )
 def test_a_client_that_is_not_valid_makes_no_record_invalid(raw: object, limits: tuple[Limits | None, ...]) -> None:

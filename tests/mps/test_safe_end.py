@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import Activity
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
 from gpushare.host.process import ProcessInfo
 from gpushare.mps import kill
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, wait_for_drain
@@ -147,21 +148,24 @@ class FakeProcesses:
     deaf: set[int] = field(default_factory=set)
     immortal: set[int] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
-    # Of those that did not start at 1.0.
-    started: dict[int, float] = field(default_factory=dict)
+    # Of those that did not start at 1.
+    started: dict[int, int] = field(default_factory=dict)
 
     def describe(self, pid: int) -> ProcessInfo | None:
         return (
-            ProcessInfo(pid=pid, stopped=self.stopped[pid], started_at=self.started.get(pid, 1.0))
+            ProcessInfo(pid=pid, stopped=self.stopped[pid], started=self.started.get(pid, 1))
             if pid in self.stopped
             else None
         )
 
-    def alive(self, pid: int, started_at: float | None = None) -> bool:
-        return pid in self.stopped and started_at in {None, self.started.get(pid, 1.0)}
+    def identity(self, pid: int) -> Identity | None:
+        return Identity(pid, self.started.get(pid, 1)) if pid in self.stopped else None
 
-    def send_to(self, pid: int, started_at: float, number: int) -> None:
-        if pid in self.stopped and started_at != self.started.get(pid, 1.0):
+    def alive(self, pid: int, started: int | None = None) -> bool:
+        return pid in self.stopped and started in {None, self.started.get(pid, 1)}
+
+    def send_to(self, pid: int, started: int, number: int) -> None:
+        if pid in self.stopped and started != self.started.get(pid, 1):
             raise NotFound("gone", "look")
         self.send(pid, number)
 

@@ -14,6 +14,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
 from gpushare.host.process import LocalProcesses, ProcessInfo
 from gpushare.host.program import Completed, Listener
 from gpushare.mps import daemons
@@ -36,8 +37,8 @@ class Table(LocalProcesses):
     def __init__(self, *rows: tuple[int, int, str, Mapping[str, str], int]) -> None:
         self.rows = {row[0]: row for row in rows}
         self.sent: list[tuple[int, int]] = []
-        # Of those that did not start at 5.0.
-        self.starts: dict[int, float] = {}
+        # Of those that did not start at 5.
+        self.starts: dict[int, int] = {}
 
     def named(self, name: str) -> list[int]:
         return [pid for pid, row in self.rows.items() if row[2] == name]
@@ -47,11 +48,14 @@ class Table(LocalProcesses):
             return None
         _, uid, name, _, _ = self.rows[pid]
         return ProcessInfo(
-            pid=pid, uid=uid, user=str(uid), name=name, command_line=(name, "-d"), started_at=self.starts.get(pid, 5.0)
+            pid=pid, uid=uid, user=str(uid), name=name, command_line=(name, "-d"), started=self.starts.get(pid, 5)
         )
 
-    def alive(self, pid: int, started_at: float | None = None) -> bool:
-        return pid in self.rows and started_at in {None, self.starts.get(pid, 5.0)}
+    def identity(self, pid: int) -> Identity | None:
+        return Identity(pid, self.starts.get(pid, 5)) if pid in self.rows else None
+
+    def alive(self, pid: int, started: int | None = None) -> bool:
+        return pid in self.rows and started in {None, self.starts.get(pid, 5)}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         return self.rows[pid][3] if pid in self.rows else None
@@ -63,8 +67,8 @@ class Table(LocalProcesses):
     def parent(self, pid: int) -> int | None:
         return self.rows[pid][4] if pid in self.rows else None
 
-    def send_to(self, pid: int, started_at: float, signal: int) -> None:
-        if started_at != self.starts.get(pid, 5.0):
+    def send_to(self, pid: int, started: int, signal: int) -> None:
+        if started != self.starts.get(pid, 5):
             raise NotFound("gone", "look")
         self.send(pid, signal)
 
@@ -137,10 +141,10 @@ def test_a_name_and_an_environment_do_not_make_a_daemon_ours(host: Host, device:
     (found,) = find_daemons(forged, [device.gpu], deep=False)
     assert (found.daemon.ours, found.trusted) == (False, False)
     # Nor is it the one of a record whose daemon died, with its very PID.
-    for started_at in (None, 1.0):
-        record = DaemonRecord(device_uuid=device.uuid, pid=50, started_at=started_at, uid=0, transient=True)
+    for started in (None, 1):
+        record = DaemonRecord(device_uuid=device.uuid, pid=50, started=started, uid=0, transient=True)
         home.write(record)
-        if started_at is None:
+        if started is None:
             assert live_pid(forged, home, record) is None
     # The same of our own user is.
     real = with_table(host, daemon(50, home.pipe, device=device.uuid), daemon(51, home.pipe, uid=0, device=device.uuid))
@@ -150,7 +154,7 @@ def test_a_name_and_an_environment_do_not_make_a_daemon_ours(host: Host, device:
 def test_a_record_without_a_start_time_ends_no_stranger(host: Host, device: Device) -> None:
     home = home_of(host.run_directory, device.uuid)
     home.create()
-    home.write(DaemonRecord(device_uuid=device.uuid, pid=50, started_at=None, uid=0, transient=True))
+    home.write(DaemonRecord(device_uuid=device.uuid, pid=50, started=None, uid=0, transient=True))
     forged = with_table(host, daemon(50, home.pipe, device=device.uuid))
     assert stop_if_last(forged, home) is False
     assert forged.processes.sent == []  # type: ignore[attr-defined]

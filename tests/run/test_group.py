@@ -203,7 +203,7 @@ def test_the_daemon_of_another_user_is_left_alone(share: GroupShare, host: Host,
 
 def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
     pid = admin.add_process(SPEC)
-    one = group.Member(pid=pid, started_at=1.0, device_uuid=device.uuid, slice_us=30)
+    one = group.Member(pid=pid, started=1, device_uuid=device.uuid, slice_us=30)
     group.write_member(host, one)
     assert members(host, device) == ()
     (host.run_directory / "group" / "7.json").write_text('{"pid": "x"}')

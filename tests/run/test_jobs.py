@@ -38,7 +38,7 @@ def host() -> Host:
 def record(host: Host, pid: int, name: str = "web", **more: object) -> JobRecord:
     info = host.processes.describe(pid)
     assert info is not None
-    found = JobRecord(name=name, pid=pid, started_at=info.started_at, device_uuid="GPU-a")
+    found = JobRecord(name=name, pid=pid, started=info.started, device_uuid="GPU-a")
     return replace(found, **more)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_the_hint_of_an_unknown_name_has_those_that_run(host: Host) -> None:
 
 def test_a_record_of_an_ended_process_whose_pid_was_reused_is_no_job(host: Host) -> None:
     pid = admin.add_process(SPEC)
-    write_record(host, record(host, pid, started_at=1.0))
+    write_record(host, record(host, pid, started=1))
     with pytest.raises(NotFound):
         find_job(host, "web")
     assert find_job(host, str(pid)).name is None
@@ -106,13 +106,13 @@ def test_records_of_an_older_version_are_production_jobs(host: Host) -> None:
 
 def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host) -> None:
     pid = admin.add_process(SPEC)
-    write_record(host, record(host, pid, started_at=1.0))
+    write_record(host, record(host, pid, started=1))
     directory = host.run_directory / "production"
     directory.mkdir()
     (directory / "web.json").write_text(json.dumps(asdict(record(host, pid))))
     found = find_record(host, "web")
     assert found is not None
-    assert found.started_at != 1.0
+    assert found.started != 1
 
 
 def test_its_processes_on_gpus_are_those_of_its_tree(host: Host) -> None:
@@ -204,7 +204,7 @@ def test_a_number_that_is_no_pid_is_no_job(host: Host, text: str) -> None:
 
 def test_records_of_ended_jobs_go_but_those_of_production_stay(host: Host) -> None:
     for name, role in (("web", jobs.PRODUCTION), ("train", jobs.PLAIN)):
-        write_record(host, record(host, os.getpid(), name, role=role, started_at=1.0))
+        write_record(host, record(host, os.getpid(), name, role=role, started=1))
     assert {one.name for one in jobs.records(host)} == {"web", "train"}
     jobs.forget_ended(host)
     assert {one.name for one in jobs.records(host)} == {"web"}

@@ -28,9 +28,9 @@ def test_it_is_asked_by_the_signal_that_a_shells_background_job_does_not_ignore(
     sent: list[int] = []
     send = type(host.processes).send_to
 
-    def noted(self: Any, pid: int, started_at: float, number: int) -> None:
+    def noted(self: Any, pid: int, started: int, number: int) -> None:
         sent.append(number)
-        send(self, pid, started_at, number)
+        send(self, pid, started, number)
 
     monkeypatch.setattr(type(host.processes), "send_to", noted)
     with subprocess.Popen(["sleep", "600"]) as process:

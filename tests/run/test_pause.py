@@ -255,7 +255,7 @@ def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start:
 
 def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> None:
     directory = host.run_directory / "opportunistic"
-    note_pauses(host, Pauses(pid=(1 << 22) + 99, started_at=None, gpu_uuid="GPU-x"))
+    note_pauses(host, Pauses(pid=(1 << 22) + 99, started=None, gpu_uuid="GPU-x"))
     for number, text in enumerate(("", "[]", '{"pid": "x"}', '{"pid": 1, "more": 2}')):
         (directory / f"{number}.json").write_text(text, encoding="utf-8")
     assert noted_pauses(host) == ()
@@ -318,7 +318,7 @@ def test_a_pause_is_noted_with_the_start_of_its_program(
     (noted,) = noted_pauses(host)
     info = host.processes.describe(pid)
     assert info is not None
-    assert noted.started_at == info.started_at is not None
+    assert noted.started == info.started is not None
     watch.settle()
 
 

@@ -59,7 +59,7 @@ def test_whoever_gets_a_pid_after_the_look_gets_no_signal(told: Told) -> None:
 
     def taken(pid: int) -> Any:
         found = describe(pid)
-        told.starts[pid] = found.started_at + 1
+        told.starts[pid] = found.started + 1
         return found
 
     told.host.processes.describe = taken

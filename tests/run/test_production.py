@@ -15,7 +15,7 @@ from gpushare.errors import NoPermission
 from gpushare.host.host import Host
 from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
 
-WEB = JobRecord(name="web", pid=17, started_at=3.5, device_uuid="GPU-a", memory_peak_bytes=7)
+WEB = JobRecord(name="web", pid=17, started=35, device_uuid="GPU-a", memory_peak_bytes=7)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
 
 
 def test_each_name_has_its_own_record_and_the_last_word_counts(host: Host) -> None:
-    other = replace(WEB, name="db", pid=18, started_at=None, memory_peak_bytes=None)
+    other = replace(WEB, name="db", pid=18, started=None, memory_peak_bytes=None)
     write_record(host, other)
     write_record(host, WEB)
     write_record(host, replace(WEB, memory_peak_bytes=9))
@@ -73,7 +73,7 @@ def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None
         {"name": 3},
         {"name": None},
         {"device_uuid": None},
-        {"started_at": "noon"},
+        {"started": "noon"},
         {"memory_peak_bytes": "much"},
         {"memory_peak_bytes": 1.5},
     ],
@@ -90,18 +90,18 @@ def test_a_record_of_a_later_version_is_understood_as_far_as_it_goes(host: Host)
     del text["memory_peak_bytes"]
     record_of(host).write_text(json.dumps({**text, "colour": "red"}))
     assert find_record(host, "web") == replace(WEB, pid=1, memory_peak_bytes=None)
-    record_of(host).write_text(json.dumps({key: value for key, value in text.items() if key != "started_at"}))
+    record_of(host).write_text(json.dumps({key: value for key, value in text.items() if key != "started"}))
     assert productions(host) == []
 
 
 def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
     info = host.processes.describe(os.getpid())
     assert info is not None
-    assert info.started_at is not None
-    assert is_running(host, replace(WEB, pid=os.getpid(), started_at=info.started_at))
-    assert is_running(host, replace(WEB, pid=os.getpid(), started_at=None))
+    assert info.started is not None
+    assert is_running(host, replace(WEB, pid=os.getpid(), started=info.started))
+    assert is_running(host, replace(WEB, pid=os.getpid(), started=None))
     # The PID is another's now.
-    assert not is_running(host, replace(WEB, pid=os.getpid(), started_at=info.started_at - 1000))
+    assert not is_running(host, replace(WEB, pid=os.getpid(), started=info.started - 1000))
 
 
 def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, tmp_path: Path) -> None:

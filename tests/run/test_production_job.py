@@ -31,7 +31,7 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
         info = host.processes.describe(children[-1].pid)
         assert info is not None
         found = JobRecord(
-            name="web", pid=info.pid, started_at=info.started_at, device_uuid=device.uuid, memory_peak_bytes=None
+            name="web", pid=info.pid, started=info.started, device_uuid=device.uuid, memory_peak_bytes=None
         )
         write_record(host, found)
         return found
@@ -53,7 +53,7 @@ def test_who_is_started_again_under_the_name_is_followed(
     host: Host, device: Device, start: Callable[[], JobRecord]
 ) -> None:
     first = start()
-    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    job = ProductionJob(host, device, first.pid, first.started, "web")
     assert job.lives()
     end(first)
     assert not job.lives()
@@ -66,7 +66,7 @@ def test_who_is_started_again_under_the_name_is_followed(
 
 def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
     first = start()
-    job = ProductionJob(host, device, first.pid, first.started_at)
+    job = ProductionJob(host, device, first.pid, first.started)
     end(first)
     start()
     assert not job.lives()
@@ -75,7 +75,7 @@ def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, sta
 
 def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
     first = start()
-    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    job = ProductionJob(host, device, first.pid, first.started, "web")
     end(first)
     write_record(host, replace(start(), device_uuid="GPU-elsewhere"))
     assert not job.lives()
@@ -91,7 +91,7 @@ def test_its_work_is_that_of_the_one_that_runs(
 
     monkeypatch.setattr(module, "Activity", activity)
     first = start()
-    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    job = ProductionJob(host, device, first.pid, first.started, "web")
     assert job.active()
     end(first)
     second = start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.host.host import Host
-from gpushare.host.process import ProcessInfo
+from gpushare.host.identity import Identity
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Program, Several
 from gpushare.selection import Device
@@ -49,14 +48,14 @@ def test_a_program_stands_still_and_goes_on(host: Host, several: Several, progra
 def test_whoever_gets_a_pid_after_the_look_gets_no_signal(
     host: Host, several: Several, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe = host.processes.describe
+    identity = host.processes.identity
 
-    def before(pid: int) -> ProcessInfo | None:
-        info = describe(pid)
-        return None if info is None else dataclasses.replace(info, started_at=(info.started_at or 0.0) - 1.0)
+    def before(pid: int) -> Identity | None:
+        process = identity(pid)
+        return None if process is None else Identity(pid, process.started - 1)
 
     several.resume(program)
-    monkeypatch.setattr(host.processes, "describe", before)
+    monkeypatch.setattr(host.processes, "identity", before)
     several.stop(program)
     monkeypatch.undo()
     # The kernel stops a process before kill(2) returns, or at its next step.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpushare.errors import GpushareError, NotFound
+from gpushare.host.identity import Identity
 from gpushare.model import GpuProcess
 from gpushare.run.pause import LOCK_SECONDS, Pauser
 
@@ -23,13 +24,14 @@ class Told:
         self.stopped: set[int] = set()
         self.dead: set[int] = set()
         self.locked: set[int] = set()
-        # Of those that did not start at 5.0.
-        self.starts: dict[int, float] = {}
+        # Of those that did not start at 5.
+        self.starts: dict[int, int] = {}
         self.fails: dict[tuple[str, int], GpushareError] = {}
         self.host: Any = SimpleNamespace(
             processes=SimpleNamespace(
                 descendants=lambda pid: self.family.get(pid, []),
                 describe=self._describe,
+                identity=self._identity,
                 alive=lambda pid: pid not in self.dead,
                 send_to=self._send_to,
                 namespace_is_host=lambda: True,
@@ -39,11 +41,14 @@ class Told:
         self.device: Any = SimpleNamespace(gpu=SimpleNamespace(index=1, uuid="GPU-a"))
 
     def _describe(self, pid: int) -> Any:
-        started = self.starts.get(pid, 5.0)
-        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started_at=started)
+        started = self.starts.get(pid, 5)
+        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started=started)
 
-    def _send_to(self, pid: int, started_at: float, number: int) -> None:
-        if started_at != self.starts.get(pid, 5.0):
+    def _identity(self, pid: int) -> Identity | None:
+        return None if pid in self.dead else Identity(pid, self.starts.get(pid, 5))
+
+    def _send_to(self, pid: int, started: int, number: int) -> None:
+        if started != self.starts.get(pid, 5):
             raise NotFound("gone", "look")
         self._do(signal.Signals(number).name, pid)
 

@@ -34,13 +34,13 @@ def fill(host: Host, device: Device) -> None:
     home = home_of(host.run_directory, device.uuid)
     home.create()
     (home.pipe / "control").touch()
-    record = DaemonRecord(device_uuid=device.uuid, pid=os.getpid(), started_at=None, uid=0)
+    record = DaemonRecord(device_uuid=device.uuid, pid=os.getpid(), started=None, uid=0)
     home.write(record)
     set_aside(home, record, None)
     started = host.processes.describe(os.getpid())
     assert started is not None
-    note_pauses(host, Pauses(pid=os.getpid(), started_at=started.started_at, gpu_uuid=device.uuid))
-    write_record(host, JobRecord(name="web", pid=os.getpid(), started_at=1.0, device_uuid=device.uuid))
+    note_pauses(host, Pauses(pid=os.getpid(), started=started.started, gpu_uuid=device.uuid))
+    write_record(host, JobRecord(name="web", pid=os.getpid(), started=1, device_uuid=device.uuid))
     identity = host.processes.identity(os.getpid())
     assert identity is not None
     _note(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpushare.host.process import ticks_now
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.state import (
     SimulatedGpu,
@@ -14,7 +15,6 @@ from gpushare.sim.state import (
     SimulatedProcess,
     StateFile,
     initial_state,
-    now,
     parse_spec,
 )
 
@@ -29,7 +29,7 @@ def new_host(spec: str, **changes: Any) -> StateFile:
 
 def add_process(state: SimulatedHostState, gpu: SimulatedGpu, **fields: Any) -> SimulatedProcess:
     """Put a simulated process on a GPU and return it."""
-    values: dict[str, Any] = {"name": "python", "user": "ann", "uid": 1000, "started_at": now(), "real": False}
+    values: dict[str, Any] = {"name": "python", "user": "ann", "uid": 1000, "started": ticks_now(), "real": False}
     process = SimulatedProcess(pid=state.new_pid(), gpu_uuid=gpu.uuid, **{**values, **fields})
     state.processes.append(process)
     return process

@@ -34,7 +34,7 @@ def job(
         name="job",
         user="u",
         uid=0,
-        started_at=0.0,
+        started=0,
         sm_percent=round(min(need, threads)),
         mps_daemon=server,
         mps_server=server,

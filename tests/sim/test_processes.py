@@ -122,7 +122,7 @@ def test_the_table_of_simulated_processes(h200: Mps) -> None:
     assert client.pid >= FIRST_SIMULATED_PID
     info = processes.describe(client.pid)
     assert isinstance(info, ProcessInfo)
-    assert (info.name, info.command_line, info.uid, info.started_at) == ("train", ("train",), 0, client.started_at)
+    assert (info.name, info.command_line, info.uid, info.started) == ("train", ("train",), 0, client.started)
     assert processes.named("nvidia-cuda-mps-control") == [daemon]
     assert processes.named("nvidia-cuda-mps-server") == [client.mps_server]
     assert processes.named("train") == [client.pid]
@@ -134,8 +134,8 @@ def test_the_table_of_simulated_processes(h200: Mps) -> None:
     environment = processes.environment(daemon)
     assert environment is not None
     assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(h200.pipe)
-    assert processes.alive(client.pid, client.started_at)
-    assert not processes.alive(client.pid, client.started_at + 100)
+    assert processes.alive(client.pid, client.started)
+    assert not processes.alive(client.pid, client.started + 100)
     assert processes.describe(FIRST_SIMULATED_PID + 999) is None
     assert processes.environment(FIRST_SIMULATED_PID + 999) is None
     assert not processes.alive(FIRST_SIMULATED_PID + 999)

@@ -391,7 +391,7 @@ def test_a_process_with_a_recorded_pid_that_started_later_is_not_touched(desk: C
     pid = one.add()
     one.look()
     with one.world.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).started_at += 60
+        next(process for process in state.processes if process.pid == pid).started += 60
     assert recover(one.host, one.control) == []
     assert one.slice(pid) == 500
 

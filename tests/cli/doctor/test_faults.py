@@ -737,7 +737,7 @@ def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(cli: Cli, world:
     display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
     with changing(world.file) as (state, _):
         for one in state.processes:
-            one.started_at -= 7200
+            one.started -= 7200 * 100
     (found,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
     assert found["remedy"].startswith(f"gpushare swap out {pid}; ")
     assert str(display) not in found["seen"]
@@ -757,7 +757,7 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World) -> None:
     assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
     with changing(world.file) as (state, _):
         for one in state.processes:
-            one.started_at -= 7200
+            one.started -= 7200 * 100
     found = finding(cli, "gpu.idle_memory")
     assert found["verdict"] == "warn"
     assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in found["seen"]

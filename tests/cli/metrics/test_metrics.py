@@ -73,7 +73,7 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
 def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
     pid = int(cli("sim", "add").ok().out)
     assert value(samples(cli), "opportunistic_pauses") is None
-    note_pauses(world.host, Pauses(pid=pid, started_at=None, gpu_uuid=world.uuid(), pauses=7, paused=True))
+    note_pauses(world.host, Pauses(pid=pid, started=None, gpu_uuid=world.uuid(), pauses=7, paused=True))
     found = samples(cli)
     assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
     assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
@@ -312,7 +312,7 @@ def test_a_text_file_knows_memory_that_is_held_by_what_does_nothing(cli: Cli, wo
     assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 0
     with changing(world.file) as (state, _):
         for one in state.processes:
-            one.started_at -= 3600
+            one.started -= 3600 * 100
     assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 4 << 30
 
 

@@ -314,7 +314,8 @@ def test_what_fails_with_a_whole_gpu_reserves_no_small_peak(cli: Cli) -> None:
 STRAY = """
 import os, time
 from gpushare.sim.current import changing, current
-from gpushare.sim.state import SimulatedProcess, StateFile, started_at
+from gpushare.host.identity import identity_of
+from gpushare.sim.state import SimulatedProcess, StateFile
 file = StateFile(os.environ["GPUSHARE_SIM_HOST"])
 while not (found := [one for one in current(file).processes if one.pid == os.getpid()]):
     time.sleep(0.01)
@@ -325,7 +326,7 @@ if os.fork() == 0:
         os.read(ready[0], 1)
         pid = os.getpid()
         stray = SimulatedProcess(pid=pid, real=True, gpu_uuid=me.gpu_uuid, name="stray", user=me.user, uid=me.uid,
-                                 started_at=started_at(pid), memory_bytes=9 << 30)
+                                 started=identity_of(pid).started, memory_bytes=9 << 30)
         with changing(file) as (state, _):
             state.processes.append(stray)
         time.sleep(60)

@@ -53,9 +53,7 @@ def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0
     assert info is not None
     write_record(
         host,
-        JobRecord(
-            name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid(index), memory_peak_bytes=peak
-        ),
+        JobRecord(name="web", pid=pid, started=info.started, device_uuid=world.uuid(index), memory_peak_bytes=peak),
     )
 
 
@@ -96,7 +94,7 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     assert "share a time-slice of 200us; no cap, memory limit" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
-    ended = JobRecord(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
+    ended = JobRecord(name="web", pid=2**21, started=1, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
     write_record(world.host, ended)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])
@@ -165,7 +163,7 @@ def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
 def test_a_damaged_or_foreign_record_is_no_record(world: World) -> None:
     directory = world.host.run_directory / "jobs"
     directory.mkdir(parents=True)
-    for text in ("", "[]", "{}", '{"name": "web", "pid": -1, "started_at": null, "device_uuid": "x"}', "[" * 5000):
+    for text in ("", "[]", "{}", '{"name": "web", "pid": -1, "started": null, "device_uuid": "x"}', "[" * 5000):
         (directory / "web.json").write_text(text)
         assert find_record(world.host, "web") is None
 

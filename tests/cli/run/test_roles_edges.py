@@ -28,7 +28,7 @@ def two(world: World) -> Iterator[list[str]]:
                 JobRecord(
                     name=name,
                     pid=process.pid,
-                    started_at=info.started_at,
+                    started=info.started,
                     device_uuid=world.uuid(),
                     memory_peak_bytes=peak * GIB,
                 ),

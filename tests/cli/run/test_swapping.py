@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
+from gpushare.host.identity import Identity, identity_of
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.swap import OUT, Swap, locked, swaps
@@ -22,7 +23,7 @@ from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
-from gpushare.sim.state import SimulatedProcess, started_at
+from gpushare.sim.state import SimulatedProcess
 from gpushare.units import GIB, parse_memory_limit
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -188,8 +189,8 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
     with changing(world.file) as (state, _):
         for one in state.processes:
             if one.pid == child:
-                one.pid, one.real, one.started_at = _child_of(shell.pid)
-    child = _child_of(shell.pid)[0]
+                (one.pid, one.started), one.real = _child_of(shell.pid), True
+    child = _child_of(shell.pid).pid
     cli("swap", "out", str(child), host=A30).ok()
     job.says("swapped out by hand")
     assert not [one for one in reservations(world.host) or [] if one.key]
@@ -198,9 +199,15 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
     finish(job)
 
 
-def _child_of(pid: int) -> tuple[int, bool, float]:
+def identified(pid: int) -> Identity:
+    identity = identity_of(pid)
+    assert identity is not None
+    return identity
+
+
+def _child_of(pid: int) -> Identity:
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child), True, started_at(int(child)) or 0.0
+    return identified(int(child))
 
 
 def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., Started], cli: Cli, world: World) -> None:
@@ -270,7 +277,7 @@ def on_gpu(world: World, pid: int, size: int) -> None:
                 name="sleep",
                 user="root",
                 uid=0,
-                started_at=started_at(pid) or 0.0,
+                started=identified(pid).started,
                 memory_bytes=size,
             )
         )

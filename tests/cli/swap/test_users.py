@@ -175,7 +175,7 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
     path = record(world, NOBODY, mine)
     document = json.loads(path.read_text())
     (other,) = [one for one in world.state.processes if one.pid == others]
-    theirs = [others, round(other.started_at * 100), GIB]
+    theirs = [others, other.started, GIB]
     become(world, 0)
     for wrong in (
         {"images": [theirs]},

@@ -1,0 +1,54 @@
+"""A clock that is set loses no job, no group member and no pause: they are told from others by ticks since boot."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.host.host import Host
+from gpushare.host.process import start_of
+from gpushare.run.group import Member, members, write_member
+from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, record_of, write_record
+from gpushare.run.pause import Pauses, note_pauses, noted_pauses
+from gpushare.selection import Device, select_one
+from tests.clock import step_the_clock
+
+OWN = os.getpid()
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect("sim:h200")
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    return select_one(None, host.nvml.sweep())
+
+
+def test_a_named_job_runs_on(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(host, record_of(host, device, "web", OWN, PLAIN))
+    step_the_clock(monkeypatch, 60.0)
+    assert find_job(host, "web").pid == OWN
+    # Each new record sweeps those of jobs that have ended.
+    write_record(host, record_of(host, device, "other", OWN, PLAIN))
+    forget_ended(host)
+    record = find_record(host, "web")
+    assert record is not None
+    assert is_running(host, record)
+
+
+def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(pid=OWN, started=start_of(host.processes, OWN), device_uuid=device.uuid, slice_us=30)
+    write_member(host, member)
+    step_the_clock(monkeypatch, -60.0)
+    assert members(host, device) == (member,)
+
+
+def test_a_pause_is_still_told(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = Pauses(pid=OWN, started=start_of(host.processes, OWN), gpu_uuid=device.uuid, pauses=2, paused=True)
+    note_pauses(host, pauses)
+    step_the_clock(monkeypatch, 60.0)
+    assert noted_pauses(host) == (pauses,)
