@@ -182,7 +182,7 @@ def mps_daemon(observer: Observer, host: mps.Mps, uuid: str) -> tuple[int | None
     home.create()
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_MPS_LOG_DIRECTORY": str(home.log)}
     pid = host.start(CUDA_VISIBLE_DEVICES=uuid, **env)
-    home.write(DaemonRecord(device_uuid=uuid, pid=pid, started_at=None, uid=0))
+    home.write(DaemonRecord(device_uuid=uuid, pid=pid, started=None, uid=0))
     (daemon,) = observer.look().daemons
     return daemon.max_clients, daemon.version
 
@@ -254,8 +254,15 @@ class CountedPrograms:
         return self.start(argv, **named).result()
 
 
-def gpu_with(percent: int | None, *, pid: int = 7, started_at: float = 100.0) -> Gpu:
-    one = GpuProcess(pid=pid, compute=True, memory_used_bytes=1 << 30, sm_percent=percent, started_at=started_at)
+def gpu_with(percent: int | None, *, pid: int = 7, started: int = 10000) -> Gpu:
+    one = GpuProcess(
+        pid=pid,
+        compute=True,
+        memory_used_bytes=1 << 30,
+        sm_percent=percent,
+        started=started,
+        started_at=started / 100,
+    )
     return Gpu(index=0, memory_used_bytes=1 << 30, processes=(one,))
 
 
@@ -285,10 +292,10 @@ def test_the_last_work_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(1800.0, gpu_with(50)) == (1800.0, 0.0)
     assert len(asked) == 3
     # A sample of another process with the same PID.
-    assert seen(1900.0, gpu_with(0, started_at=1890.0)) == (None, 0.0)
+    assert seen(1900.0, gpu_with(0, started=189000)) == (None, 0.0)
     # Under MIG, and of clients of MPS, nothing is known.
     answers = None
-    assert seen(2000.0, gpu_with(None, started_at=1990.0)) == (None, None)
+    assert seen(2000.0, gpu_with(None, started=199000)) == (None, None)
 
 
 def test_memory_of_no_process() -> None:
