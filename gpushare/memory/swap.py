@@ -223,7 +223,14 @@ def find_in_tree(host: Host, pid: int) -> Swap | None:
     """Return the record of a program, or else of a part of it that was swapped by its own PID."""
     records = swaps(host)
     family = set(host.processes.descendants(pid)) if records else set()
-    mine = [swap for swap in records if swap.pid == pid or family & {image.pid for image in swap.images}]
+    info = host.processes.describe(pid) if any(swap.keeper_uid for swap in records) else None
+    # A user's word is about a program of that user.
+    uids = {None, 0} if info is None else {None, 0, info.uid}
+    mine = [
+        swap
+        for swap in records
+        if swap.keeper_uid in uids and (swap.pid == pid or family & {image.pid for image in swap.images})
+    ]
     return min(mine, key=lambda swap: swap.state == BACK, default=None)
 
 
