@@ -58,4 +58,5 @@ def connect(spec: str) -> Host:
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,
         uid=simulated.uid,
+        root=simulated.root,
     )

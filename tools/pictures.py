@@ -104,11 +104,11 @@ def _busy_host(session: Terminal) -> None:
         ("2", "python eval.py", 240, {"memory_bytes": 17 * gib, "sm_percent": 70}),
     )
     for gpu, command, age, facts in jobs:
-        pid = admin.add_process(spec, gpu, name=command.split()[0], mps="environment" in facts, **facts)
+        user = {"0": "alice", "1": "bob", "2": "carol"}[gpu]
+        pid = admin.add_process(spec, gpu, name=command.split()[0], user=user, mps="environment" in facts, **facts)
         with changing(file) as (state, _):
             process = next(one for one in state.processes if one.pid == pid)
             process.command_line, process.started = command.split(), ticks_now() - age * 100
-            process.user = {"0": "alice", "1": "bob", "2": "carol"}[gpu]
 
 
 def _mig_plan() -> tuple[str, Text]:

@@ -107,7 +107,7 @@ def host_facts(state: HostState) -> HostFacts:
         host=state.host.spec,
         driver=driver,
         driver_major=driver_branch(driver),
-        root=state.host.uid == 0,
+        root=state.host.root,
         uid=state.host.uid,
         gpus=tuple(_gpu(state, gpu, daemons, levels) for gpu in gpus),
         host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),

@@ -261,9 +261,9 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
     from gpushare.hostfile.load import changed_limits
 
     if not wanted.memory:
-        gone = host.uid == 0 and changed_limits(host, wanted)
+        gone = host.root and changed_limits(host, wanted)
         return ["no limits of users (memory) are in force any more: this file has none"] if gone else []
-    if host.uid != 0:
+    if not host.root:
         return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
     return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --job-memory"]
 

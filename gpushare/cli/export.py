@@ -402,7 +402,7 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
     from gpushare.export import description
     from gpushare.mps.home import own_home
 
-    apply = f"{'sudo ' if state.host.uid else ''}gpushare apply -f {shlex.quote(path)}"
+    apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
     wanted = _as_in(state, path, live)
     return description.in_place(
         wanted,

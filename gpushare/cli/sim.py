@@ -160,12 +160,18 @@ def show(host: Spec = None) -> Any:
     return Result(command="sim show", data=data, text=_state_text(data), tables=_state_tables(data))
 
 
+def _user(data: dict[str, Any]) -> str:
+    if data["fault_uid"] is None and data["uid"]:
+        return f"user {data['uid']}, who may do here what root may"
+    return f"user {data['uid']}" if data["uid"] else "root"
+
+
 def _state_text(data: dict[str, Any]) -> str:
     faults = [name for name in ("hanging_programs", "missing_programs") if data[name]]
     facts = {
         "driver": data["driver"] + ("" if data["driver_loaded"] else " (not loaded)"),
         "NVML": "installed" if data["nvml_installed"] else "missing",
-        "commands run as": "root" if data["uid"] == 0 else f"user {data['uid']}",
+        "commands run as": _user(data),
         "permission": "denied" if data["permission_denied"] else "granted",
         "PID namespace": "the host's" if data["pid_namespace_is_host"] else "another",
         **{name.replace("_", " "): ", ".join(data[name]) for name in faults},

@@ -179,6 +179,10 @@ def modify_line(*, modify: bool) -> str:
     return f"DeviceFileModify: {int(modify)}\n"
 
 
+# Users that a simulated host has and this machine has not, by id.
+MADE_UP: Final[dict[int, str]] = {}
+
+
 def user_id(name: str) -> int:
     """Return the id of a user of this machine, given by name or id.
 
@@ -190,6 +194,9 @@ def user_id(name: str) -> int:
     try:
         return (pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)).pw_uid
     except (KeyError, OverflowError, ValueError):
+        made_up = next((uid for uid, user in MADE_UP.items() if name in {user, str(uid)}), None)
+        if made_up is not None:
+            return made_up
         raise NotFound(
             f"there is no user '{name[:60]}'",
             f"check the spelling: getent passwd {shlex.quote(name[:60])}",
@@ -221,7 +228,7 @@ def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
-        return str(uid)
+        return MADE_UP.get(uid, str(uid))
 
 
 def _directory(minor: int, gpu_instance: int | None = None, compute_instance: int | None = None) -> str:

@@ -42,5 +42,5 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 
 def need_root(host: Host, what: str) -> None:
     """Refuse a change to any user but root."""
-    if host.uid != 0:
+    if not host.root:
         raise NoPermission(f"{what} needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")

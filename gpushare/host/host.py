@@ -104,6 +104,8 @@ class Host:
     run_directory: Path
     state_directory: Path
     uid: int
+    # Whether this user may do what only root may; on a simulated host everybody may, to try it.
+    root: bool
     machine: Machine = field(default_factory=_local_machine)
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
     open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
@@ -175,6 +177,7 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody
         run_directory=run_directory,
         state_directory=state_directory,
         uid=uid,
+        root=uid == 0,
         user_directories=user_directories if uid == 0 else _nobody_else,
         shared_run_directories=shared,
         shared_state_directories=shared_state,

@@ -338,7 +338,7 @@ def sweep_leftovers(host: Host) -> None:
 def sweep_cgroups(host: Host) -> None:
     """Remove the empty cgroups of jobs whose gpushare is gone; the names tell whether there are any of ours."""
     try:
-        names = os.listdir(host.cgroup_root) if host.uid == 0 else []
+        names = os.listdir(host.cgroup_root) if host.root else []
     except OSError:
         return
     if any(name.startswith(_JOB_CGROUP) for name in names):

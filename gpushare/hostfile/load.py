@@ -162,7 +162,7 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
 
 def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
-    own = (host.state_directory,) if host.uid == 0 else ()
+    own = (host.state_directory,) if host.root else ()
     for directory in (*own, *host.shared_state_directories):
         with contextlib.suppress(OSError, ValueError, GpushareError):
             if is_trusted_directory(directory):

@@ -434,7 +434,7 @@ class Grounds:
 
     def left_steps(self) -> tuple[Step, ...]:
         """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
-        if self._device.mig is not None or self._host.uid != 0:
+        if self._device.mig is not None or not self._host.root:
             return ()
         with contextlib.suppress(GpushareError):
             level = left_level(self._host, self._device.gpu)

@@ -66,7 +66,7 @@ class DriverLimit:
 
 def why_not(host: Host, device: Device) -> str | None:
     """Return why the driver cannot limit a job on a device, as far as it is known before; None: it may."""
-    if host.uid != 0:
+    if not host.root:
         return "only root can set the driver's limit"
     if device.mig is not None or device.gpu.mig_enabled:
         return "the driver has no such limit on MIG"

@@ -149,7 +149,7 @@ def _named_after_living(host: Host, swap: Swap) -> Swap:
 
 
 def _is_of_root(host: Host, swap: Swap) -> bool:
-    return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.uid == 0)
+    return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.root)
 
 
 def _same(one: Swap, other: Swap) -> bool:
@@ -476,7 +476,7 @@ def taken_over(host: Host, swap: Swap) -> Swap:
     """
     if swap.keeper_uid is None:
         return swap
-    if host.uid != 0:
+    if not host.root:
         raise NoPermission(
             f"{swap.title} was swapped out by root",
             f"ask root: sudo gpushare swap in {swap.selector}",

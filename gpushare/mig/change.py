@@ -112,7 +112,7 @@ def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
     now = bool(gpu.mig_enabled)
 
     def act() -> None:
-        if host.uid != 0:
+        if not host.root:
             raise NoPermission(
                 f"GPU {gpu.index}: switching MIG needs root", "run it as root: sudo gpushare ...", gpu=str(gpu.index)
             )

@@ -272,7 +272,7 @@ def may_change(host: Host) -> bool:
 
     ``/proc/driver/nvidia/capabilities/mig/config`` has its minor number, 1, and so its node (MIG user guide).
     """
-    return host.uid == 0 or (not host.is_simulated and os.access("/dev/nvidia-caps/nvidia-cap1", os.R_OK))
+    return host.root or (not host.is_simulated and os.access("/dev/nvidia-caps/nvidia-cap1", os.R_OK))
 
 
 class MigChanges:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 from typing import TYPE_CHECKING, Final
@@ -139,7 +138,7 @@ class _Start:
                 device_uuid=self._device.uuid,
                 pid=pid,
                 started=started,
-                uid=os.geteuid(),
+                uid=self._host.uid,
                 limits=self._limits,
                 previous_compute_mode=None if self.previous is None else self.previous.name,
                 transient=self._transient,

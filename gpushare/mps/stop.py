@@ -545,7 +545,7 @@ def _still_there(found: FoundDaemon) -> None:
 
 def _may_stop(host: Host, found: FoundDaemon) -> None:
     record = found.record
-    if not found.trusted and host.uid != 0:
+    if not found.trusted and not host.root:
         owner = f"user {found.daemon.user or 'unknown'}"
         raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", owner, command=found.stop_command)
     if record is not None and os.geteuid() not in {0, record.uid}:

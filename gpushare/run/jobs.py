@@ -403,7 +403,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     """
     if job.uid == host.uid:
         foreign = _foreign(host, action, pids)
-        if foreign and host.uid != 0:
+        if foreign and not host.root:
             raise NoPermission(
                 f"{foreign[0].what} of {job.title} belongs to {foreign[0].why[0].removeprefix('of ')}",
                 "run as root: sudo gpushare ...",
@@ -411,7 +411,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
             )
         return foreign
     owner = _owner(job.uid, job.user)
-    if host.uid != 0:
+    if not host.root:
         raise NoPermission(
             f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
         )

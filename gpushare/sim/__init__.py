@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
-    from gpushare.sim.state import StateFile
+    from gpushare.sim.state import SimulatedHostState, StateFile
 
 
 class SimulatedHost(NamedTuple):
@@ -34,11 +34,12 @@ class SimulatedHost(NamedTuple):
     # What outlives a reboot of the simulated host.
     state_directory: Path
     uid: int
+    root: bool
 
     def user_directories(self) -> Sequence[UserDirectory]:
         """Return the run directories of its other users, to root: those below ``users/UID``, if there are any."""
         users = self.state_file.directory / _USERS
-        if self.uid != 0 or not users.is_dir():
+        if not self.root or not users.is_dir():
             return ()
         from gpushare.host.host import UserDirectory
 
@@ -80,9 +81,9 @@ class SimulatedHost(NamedTuple):
 _USERS: Final = "users"
 
 
-def _run_directory(directory: Path, uid: int) -> Path:
-    own = directory / _USERS / str(uid)
-    return own / "gpushare" if uid != 0 and own.is_dir() else directory / "run"
+def _run_directory(directory: Path, state: SimulatedHostState) -> Path:
+    own = directory / _USERS / str(state.uid)
+    return own / "gpushare" if not state.root and own.is_dir() else directory / "run"
 
 
 def open_simulated(spec: str) -> SimulatedHost:
@@ -112,7 +113,8 @@ def open_simulated(spec: str) -> SimulatedHost:
         processes=SimulatedProcesses(state_file),
         capabilities=SimulatedCapabilities(state_file),
         machine=SimulatedMachine(state_file),
-        run_directory=_run_directory(state_file.directory, state.uid),
+        run_directory=_run_directory(state_file.directory, state),
         state_directory=state_file.directory / "var",
         uid=state.uid,
+        root=state.root,
     )

@@ -12,13 +12,14 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
 from gpushare.gpu_models import find_model
+from gpushare.host.capabilities import user_name
 from gpushare.host.process import ticks_now
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place
-from gpushare.sim.processes import holder_files, holding, signal_process, user_name
+from gpushare.sim.processes import holder_files, holding, signal_process
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,
@@ -85,7 +86,7 @@ def describe(spec: str) -> dict[str, Any]:
     raw = asdict(state)
     for process, shown in zip(state.processes, raw["processes"], strict=True):
         shown["on_gpu"] = liveness.on_gpu(process)
-    return {**raw, "used": used, "directory": str(state_file.directory)}
+    return {**raw, "uid": state.uid, "used": used, "directory": str(state_file.directory)}
 
 
 def reset(spec: str) -> ResetResult:
@@ -142,7 +143,7 @@ def add_process(
         index, chosen = _gpu(state, gpu)
         opened = holder_files(index, _held_place(chosen, mig)) if holder else []
         instance = None if holder else _instance(chosen, mig)
-        uid = state.uid if user is None else uid_of(user)
+        uid = state.uid if user is None else uid_of(state, user)
         given = dict(environment or {})
         given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
         if not mps:
@@ -152,7 +153,7 @@ def add_process(
             real=False,
             gpu_uuid="" if holder else chosen.uuid,
             name=name,
-            user=user or user_name(uid),
+            user=user_name(uid),
             uid=uid,
             started=ticks_now(),
             parent_pid=parent,

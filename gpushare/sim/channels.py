@@ -226,7 +226,7 @@ class _Process:
         return self._files.opened(self.identity.pid)
 
     def _permit(self, owner: Owner) -> None:
-        if self._state.uid not in {0, owner.uid}:
+        if not self._state.may(owner.uid):
             raise Refused("other_user")
         if self._state.channel_fault in {"seccomp", "ptrace_scope", "no_ptrace"}:
             raise Refused(self._state.channel_fault, "1" if self._state.channel_fault == "ptrace_scope" else "")

@@ -60,7 +60,7 @@ class SimulatedCheckpoint:
         with self._process(pid) as (state, process):
             if process is None:
                 return NOT_INITIALIZED
-            if state.uid not in {0, process.uid}:
+            if not state.may(process.uid):
                 return NOT_PERMITTED
             if process.mps_daemon is not None or process.gpu_instance_id is not None:
                 return NOT_SUPPORTED

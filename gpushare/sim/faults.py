@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpushare.errors import BadUsage, NotFound
+from gpushare.host.capabilities import MADE_UP, user_id
+from gpushare.host.records import is_shown
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
+from gpushare.units import quoted
 
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -86,7 +90,7 @@ def clear(state: SimulatedHostState) -> None:
     state.permission_denied = state.library_mismatch = False
     state.mps_binary = None
     state.shared_memory_bytes, state.descriptor_limit = _HEALTHY.shared_memory_bytes, _HEALTHY.descriptor_limit
-    state.uid = 0
+    state.fault_uid = None
     state.hanging_programs, state.missing_programs = [], []
     state.collisions = state.fail_step = state.crash_step = 0
     state.channel_fault, state.channel_statuses = None, {}
@@ -140,7 +144,7 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")
-        state.uid = uid_of(value)
+        state.fault_uid = uid_of(state, value)
     elif kind == "driver":
         if value is None or not value.split(".")[0].isdigit():
             raise BadUsage(
@@ -166,11 +170,24 @@ def _number(kind: str, value: str | None, what: str) -> int:
     return int(value)
 
 
-def uid_of(text: str) -> int:
-    """Return the id of a user given by id or name. Raises NotFound."""
-    import pwd
+# Above what useradd, systemd and containers take.
+_FIRST_MADE_UP: Final = 4_000_000_000
+_MOST_MADE_UP: Final = 1 << 28
 
+
+def uid_of(state: SimulatedHostState, text: str) -> int:
+    """Return the id of a user given by id or name. A name that neither this machine nor the host has is made up.
+
+    Raises BadUsage.
+    """
+    if text.isascii() and text.isdigit() and len(text) <= 9:
+        return int(text)
+    if not is_shown(text) or not text.strip() or text.isdigit():
+        raise BadUsage(f"{quoted(text)} is no user", "give a name, or an id like 1000", code="bad_user")
     try:
-        return int(text) if text.isdigit() else pwd.getpwnam(text).pw_uid
-    except KeyError:
-        raise NotFound(f"there is no user '{text}'", "give a user id, for example 1000") from None
+        return user_id(text)
+    except NotFound:
+        # The same on every simulated host.
+        uid = _FIRST_MADE_UP + zlib.crc32(text.encode()) % _MOST_MADE_UP
+        state.users[text], MADE_UP[uid] = uid, text
+        return uid

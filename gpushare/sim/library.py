@@ -520,7 +520,7 @@ class SimulatedLibrary:
     @contextmanager
     def changed_host(self) -> Iterator[SimulatedHostState]:
         """Yield the host to change, as `changed_gpu`; a block that refuses must have changed nothing yet."""
-        if self.state.uid != 0:
+        if not self.state.root:
             raise Refused(Code.NO_PERMISSION)
         refused: Refused | None = None
         crashes = False

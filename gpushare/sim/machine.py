@@ -47,7 +47,7 @@ class SimulatedMachine:
         return {
             process.pid: chosen
             for process in state.processes
-            if state.uid in {0, process.uid}
+            if state.may(process.uid)
             and (chosen := {name: value for name, value in process.environment.items() if name in names})
         }
 
@@ -56,7 +56,7 @@ class SimulatedMachine:
         from gpushare.host.machine import Xid
 
         state = current(self._state_file)
-        if state.uid != 0:
+        if not state.root:
             return None
         return tuple(Xid(number, gpu.pci_bus_id[4:-2]) for gpu in state.gpus for number in gpu.xids)
 
@@ -126,7 +126,7 @@ def _find(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedG
 
 
 def _changed(state: SimulatedHostState, capability: Capability, path: str) -> SimulatedNode:
-    if state.uid != 0:
+    if not state.root:
         raise NoPermission(f"may not change {path}: Permission denied", "run it as root: sudo gpushare ...")
     found = _find(state, capability)
     if found is None:

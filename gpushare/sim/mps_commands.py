@@ -45,7 +45,7 @@ class MpsRequest:
     @property
     def owner(self) -> bool:
         """Return whether the user started the daemon, or is root."""
-        return self.state.uid in {0, self.daemon.uid}
+        return self.state.may(self.daemon.uid)
 
     def integer(self, index: int) -> int:
         """Return a word as C's atoi reads it: the leading digits, else 0."""
@@ -167,7 +167,7 @@ def start_server(request: MpsRequest) -> Reply:
             return Reply("Invalid start_server cmd. Expected cmd: start_server -uid <user id>\n")
         return Reply("A user id (UID) is required to start a new server\n")
     uid = request.integer(1) % (1 << 32)
-    if request.state.uid not in {0, uid}:
+    if not request.state.may(uid):
         text = f"Insufficient privileges for UID {request.state.uid}"
         return Reply(
             text + (". Only the root user may start server for another user.\n" if request.major >= 550 else "\n")

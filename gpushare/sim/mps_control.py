@@ -81,7 +81,7 @@ def main(
         if commands:
             stdin = " ".join(commands) + "\n"
         return _Session(name, env, state_file, deadline, timeout).run(stdin)
-    if "M" in letters and state.uid and major < 580:
+    if "M" in letters and not state.root and major < 580:
         return Completed(name, 1, mps_daemon.usage(major) + mps_daemon.ONLY_ROOT, "")
     with changing(state_file) as (state, lines):
         daemon, code, said, started = mps_daemon.start(state, env, static="S" in letters)

@@ -65,7 +65,7 @@ def _generate(argv: Sequence[str], state_file: StateFile, output: str, kinds: tu
     text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
     if not output:
         return Completed(tuple(argv), 0, text, "")
-    if state.uid != 0:
+    if not state.root:
         directory = output.rpartition("/")[0]
         return _failed(argv, f"failed to write spec: open {directory}/.spec: permission denied")
     _write(state_file, output, text)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
+from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim.activity import Resident
@@ -112,7 +113,7 @@ class SimulatedProcesses:
         state = current(self._state_file)
         daemon, server, process = _find(state, pid)
         owner = process or server or daemon
-        if owner is None or state.uid not in {0, owner.uid}:
+        if owner is None or not state.may(owner.uid):
             return None
         return dict(process.environment if process else daemon.environment if daemon else {})
 
@@ -351,7 +352,7 @@ def _check(
 ) -> None:
     if owner is None:
         raise NotFound(f"there is no process {pid}", "see who is there: gpushare status")
-    if state.uid not in {0, owner.uid}:
+    if not state.may(owner.uid):
         name = signals.Signals(signal).name
         raise NoPermission(
             f"not allowed to send {name} to process {pid}: it belongs to another user",
@@ -385,7 +386,7 @@ def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
     found: dict[int, tuple[str, ...]] = {}
     complete = state.pid_namespace_is_host
     for pid, uid, paths in _everybody(state):
-        if state.uid not in {0, uid}:
+        if not state.may(uid):
             complete = False
             continue
         mine = tuple(sorted(path for path in paths if path.startswith(prefix)))
@@ -461,13 +462,3 @@ def _instance_nodes(gpu: int, gpu_instance: int | None, compute_instance: int | 
         return []
     nodes = [node_of(gpu, (gpu_instance, None))]
     return nodes if compute_instance is None else [*nodes, node_of(gpu, (gpu_instance, compute_instance))]
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user of this machine, or the number."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

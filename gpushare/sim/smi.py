@@ -146,7 +146,7 @@ def _set(state: SimulatedHostState, chosen: list[tuple[int, SimulatedGpu]], leve
     known = level < len(_LEVELS)
     title = _LEVELS[level] if known else "Unknown"
     for index, gpu in chosen:
-        error = _unsupported(gpu) or ((4, "Insufficient Permissions") if state.uid else None)
+        error = _unsupported(gpu) or ((4, "Insufficient Permissions") if not state.root else None)
         if error is None and not known:
             error = (2, "Invalid Argument")
         if error is not None:

@@ -618,7 +618,7 @@ def _set_mig_mode(state: SimulatedHostState, one: Chosen, wanted: int) -> str:
 
 def require_root(state: SimulatedHostState) -> None:
     """Refuse a change to any user but root."""
-    if state.uid != 0:
+    if not state.root:
         raise Refused(Code.NO_PERMISSION)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.gpu_models import GpuModel, find_model
+from gpushare.host.capabilities import MADE_UP
 from gpushare.host.identity import identity_of
 from gpushare.host.records import replace_file, writing
 from gpushare.values import dataclass
@@ -219,8 +220,10 @@ class SimulatedHostState:
     processes: list[SimulatedProcess] = field(default_factory=list)
     daemons: list[SimulatedDaemon] = field(default_factory=list)
     driver: str = "580.159.04"
-    # The user that commands run as on the simulated host.
-    uid: int = 0
+    # The user that commands run as, by the fault ``user``; None: who types them, who may do here what root may.
+    fault_uid: int | None = None
+    # The ids of users that this machine does not have, by name.
+    users: dict[str, int] = field(default_factory=dict)
     next_pid: int = FIRST_SIMULATED_PID
     created_at: float = 0.0
     driver_loaded: bool = True
@@ -252,6 +255,20 @@ class SimulatedHostState:
     # Why nobody may call on channels ("seccomp", "hang", ...), and statuses of single calls by number ("0xa06c0103").
     channel_fault: str | None = None
     channel_statuses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def uid(self) -> int:
+        """Return the user that commands run as."""
+        return os.geteuid() if self.fault_uid is None else self.fault_uid
+
+    @property
+    def root(self) -> bool:
+        """Return whether commands may do what only root may: a change can be tried without being root."""
+        return not self.fault_uid
+
+    def may(self, owner: int) -> bool:
+        """Return whether commands may touch what belongs to a user."""
+        return self.root or owner == self.fault_uid
 
     def new_pid(self) -> int:
         """Return a PID that no process of this host ever had."""
@@ -390,6 +407,7 @@ def _decode(raw: dict[str, Any]) -> SimulatedHostState:
         for daemon in raw["daemons"]
     ]
     processes = [_made(SimulatedProcess, process) for process in raw["processes"]]
+    MADE_UP.update({uid: name for name, uid in raw.get("users", {}).items()})
     return _made(SimulatedHostState, {**raw, "gpus": gpus, "daemons": daemons, "processes": processes})
 
 

@@ -284,7 +284,7 @@ class Keeper:
     def _may_touch(self, one: _Process) -> None:
         if one.mps or self._is_server(one.pid):
             raise _under_mps(one.pid)
-        if self._host.uid not in {0, one.origin.uid}:
+        if not self._host.root and one.origin.uid != self._host.uid:
             raise NoPermission(f"process {one.pid}: it belongs to another user", "run as root", code="other_user")
 
     def _is_server(self, pid: int) -> bool:
@@ -712,7 +712,7 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
     why = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
     if decision is not None and (mps or name == "nvidia-cuda-mps-server"):
         why, untouched = "skipped: under MPS", True
-    elif decision is not None and host.uid not in {0, origin.uid}:
+    elif decision is not None and not host.root and origin.uid != host.uid:
         why, untouched = "skipped: it belongs to another user", True
     else:
         untouched = decision is None

@@ -282,7 +282,7 @@ def plan_slice(
     wanted = format_slice(check_slice(microseconds))
     asked = list(consent)
     if microseconds > MOST_US:
-        if host.uid != 0:
+        if not host.root:
             raise NoPermission(
                 f"a time-slice of {wanted} is above {format_slice(MOST_US)}: it freezes the other programs on the GPU that long",
                 f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; or run as root: sudo gpushare ...",

@@ -305,7 +305,7 @@ def test_older_bindings_need_not_know_limits_of_memory(bindings: Any, monkeypatc
 
 
 def test_a_user_sets_no_limit_of_memory() -> None:
-    nvml, path = limited(uid=1000)
+    nvml, path = limited(fault_uid=1000)
     assert nvml.memory_limits(0, path) is not None
     assert not nvml.set_memory_limit(0, path, GIB)
 

@@ -337,7 +337,7 @@ def test_who_may_change_a_real_host(
         return opens
 
     monkeypatch.setattr(changing, "os", SimpleNamespace(access=access, R_OK=os.R_OK))
-    assert may_change(cast("Any", SimpleNamespace(uid=uid, is_simulated=simulated))) is may
+    assert may_change(cast("Any", SimpleNamespace(root=uid == 0, is_simulated=simulated))) is may
     assert asked == ([] if uid == 0 or simulated else [("/dev/nvidia-caps/nvidia-cap1", os.R_OK)])
 
 

@@ -155,7 +155,7 @@ def test_a_gpu_that_does_not_answer_hides_no_other(host: Host, monkeypatch: pyte
 def test_who_may_touch_a_job(host: Host) -> None:
     own = find_job(host, str(admin.add_process(SPEC)))
     other = find_job(host, str(admin.add_process(SPEC, user="4242")))
-    root, user = replace(host, uid=0), replace(host, uid=4243)
+    root, user = replace(host, uid=0), replace(host, uid=4243, root=False)
     assert consent_to(replace(host, uid=own.uid or 0), own, "pauses") == ()
     (asked,) = consent_to(root, other, "pauses")
     assert str(asked) == f"process {other.pid} (of 4242)"

@@ -131,7 +131,7 @@ def test_root_sets_the_compute_mode_and_the_file_keeps_it() -> None:
 
 
 def test_a_user_may_read_but_not_set() -> None:
-    file = new_host("sim:h200", uid=1000)
+    file = new_host("sim:h200", fault_uid=1000)
     with initialised(file) as (nvml, _):
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         code = refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 3))

@@ -56,12 +56,12 @@ def test_a_change_that_fails_changes_nothing() -> None:
 
     def fail() -> None:
         with changing(StateFile(SPEC)) as (state, _):
-            state.uid = 77
+            state.fault_uid = 77
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert current(StateFile(SPEC)).uid == 0
+    assert current(StateFile(SPEC)).fault_uid is None
 
 
 def test_everything_survives_the_file(sim_dir: Path) -> None:

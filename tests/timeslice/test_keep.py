@@ -217,7 +217,7 @@ def test_clients_of_mps_are_skipped_by_name_once(desk: Callable[..., Desk]) -> N
 def test_another_users_process_is_skipped_with_the_reason_once(desk: Callable[..., Desk]) -> None:
     one = desk("- {match: all, slice: 300us}\n")
     with one.world.file.changed() as state:
-        state.uid = 65534
+        state.fault_uid = 65534
     one = Desk(one.world, "- {match: all, slice: 300us}\n")
     theirs, ours = one.add(user="root"), one.add(user="nobody")
     assert sorted(one.look()) == [

@@ -185,7 +185,7 @@ def test_a_broken_note_of_a_level_is_no_note(world: World, text: str) -> None:
 
 def test_a_level_needs_root(cli: Cli, world: World, refused: Callable[..., str]) -> None:
     with changing(StateFile(world.spec)) as (state, _):
-        state.uid = 1000
+        state.fault_uid = 1000
     data = bench(cli, "--ways", "timeslice,timeslice:short")
     (left,) = data["left_out"]
     assert "needs root" in left["reason"]

@@ -232,7 +232,7 @@ def test_other_users_need_root_and_consent(cli: Cli, refused: Callable[..., str]
 
 def test_a_plain_user_cannot_pause_others(refused: Callable[..., str], world: World, pid: int) -> None:
     with world.file.changed() as state:
-        state.uid = 1234
+        state.fault_uid = 1234
     refused("pause", str(pid), code="other_user", exit_code=4)
 
 

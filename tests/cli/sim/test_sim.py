@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.host import capabilities
 from gpushare.sim.faults import KINDS
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
@@ -134,7 +135,8 @@ def test_add_graphics(cli: Cli) -> None:
     [
         (("--memory", "x"), "bad_size", 2),
         (("--queue", "x"), "bad_duration", 2),
-        (("--user", "no-such-user-here"), "not_found", 6),
+        (("--user", " "), "bad_user", 2),
+        (("--user", "99999999999"), "bad_user", 2),
         (("--mig", "5"), "not_found", 6),
         (("-g", "9"), "unknown_gpu", 6),
     ],
@@ -276,10 +278,24 @@ def test_wrong_fault(refused: Callable[..., str], world: World, words: tuple[str
     refused("sim", "fault", *words, code="bad_fault", exit_code=2)
 
 
-def test_fault_of_an_unknown_gpu_or_user(refused: Callable[..., str], world: World) -> None:
+def test_fault_of_an_unknown_gpu(refused: Callable[..., str], world: World) -> None:
     world.host.nvml.identities()
     refused("sim", "fault", "lost", "-g", "7", code="not_found", exit_code=6)
-    refused("sim", "fault", "user", "no-such-user-here", code="not_found", exit_code=6)
+
+
+def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
+    for name in ("dr.who", "dr.no", "dr.who"):
+        cli("sim", "add", "--user", name, "--name", "tardis").ok()
+    first, second, third = (one.uid for one in world.state.processes)
+    assert first == third != second
+    text = cli("status").ok().out
+    assert (text.count("dr.who"), text.count("dr.no")) == (2, 1)
+    cli("sim", "fault", "user", "dr.who").ok()
+    cli("mps", "start").ok()
+    assert world.state.daemons[0].uid == first
+    assert "dr.who" in cli("mps", "status").ok().out
+    capabilities.MADE_UP.clear()
+    assert "dr.who" in cli("mps", "status").ok().out
 
 
 @pytest.mark.parametrize("words", [("list",), ("show",), ("reset",), ("add",)])
