@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def short_directory() -> str:
 
 
 ROOM = short_directory()
+# In the namespace of a user, root can be nobody else.
+IS_ROOT = os.geteuid() == 0 and "4294967295" in Path("/proc/self/uid_map").read_text()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
     os.environ["GPUSHARE_SIM_DIR"] = directory
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+_PASSED = itertools.count(1)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Show a dot for every hundredth test that passed: there are thousands."""
+    if report.when != "call" or not report.passed or hasattr(report, "wasxfail"):
+        return None
+    return "passed", "" if next(_PASSED) % 100 else ".", "PASSED"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped, in a line per reason."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 @pytest.fixture(autouse=True)
@@ -157,9 +179,11 @@ LONG = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark slow tests by their path, and give each worker some of the long ones to begin with."""
+    """Mark slow tests by their path, skip what needs root, and give each worker some of the long ones to begin with."""
     here = str(Path(__file__).parent)
     for item in items:
+        if not IS_ROOT and item.get_closest_marker("needs_root"):
+            item.add_marker(pytest.mark.skip(reason="needs root, to be another user as well"))
         if str(item.path).removeprefix(f"{here}/").startswith(SLOW):
             item.add_marker("slow")
     yield

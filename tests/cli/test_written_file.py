@@ -16,7 +16,6 @@ from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
 STRANGER = 12345
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's files")
 
 
 def plant_link(path: Path, target: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_recording_and_a_result_are_new_files(cli: Cli, tmp_path: Path, verb: 
     assert not (tmp_path / "nowhere").exists()
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_root_spares_another_users_file(tmp_path: Path) -> None:
     path = tmp_path / "copy-0.log"
     path.write_text("theirs")
@@ -109,7 +108,7 @@ def test_root_spares_another_users_file(tmp_path: Path) -> None:
     assert path.read_text() == "theirs"
 
 
-@needs_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
 def test_root_follows_no_link_that_a_stranger_made_to_a_directory(tmp_path: Path, mode: int) -> None:
     """In a directory for everybody, or in the stranger's own."""
@@ -161,7 +160,7 @@ def test_what_is_made_follows_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
 
 
-@needs_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize(
     ("owner", "mode", "to"),
     [(STRANGER, 0o755, ""), (STRANGER, 0o777, ""), (0, 0o777, ""), (STRANGER, 0o777, "n/sub"), (0, 0o777, "n/sub")],
@@ -185,7 +184,7 @@ def test_root_puts_nothing_where_another_may_change_it(
     assert world.state.daemons == []
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_metrics_go_into_the_directory_of_node_exporters_user_but_through_no_link_of_his(
     cli: Cli, tmp_path: Path
 ) -> None:
@@ -202,7 +201,7 @@ def test_metrics_go_into_the_directory_of_node_exporters_user_but_through_no_lin
     assert list(roots.iterdir()) == []
 
 
-@needs_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize("owner", [STRANGER, 0])
 def test_root_writes_no_metrics_where_everybody_may_change_them(cli: Cli, tmp_path: Path, owner: int) -> None:
     theirs = tmp_path / "theirs"
@@ -215,7 +214,7 @@ def test_root_writes_no_metrics_where_everybody_may_change_them(cli: Cli, tmp_pa
     assert list(theirs.iterdir()) == []
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_metrics_follow_no_link_that_is_turned_after_the_look(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +278,7 @@ def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -
     assert (public / "own" / "sub" / "gres.conf").exists()
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_root_may_write_for_the_user_who_called_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chown(tmp_path, STRANGER, -1)
     with pytest.raises(OSError, match=f"of user {STRANGER}"), directory_of(tmp_path):
@@ -289,7 +288,7 @@ def test_root_may_write_for_the_user_who_called_sudo(tmp_path: Path, monkeypatch
         pass
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever swaps a directory for a link does so between the look and the opening."""
     public, elsewhere = tmp_path / "public", tmp_path / "elsewhere"

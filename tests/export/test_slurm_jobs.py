@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(
         PROGRAMS is None, reason="GPUSHARE_TEST_SLURM is no directory with slurmctld, slurmd and sbatch"
     ),
-    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd runs as root"),
+    pytest.mark.needs_root,
 ]
 SCRIPTS = ("prolog", "epilog", "task-prolog")
 

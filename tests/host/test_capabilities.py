@@ -91,7 +91,7 @@ def test_a_node_as_nvidia_modprobe_gives_it(root: Path) -> None:
     assert LocalCapabilities(root).access(only(root)) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="changing an owner needs root")
+@pytest.mark.needs_root
 def test_a_node_for_one_user(root: Path) -> None:
     capabilities = LocalCapabilities(root)
     capabilities.set_access(only(root), NodeAccess(owner=1, mode=0o400))
@@ -192,7 +192,7 @@ def test_users_of_the_machine() -> None:
         assert raised.value.code == "no_user"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.needs_root
 def test_the_kernel_lets_in_only_whom_the_list_names(sim_dir: Path) -> None:
     put(sim_dir, "gi1", 12)
     for directory in (sim_dir, sim_dir / "dev", sim_dir / "dev/nvidia-caps"):

@@ -38,8 +38,8 @@ def real_tree() -> Iterator[Cgroups]:
     root = mounted()
     if root is None:
         pytest.skip("no cgroup v2 is mounted here")
-    if os.geteuid() != 0 or not os.access(root, os.W_OK) or os.statvfs(root).f_flag & os.ST_RDONLY:
-        pytest.skip(f"only root may make cgroups, in a tree that can be written: {root}")
+    if not os.access(root, os.W_OK) or os.statvfs(root).f_flag & os.ST_RDONLY:
+        pytest.skip("the cgroups of this machine may not be written")
     tree = Cgroups(root)
     yield tree
     for name in os.listdir(root):
@@ -59,6 +59,7 @@ def wait_empty(cgroup: JobCgroup) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.needs_root
 def test_a_real_cgroup_takes_a_program_and_its_children(tree: Cgroups) -> None:
     cgroup = tree.create()
     assert cgroup.populated() is False
@@ -88,6 +89,7 @@ def test_a_real_cgroup_takes_a_program_and_its_children(tree: Cgroups) -> None:
         os.close(one)
 
 
+@pytest.mark.needs_root
 def test_a_real_leftover_is_found_and_a_living_one_is_not(tree: Cgroups) -> None:
     os.mkdir(f"{tree.root}/{GONE}")
     mine = tree.create()
@@ -97,6 +99,7 @@ def test_a_real_leftover_is_found_and_a_living_one_is_not(tree: Cgroups) -> None
     assert mine.remove()
 
 
+@pytest.mark.needs_root
 def test_the_name_has_pid_and_start(tree: Cgroups) -> None:
     me = identity_of(os.getpid())
     assert me is not None

@@ -49,7 +49,6 @@ print("taken" if isinstance(claim, claims.HeldClaim) else "none", flush=True)
 sys.stdin.read()
 """
 Start = Callable[..., "subprocess.Popen[str]"]
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture
@@ -441,7 +440,7 @@ def test_in_a_flood_who_has_what_cannot_be_told(host: Host, monkeypatch: pytest.
     assert claimed_instances(host) is None
 
 
-@as_root
+@pytest.mark.needs_root
 def test_of_another_user_only_so_many_count(host: Host) -> None:
     put(host, "x")
     for number in range(claims._MOST_OF_ONE_USER + 40):
@@ -459,7 +458,7 @@ def test_of_another_user_only_so_many_count(host: Host) -> None:
     assert len([path for path in reads if "gpushare-claim" in path]) == claims._MOST_OF_ONE_USER
 
 
-@as_root
+@pytest.mark.needs_root
 def test_a_claim_that_names_anothers_process_is_worth_nothing(host: Host) -> None:
     """Whose file it is decides: nobody speaks for root's process."""
     path = put(host, text())
@@ -636,7 +635,7 @@ def test_the_first_shared_directory_is_everybodys(host: Host, tmp_path: Path, mo
     assert claims.claim_directory(seen) == seen.run_directory / "claims"
 
 
-@as_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize("root_first", [True, False])
 def test_root_and_others_keep_each_other_out(
     host: Host, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, taker: Start, root_first: bool

@@ -81,12 +81,11 @@ def test_what_an_older_gpushare_left_is_read_too(
     assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == ()
 
 
+@pytest.mark.needs_root
 def test_a_directory_that_another_user_has_made_first_is_not_used(
     places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = places.uid + 1
-    if os.geteuid() != 0:
-        pytest.skip("only root can make the directory of another user")
     of_user(places.own, stranger)
     of_user(places.session, places.uid)
     assert local_run_directory(places.uid) == places.session / "gpushare"
@@ -103,9 +102,8 @@ def test_a_directory_that_another_user_has_made_first_is_not_used(
     assert earlier_run_directories(places.uid, places.own) == ()
 
 
+@pytest.mark.needs_root
 def test_a_link_of_another_user_is_not_followed(places: SimpleNamespace, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make the link of another user")
     of_user(places.session, places.uid)
     places.own.symlink_to(of_user(tmp_path / "mine", places.uid))
     os.lchown(places.own, places.uid + 1, places.uid + 1)
@@ -161,6 +159,7 @@ def test_a_directory_that_others_may_write_is_refused(sim_dir: Path, mode: int) 
     make_private_directory(path)
 
 
+@pytest.mark.needs_root
 def test_a_directory_of_somebody_else_is_refused(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sim_dir / "theirs"
     path.mkdir()
@@ -170,6 +169,7 @@ def test_a_directory_of_somebody_else_is_refused(sim_dir: Path, monkeypatch: pyt
     assert refused(path).code == "wrong_owner"
 
 
+@pytest.mark.needs_root
 def test_a_link_of_somebody_else_is_refused_and_ones_own_is_followed(
     sim_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,8 +177,6 @@ def test_a_link_of_somebody_else_is_refused_and_ones_own_is_followed(
     link = sim_dir / "link"
     link.symlink_to(sim_dir / "there")
     make_private_directory(link)
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a link of another user")
     os.chown(link, 4242, -1, follow_symlinks=False)
     assert refused(link).code == "wrong_owner"
 
@@ -224,8 +222,6 @@ def test_what_lies_below_a_trusted_directory_is_looked_at_one_by_one(sim_dir: Pa
 
 def test_a_directory_that_is_a_strangers_link_is_not_trusted(sim_dir: Path) -> None:
     """What `make_private_directory` refuses: a link of ones own or of root is as good as the directory."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a link of another user")
     make_private_directory(sim_dir / "there" / "mps")
     link = sim_dir / "link"
     link.symlink_to(sim_dir / "there")

@@ -14,7 +14,6 @@ import pytest
 from gpushare.host.identity import identity_of
 from gpushare.host.origin import MOST_OF_COMMAND, _cgroup, is_of_root, origin_of
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 USER = 65534
 
 
@@ -64,7 +63,7 @@ def cgroups(tmp_path: Path, path: str) -> Path:
     return root
 
 
-@as_root
+@pytest.mark.needs_root
 def test_a_cgroup_of_root(tmp_path: Path) -> None:
     root = str(cgroups(tmp_path, "system.slice/vllm.service"))
     assert is_of_root(root, "/system.slice/vllm.service")
@@ -74,7 +73,7 @@ def test_a_cgroup_of_root(tmp_path: Path) -> None:
     assert not is_of_root(root, "/system.slice/../system.slice")
 
 
-@as_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize("owned", ["a", "a/b", "a/b/cgroup.procs", "a/b/cgroup.threads"])
 def test_a_delegated_cgroup_is_not_of_root(owned: str, tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
@@ -83,7 +82,7 @@ def test_a_delegated_cgroup_is_not_of_root(owned: str, tmp_path: Path) -> None:
     assert not is_of_root(str(root), "/a/b")
 
 
-@as_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize("opened", ["a", "a/b", "a/b/cgroup.procs"])
 def test_a_cgroup_that_others_may_write_is_not_of_root(opened: str, tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
@@ -91,7 +90,7 @@ def test_a_cgroup_that_others_may_write_is_not_of_root(opened: str, tmp_path: Pa
     assert not is_of_root(str(root), "/a/b")
 
 
-@as_root
+@pytest.mark.needs_root
 def test_a_link_is_no_cgroup(tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
     (root / "c").symlink_to(root / "a")

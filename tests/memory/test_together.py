@@ -126,8 +126,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     """Return a function that starts a real slurmctld and slurmd, on a node with so many GPUs of eight shards each."""
     if PROGRAMS is None or not (Path(PROGRAMS) / "srun").exists():
         pytest.skip("GPUSHARE_TEST_SLURM is no directory with slurmctld, slurmd and srun")
-    if os.geteuid() != 0:
-        pytest.skip("slurmd runs as root")
     begun: list[Cluster] = []
 
     def start(gpus: int) -> Cluster:
@@ -153,6 +151,7 @@ def submitted(cluster: Cluster, user: SimpleNamespace, line: str, number: int) -
     return found
 
 
+@pytest.mark.needs_root
 def test_slurm_starts_more_jobs_than_have_room(slurm: Callable[[int], Cluster], user: SimpleNamespace) -> None:
     cluster = slurm(1)
     outs = [user.home / f"out-{one}" for one in range(5)]
@@ -173,6 +172,7 @@ def test_slurm_starts_more_jobs_than_have_room(slurm: Callable[[int], Cluster], 
     assert sum(one.startswith("end") for one in user.log()) == 4
 
 
+@pytest.mark.needs_root
 def test_slurm_gives_a_gpu_and_gpushare_takes_it(
     slurm: Callable[[int], Cluster], user: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from tests.cli.drive import World
 A100 = "sim:a100-80gb"
 NOBODY = 65534
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+pytestmark = pytest.mark.needs_root
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def foreign_daemon(host: Host, device: Device, *more: tuple, uid: int = STRANGER
     return seen, found
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root stops another user's daemon")
+@pytest.mark.needs_root
 @pytest.mark.parametrize("force", [False, True])
 def test_another_users_daemon_is_told_nothing_when_it_is_stopped(host: Host, device: Device, force: bool) -> None:
     """He may lead each conversation to a third one's daemon."""
@@ -291,7 +291,7 @@ def test_another_users_daemon_is_told_nothing_when_it_is_stopped(host: Host, dev
     assert (seen.programs.pipes, seen.processes.sent) == ([], [(50, 15)])  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root stops another user's daemon")
+@pytest.mark.needs_root
 @pytest.mark.parametrize("uid", [STRANGER, 0])
 def test_who_does_not_show_who_listens_is_told_nothing(host: Host, device: Device, uid: int) -> None:
     """Somebody has filled the queue of the socket: then it may be anybody's."""
@@ -304,7 +304,7 @@ def test_who_does_not_show_who_listens_is_told_nothing(host: Host, device: Devic
     assert (seen.programs.pipes, seen.processes.sent) == ([], [(50, 15)])  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root stops another user's daemon")
+@pytest.mark.needs_root
 def test_the_clients_of_another_users_daemon_are_those_that_the_driver_shows(host: Host, device: Device) -> None:
     pipe = host.run_directory / "p"
     pipe.mkdir(parents=True)
@@ -320,7 +320,7 @@ def test_the_clients_of_another_users_daemon_are_those_that_the_driver_shows(hos
     assert (50, 15) in seen.processes.sent  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root stops another user's daemon")
+@pytest.mark.needs_root
 def test_who_became_another_users_program_gets_no_signal(host: Host, device: Device) -> None:
     """A process keeps its PID and its start where it runs a setuid program."""
     seen, found = foreign_daemon(host, device)
@@ -384,7 +384,7 @@ def as_another_user(act: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.needs_root
 def test_another_user_can_open_nothing_that_we_lock(host: Host, device: Device, sim_dir: Path) -> None:
     for path in (sim_dir, *sim_dir.rglob("*")):
         if path.is_dir():

@@ -418,7 +418,7 @@ def test_a_record_that_could_not_be_read_again_is_not_written(job: Paused, monke
     assert not job.path.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.needs_root
 def test_a_record_of_another_user_is_none(job: Paused) -> None:
     job.pause()
     os.chown(job.path, 1234, 1234)

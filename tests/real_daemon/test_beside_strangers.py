@@ -19,7 +19,7 @@ from gpushare.selection import Device
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
+pytestmark = pytest.mark.needs_root
 
 
 def start(host: Host, device: Device) -> FoundDaemon:

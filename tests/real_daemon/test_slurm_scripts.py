@@ -20,7 +20,7 @@ from tests.export.test_slurm_scripts import SMI, uuid
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens_lock
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
+pytestmark = pytest.mark.needs_root
 # The daemon prints this limit as 3G.
 HOST = host(gpu(0, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB)))
 OWNER = 61007

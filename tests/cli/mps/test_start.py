@@ -232,7 +232,7 @@ def test_unwritable_directory(refused: Callable[..., str], world: World) -> None
     refused("mps", "start", code="directory_unwritable", exit_code=4)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away")
+@pytest.mark.needs_root
 def test_wrong_owner(refused: Callable[..., str], world: World) -> None:
     run = world.host.run_directory
     run.mkdir()

@@ -219,6 +219,7 @@ def test_a_plain_run_removes_what_a_killed_one_left(cli: Cli, world: World) -> N
     assert cgroups(world) == []
 
 
+@pytest.mark.needs_root
 def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is simulated, the cgroup is the kernel's."""
     with real_tree() as tree:
