@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 # Nearly all objects of a start live to its end: collecting garbage, even at the exit, would be a fifth of its time.
 gc.set_threshold(50_000)
@@ -117,18 +117,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
         # The reader is gone (| head).
-        _drop_stdout()
+        _drop(sys.stdout)
         return 128 + 13
     except OSError as error:
         # From the flush, or from our own messages.
         return _unwritten(error)
+    finally:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            _drop(sys.stderr)
     return code
 
 
-def _drop_stdout() -> None:
-    """Discard further output to stdout, including the interpreter's flush at exit."""
+def _drop(stream: TextIO) -> None:
+    """Discard further output to a stream, including the interpreter's flush at exit: that changes the exit code."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _unwritten(error: OSError, answer: Any = None) -> int:
@@ -142,7 +147,7 @@ def _unwritten(error: OSError, answer: Any = None) -> int:
     with contextlib.suppress(OSError):
         for one in (*getattr(answer, "errors", ()), said):
             write_error(one, sys.stderr)
-    _drop_stdout()
+    _drop(sys.stdout)
     return int(getattr(answer, "exit_code", 0)) or int(ExitCode.FAILED)
 
 

@@ -184,24 +184,25 @@ MADE_UP: Final[dict[int, str]] = {}
 
 
 def user_id(name: str) -> int:
-    """Return the id of a user of this machine, given by name or id.
+    """Return the id of a user, given by name or id; an id needs no name, as for chown.
 
     Raises:
         NotFound: there is no such user.
     """
     import pwd
 
-    try:
-        return (pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)).pw_uid
-    except (KeyError, OverflowError, ValueError):
-        made_up = next((uid for uid, user in MADE_UP.items() if name in {user, str(uid)}), None)
-        if made_up is not None:
-            return made_up
-        raise NotFound(
-            f"there is no user '{name[:60]}'",
-            f"check the spelling: getent passwd {shlex.quote(name[:60])}",
-            code="no_user",
-        ) from None
+    if name.isascii() and name.isdigit() and len(name) <= 10 and int(name) < _NO_ID:
+        return int(name)
+    with contextlib.suppress(KeyError, ValueError):
+        return pwd.getpwnam(name).pw_uid
+    for uid, made_up in MADE_UP.items():
+        if made_up == name:
+            return uid
+    raise NotFound(
+        f"there is no user '{name[:60]}'",
+        f"check the spelling: getent passwd {shlex.quote(name[:60])}",
+        code="no_user",
+    )
 
 
 def group_id(name: str) -> int:

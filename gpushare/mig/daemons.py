@@ -6,7 +6,6 @@ with their limits if the instance is created again. Daemons of others are never 
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
         except GpushareError:
             # It does not answer, so it may be in use.
             continue
-        if not clients and not own.home.live_leases() and _is_mine(own):
+        if not clients and not own.home.live_leases() and _is_mine(host, own):
             pids |= {own.found.daemon.pid or 0, *servers}
     return frozenset(pids)
 
@@ -79,15 +78,15 @@ def _servers_and_clients(host: Host, own: OwnDaemon) -> tuple[list[int], list[in
     return [server.pid for server in overview.servers], [client.pid for client in overview.clients]
 
 
-def _is_mine(own: OwnDaemon) -> bool:
-    return os.geteuid() in {0, own.record.uid}
+def _is_mine(host: Host, own: OwnDaemon) -> bool:
+    return host.root or own.record.uid == host.uid
 
 
 def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     """Raise unless a daemon of ours may be stopped; with ``force`` even if it is in use."""
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
-    if not _is_mine(own):
+    if not _is_mine(host, own):
         raise not_your_daemon(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
     if force:
         return

@@ -614,7 +614,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
                 code="dead_daemon",
             )
             continue
-        if to_change and record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
+        if to_change and not host.root and record.uid != host.uid:
             raise not_your_daemon(f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index))
         return home, _with_pid(host, record, pid)
     if dead is not None:

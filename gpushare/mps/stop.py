@@ -548,7 +548,7 @@ def _may_stop(host: Host, found: FoundDaemon) -> None:
     if not found.trusted and not host.root:
         owner = f"user {found.daemon.user or 'unknown'}"
         raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", owner, command=found.stop_command)
-    if record is not None and os.geteuid() not in {0, record.uid}:
+    if record is not None and not host.root and record.uid != host.uid:
         raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command)
 
 

@@ -8,9 +8,9 @@ from typing import Final
 
 from gpushare.errors import BadUsage, NotFound
 from gpushare.host.capabilities import MADE_UP, user_id
-from gpushare.host.records import is_shown
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
+from gpushare.typed import is_shown
 from gpushare.units import quoted
 
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
@@ -180,13 +180,11 @@ def uid_of(state: SimulatedHostState, text: str) -> int:
 
     Raises BadUsage.
     """
-    if text.isascii() and text.isdigit() and len(text) <= 9:
-        return int(text)
-    if not is_shown(text) or not text.strip() or text.isdigit():
-        raise BadUsage(f"{quoted(text)} is no user", "give a name, or an id like 1000", code="bad_user")
     try:
         return user_id(text)
     except NotFound:
+        if not is_shown(text) or not text.strip() or text.isdigit():
+            raise BadUsage(f"{quoted(text)} is no user", "give a name, or an id like 1000", code="bad_user") from None
         # The same on every simulated host.
         uid = _FIRST_MADE_UP + zlib.crc32(text.encode()) % _MOST_MADE_UP
         state.users[text], MADE_UP[uid] = uid, text

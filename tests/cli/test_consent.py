@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.host.capabilities import user_name
 from tests.cli.drive import World, environment
 
 A100 = "sim:a100-80gb"
@@ -104,7 +105,7 @@ def test_what_gpushare_did_not_make_is_asked_for() -> None:
 def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
     pid = host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
     (lost,) = wants(host, "mig", "destroy", "0/2", "--evict", "all")
-    assert lost["why"] == [f"in use by {pid} (python3, user root: python3)"]
+    assert lost["why"] == [f"in use by {pid} (python3, user {user_name(os.geteuid())}: python3)"]
     assert pid not in host.pids()
 
 
@@ -135,7 +136,7 @@ def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
     world.asked("mps", "start").ok()
     pid = world.client()
     (lost,) = wants(world, "mps", "stop", how)
-    assert lost["why"] == [f"1 program on it: {pid} (python3, user root: python3)"]
+    assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())}: python3)"]
 
 
 def test_an_idle_daemon_of_ours_is_stopped_without_a_question() -> None:

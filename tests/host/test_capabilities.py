@@ -185,8 +185,8 @@ def test_an_instance_that_is_gone(root: Path) -> None:
 
 def test_users_of_the_machine() -> None:
     assert (user_id("root"), user_id("0"), user_name(0)) == (0, 0, "root")
-    assert user_name(3999999999) == "3999999999"
-    for unknown in ("no-such-user", "3999999999", "9" * 40, "-1", "", "a" * 5000):
+    assert (user_id("3999999999"), user_name(3999999999)) == (3999999999, "3999999999")
+    for unknown in ("no-such-user", str(2**32 - 1), "9" * 40, "-1", "", "a" * 5000):
         with pytest.raises(NotFound) as raised:
             user_id(unknown)
         assert raised.value.code == "no_user"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
+from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import LocalMachine
 from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
@@ -61,7 +61,7 @@ def described(pid: int) -> ProcessInfo:
 
 def test_this_process_is_described() -> None:
     found = described(os.getpid())
-    assert (found.uid, found.user, found.stopped) == (os.geteuid(), pwd.getpwuid(os.getuid()).pw_name, False)
+    assert (found.uid, found.user, found.stopped) == (os.geteuid(), user_name(os.geteuid()), False)
     assert found.command_line is not None
     assert found.started_at is not None
     assert found.started_at <= time.time()

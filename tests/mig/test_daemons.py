@@ -133,7 +133,7 @@ def test_another_users_daemon_is_not_idle_but_refused(world: World, monkeypatch:
     record = home.read()
     assert record is not None
     monkeypatch.setattr(DaemonHome, "read", lambda _: replace(record, uid=4711))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    world.fault("user", "1000")
     assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
     error = refused(world, [first])
     assert (type(error), error.code) == (NoPermission, "not_your_daemon")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import NotFound, NotSupported
+from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.mps.home import let_in, pipe_users
 
@@ -49,7 +50,7 @@ def test_named_users_and_back_to_everybody(pipe: Path) -> None:
 
 def test_a_directory_closed_by_hand_is_its_owners(pipe: Path) -> None:
     pipe.chmod(0o700)
-    assert pipe_users(pipe) == (pwd.getpwuid(os.geteuid()).pw_name,)
+    assert pipe_users(pipe) == (user_name(os.geteuid()),)
 
 
 def test_an_unknown_user_changes_nothing(pipe: Path) -> None:

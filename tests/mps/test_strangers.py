@@ -27,7 +27,7 @@ from gpushare.selection import Device
 from gpushare.sim import admin
 from tests.mps.fake_daemon import Daemon
 
-STRANGER = 1234
+STRANGER = 2_000_000_001
 CLOSING = "get_default_active_thread_percentage"
 
 

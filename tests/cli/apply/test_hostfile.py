@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.hostfile.load import KEPT, kept_limits
 from gpushare.mig.names import names_of
@@ -780,10 +781,11 @@ def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> 
 
 
 def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:
-    path = write("version: 1\nmemory:\n- {match: {user: [root]}, limit: 8G}\n- {match: all, limit: 20G}\n")
+    user = user_name(os.geteuid())
+    path = write(f"version: 1\nmemory:\n- {{match: {{user: ['{user}']}}, limit: 8G}}\n- {{match: all, limit: 20G}}\n")
     answer = cli("diff", "-f", path, host=TWO)
     assert answer.code == 7
-    assert "memory: user root: limit 8G, now none" in answer.out
+    assert f"memory: user {user}: limit 8G, now none" in answer.out
     assert "memory: other users: limit 20G, now none" in answer.out
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
     assert "only limits of users would change" in planned.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -307,11 +306,9 @@ def test_mode_that_cannot_be_restored(refused: Callable[..., str], cli: Cli, wor
     assert "compute mode default restored" in cli("mps", "stop").ok().out
 
 
-def test_another_users_daemon(
-    refused: Callable[..., str], world: World, daemon: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert daemon
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+@pytest.mark.usefixtures("daemon")
+def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
+    world.fault("user", "1000")
     assert "belongs to user" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
 
 

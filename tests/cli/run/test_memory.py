@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import InUse, OperationFailed
+from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
@@ -619,7 +619,7 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     room = cli("-o", "json", *words).ok().data["room"]
     assert (room["starts_now"], room["gpu"]) == (False, None)
     (before,) = room["behind"]
-    assert (before["pid"], before["user"], before["name"]) == (os.getpid(), getpass.getuser(), "large")
+    assert (before["pid"], before["user"], before["name"]) == (os.getpid(), user_name(os.geteuid()), "large")
     assert room["devices"][0]["held_by"][0]["name"] == "train"
     (note,) = [line for line in cli(*words).lines("note") if "would wait" in line]
     assert "held by 'train' (process" in note

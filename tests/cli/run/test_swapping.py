@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
 from gpushare.memory.ledger import Place, Request, reservations
@@ -275,8 +276,8 @@ def on_gpu(world: World, pid: int, size: int) -> None:
                 real=True,
                 gpu_uuid=state.gpus[0].uuid,
                 name="sleep",
-                user="root",
-                uid=0,
+                user=user_name(os.geteuid()),
+                uid=os.geteuid(),
                 started=identified(pid).started,
                 memory_bytes=size,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -356,8 +357,8 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
     swap.path.unlink()
     module.write(replace(swap, pid=4242, name="train", path=module.path_of(world.host, 4242)))
     assert find_swap(world.host, pid) is not None
-    assert find_swap(world.host, 77, "train") is not None
-    assert find_swap(world.host, 77, "other") is None
+    assert find_swap(world.host, os.getpid(), "train") is not None
+    assert find_swap(world.host, os.getpid(), "other") is None
     cli("swap", "in", str(pid)).ok()
     assert process(world, pid).checkpoint == RUNNING
 
