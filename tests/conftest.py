@@ -55,10 +55,14 @@ _PASSED = itertools.count(1)
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show a dot for every hundredth test that passed: there are thousands."""
-    if report.when != "call" or not report.passed or hasattr(report, "wasxfail"):
+    """Show a dot for every hundredth test that passed, and nothing for one that was skipped: there are thousands."""
+    if hasattr(report, "wasxfail"):
         return None
-    return "passed", "" if next(_PASSED) % 100 else ".", "PASSED"
+    if report.skipped:
+        return "skipped", "", "SKIPPED"
+    if report.passed and report.when == "call":
+        return "passed", "" if next(_PASSED) % 100 else ".", "PASSED"
+    return None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -182,6 +186,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark slow tests by their path, skip what needs root, and give each worker some of the long ones to begin with."""
     here = str(Path(__file__).parent)
     for item in items:
+        if str(item.path).startswith(f"{here}/security/"):
+            item.add_marker("needs_root")
         if not IS_ROOT and item.get_closest_marker("needs_root"):
             item.add_marker(pytest.mark.skip(reason="needs root, to be another user as well"))
         if str(item.path).removeprefix(f"{here}/").startswith(SLOW):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +43,12 @@ def test_a_quiet_host() -> None:
 def test_processes_have_owner_command_line_and_start() -> None:
     pid = admin.add_process("sim:t4", name="train")
     (process,) = look("sim:t4").gpus[0].processes or ()
-    assert (process.pid, process.name, process.user, process.command_line) == (pid, "train", user_name(0), ("train",))
+    assert (process.pid, process.name, process.user, process.command_line) == (
+        pid,
+        "train",
+        user_name(os.geteuid()),
+        ("train",),
+    )
     assert process.started_at is not None
     assert process.container is None
 

@@ -108,8 +108,14 @@ def test_a_disk_that_refuses_is_no_bug(
 
     def begin() -> None:
         # A guard of the run before may still be writing.
-        until(lambda: shutil.rmtree(sim_dir, ignore_errors=True) or not sim_dir.exists(), "the directory is gone")
-        copy_tree(tmp_path / "before", sim_dir)
+        until(renewed, "the directory is as it was")
+
+    def renewed() -> bool:
+        shutil.rmtree(sim_dir, ignore_errors=True)
+        with contextlib.suppress(FileExistsError):
+            copy_tree(tmp_path / "before", sim_dir)
+            return True
+        return False
 
     faults.count = 0
     cli(*words)

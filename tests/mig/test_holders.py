@@ -12,7 +12,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import NoPermission, OperationFailed
-from gpushare.host.capabilities import LocalCapabilities
+from gpushare.host.capabilities import LocalCapabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import ProcessInfo
@@ -56,7 +56,11 @@ def test_dcgm_holds_an_instance_by_its_capability_nodes(host: Host) -> None:
     held = instance_holders(host, gpu_of(host))
     assert pids(held) == {(11, None): [pid], (11, 0): [pid]}
     (own,) = held[11, None]
-    assert (own.name, own.user, own.what) == ("nv-hostengine", "root", "/dev/nvidia-caps/nvidia-cap102")
+    assert (own.name, own.user, own.what) == (
+        "nv-hostengine",
+        user_name(os.geteuid()),
+        "/dev/nvidia-caps/nvidia-cap102",
+    )
     # 3 + 9 * 11, and one more and the id of the compute instance.
     assert held[11, 0][0].what == "/dev/nvidia-caps/nvidia-cap103"
     assert [(one.pid, one.what) for one in gpu_holders(host, gpu_of(host))] == [(pid, "/dev/nvidia0")]

@@ -15,6 +15,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import InUse, NotFound
+from gpushare.host.capabilities import user_name
 from gpushare.host.claims import live_claims, take_claim
 from gpushare.host.process import LocalProcesses
 from gpushare.mig import change
@@ -120,7 +121,7 @@ def test_who_cannot_be_killed_keeps_the_instance(host: World, monkeypatch: pytes
     monkeypatch.setattr(change, "_KILL_SECONDS", 0.0)
     said = host.run("mig", "destroy", name, "--evict", name)
     assert (said.code, said.error["code"]) == (19, "in_use")
-    assert f"{pid} (python3, user root: python3) in 3g.40gb:" in said.error["message"]
+    assert f"{pid} (python3, user {user_name(os.geteuid())}: python3) in 3g.40gb:" in said.error["message"]
     assert "did not end" in said.error["message"]
     assert host.look() == before
 

@@ -26,14 +26,6 @@ from gpushare.cli import main
 from tests.cli.drive import Answer, loaded
 
 T = TypeVar("T")
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests of this folder: they attack root as two other users."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker("needs_root")
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,8 @@ def test_a_host_without_devices_cannot_start_a_daemon_from_580_on(h200: Mps) -> 
     assert re.search(r"Server \d+ exited with status 1", h200.control_log())
 
 
+# A user whom no machine has.
+STRANGER = "2000000001"
 TABLE = {
     # As the real daemons of drivers 535 and 550 read these values back.
     "10G": "10G",
@@ -429,9 +431,9 @@ def test_a_server_and_its_client_in_every_list(h200: Mps) -> None:
     assert h200.ask("device_query").splitlines()[1].split() == ["0", "0000:01.00.00", uuid, "NVIDIA", "H200"]
     assert h200.ask("device_query --csv").splitlines()[0] == "Device Ordinal,PCI IDs,UUID,Name,Attributes"
     for text in (
-        f"Starting new server {server} for user 0",
+        f"Starting new server {server} for user {os.geteuid()}",
         f"NEW SERVER {server}: Ready",
-        f"NEW CLIENT {client.pid} from user 0:",
+        f"NEW CLIENT {client.pid} from user {os.geteuid()}:",
     ):
         assert text in h200.control_log()
     for text in ("Active Threads Percentage set to 100.0", f"Client {{PID: {client.pid}, Context ID: 1}} connected"):
@@ -506,17 +508,17 @@ def test_without_a_daemon_a_program_silently_runs_outside(h200: Mps) -> None:
 def test_another_user_waits_for_the_last_client(h200: Mps) -> None:
     h200.start()
     first = h200.client()
-    second = h200.client(user="1234")
+    second = h200.client(user=STRANGER)
     assert (second.mps_server, second.gpu_uuid) == (None, "")
     assert (
-        f"NEW CLIENT {second.pid} from user 1234: Server is not ready, push client to pending list"
+        f"NEW CLIENT {second.pid} from user {STRANGER}: Server is not ready, push client to pending list"
         in h200.control_log()
     )
     admin.end_process("sim:h200", first.pid)
     second = h200.process(second.pid)
     assert second.mps_server is not None
     assert second.gpu_uuid
-    assert [server.uid for server in h200.state.daemons[0].servers] == [1234]
+    assert [server.uid for server in h200.state.daemons[0].servers] == [int(STRANGER)]
 
 
 def test_more_than_48_clients_are_refused(h200: Mps) -> None:

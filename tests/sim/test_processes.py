@@ -122,7 +122,7 @@ def test_the_table_of_simulated_processes(h200: Mps) -> None:
     assert client.pid >= FIRST_SIMULATED_PID
     info = processes.describe(client.pid)
     assert isinstance(info, ProcessInfo)
-    assert (info.name, info.command_line, info.uid, info.started) == ("train", ("train",), 0, client.started)
+    assert (info.name, info.command_line, info.uid, info.started) == ("train", ("train",), os.geteuid(), client.started)
     assert processes.named("nvidia-cuda-mps-control") == [daemon]
     assert processes.named("nvidia-cuda-mps-server") == [client.mps_server]
     assert processes.named("train") == [client.pid]

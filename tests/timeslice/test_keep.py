@@ -51,8 +51,8 @@ class Desk:
     def told(self, events: list[Event]) -> list[str]:
         return [str(one) for one in events]
 
-    def add(self, command: str = "python train.py", **more: Any) -> int:
-        return admin.add_process(self.world.spec, command_line=command.split(), **more)
+    def add(self, command: str = "python train.py", user: str = "root", **more: Any) -> int:
+        return admin.add_process(self.world.spec, command_line=command.split(), user=user, **more)
 
     def slice(self, pid: int) -> int:
         return self.world.process(pid).slices.get("compute", DEFAULT)
