@@ -1095,7 +1095,7 @@ complete -c gpushare -n '__gpushare_at sim add' -s g -l gpu -x -a '(__gpushare_a
 complete -c gpushare -n '__gpushare_at sim add' -l memory -x -d 'Its memory. [default: 1G; of a holder: 0]'
 complete -c gpushare -n '__gpushare_at sim add' -l sm -x -d 'SM % while it is busy.'
 complete -c gpushare -n '__gpushare_at sim add' -l name -x -d 'Its program.'
-complete -c gpushare -n '__gpushare_at sim add' -l user -x -d 'Its owner.'
+complete -c gpushare -n '__gpushare_at sim add' -l user -x -d 'Its owner: any name, or an id.'
 complete -c gpushare -n '__gpushare_at sim add' -l queue -x -d 'Duration of its queued work: 110ms.'
 complete -c gpushare -n '__gpushare_at sim add' -l graphics -d 'A graphics process.'
 complete -c gpushare -n '__gpushare_at sim add' -l mps -d 'A client of gpushare\'s MPS daemon on that GPU.'

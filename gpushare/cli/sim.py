@@ -269,7 +269,7 @@ def add(
     ] = None,
     sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its program.")] = "python3",
-    user: Annotated[str | None, typer.Option("--user", metavar="USER", help="Its owner.")] = None,
+    user: Annotated[str | None, typer.Option("--user", metavar="USER", help="Its owner: any name, or an id.")] = None,
     queue: Annotated[str, typer.Option("--queue", metavar="SECS", help="Duration of its queued work: 110ms.")] = "0",
     graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
     mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
