@@ -159,7 +159,6 @@ def test_a_directory_that_others_may_write_is_refused(sim_dir: Path, mode: int) 
     make_private_directory(path)
 
 
-@pytest.mark.needs_root
 def test_a_directory_of_somebody_else_is_refused(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sim_dir / "theirs"
     path.mkdir()
@@ -220,6 +219,7 @@ def test_what_lies_below_a_trusted_directory_is_looked_at_one_by_one(sim_dir: Pa
         assert is_trusted_directory(sim_dir / "run", "mps", "gpu-1") is trusted
 
 
+@pytest.mark.needs_root
 def test_a_directory_that_is_a_strangers_link_is_not_trusted(sim_dir: Path) -> None:
     """What `make_private_directory` refuses: a link of ones own or of root is as good as the directory."""
     make_private_directory(sim_dir / "there" / "mps")

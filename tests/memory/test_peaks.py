@@ -132,7 +132,6 @@ def test_a_file_of_an_older_gpushare_is_read(host: Host, device: Device) -> None
         (("torchrun", "train.py"), ("/usr/bin/python3", "/usr/local/bin/torchrun", "train.py")),
     ],
 )
-@pytest.mark.needs_root
 def test_a_command_is_known_by_the_command_line_of_its_process(
     host: Host, device: Device, typed: tuple[str, ...], seen: tuple[str, ...]
 ) -> None:
@@ -144,6 +143,7 @@ def test_a_command_is_known_by_the_command_line_of_its_process(
     assert Known(host).find(device, ()) is None
 
 
+@pytest.mark.needs_root
 def test_the_file_of_another_user_is_not_believed(host: Host, device: Device) -> None:
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
     os.chown(path_of(host), 65534, 65534)

@@ -133,7 +133,7 @@ def test_another_users_daemon_is_not_idle_but_refused(world: World, monkeypatch:
     record = home.read()
     assert record is not None
     monkeypatch.setattr(DaemonHome, "read", lambda _: replace(record, uid=4711))
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
     error = refused(world, [first])
     assert (type(error), error.code) == (NoPermission, "not_your_daemon")
@@ -542,7 +542,7 @@ def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[
     before = toolkit()
     admin.set_mig(world.spec, "0", LAYOUT[:2])
     steps = refresh_steps(world.host)
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     with pytest.raises(NoPermission):
         do(*steps)
     assert toolkit() == before

@@ -129,7 +129,7 @@ def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest
     (item,) = found(host)
     assert (item.daemon.ours, item.daemon.pid, item.daemon.error) == (True, record.pid, None)
     # Another user's environment may not be read: its program and PID must do.
-    admin.set_fault(SPEC, "user", value="1000")
+    admin.set_fault(SPEC, "user", value="61000")
     assert [found.daemon.pid for found in find_daemons(host, (), deep=False)] == [record.pid]
 
 
@@ -215,7 +215,7 @@ def test_another_users_processes_keep_their_environment_to_themselves(host: Host
     home, _ = start_ours(host)
     pid = client(home)
     start(host, sim_dir / "f" / "pipe", "1")
-    admin.set_fault(SPEC, "user", value="1000")
+    admin.set_fault(SPEC, "user", value="61000")
     ours, foreign = found(host)
     assert (ours.daemon.error, ours.daemon.clients[0].pid, ours.daemon.clients[0].threads_percent) == (None, pid, 100.0)
     assert (foreign.daemon.pipe_directory, foreign.daemon.gpu_indexes) == (None, ())

@@ -154,7 +154,7 @@ def test_real_processes_are_seen_through(h200: Mps) -> None:
 
 def test_another_users_process_may_not_be_touched(h200: Mps) -> None:
     pid = admin.add_process("sim:h200")
-    admin.set_fault("sim:h200", "user", value="1000")
+    admin.set_fault("sim:h200", "user", value="61000")
     with pytest.raises(NoPermission, match="another user"):
         h200.host.processes.send(pid, signal.SIGKILL)
     assert h200.host.processes.environment(pid) is None

@@ -612,6 +612,7 @@ def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", use
 
 def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
     path, world = write(UNIT), World(TWO)
+    admin.set_fault(TWO, "user", value="root")
     cli("apply", "-f", path, "-y", host=TWO).ok()
     before = cli("capture", host=TWO).ok().out
     uuids = [one.visible[0] for one in world.state.daemons]

@@ -401,7 +401,7 @@ def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Callable[..., st
 def test_a_daemon_that_another_user_cannot_see_into(refused: Callable[..., str], tmp_path: Path) -> None:
     world = World(T4S)
     world.foreign_daemon(tmp_path)
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     assert "sudo" in refused("export", "dra", code="daemon_unknown", exit_code=4, host=T4S)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.sim import admin
 from tests.cli.conftest import Cli
 
 SPEC = "sim:2xa100-80gb"
@@ -50,6 +51,7 @@ def test_a_mig_device_that_is_not_there_yet_has_no_uuid(refused: Callable[..., s
 
 @pytest.mark.parametrize("engine", ["compose", "cdi", "systemd"])
 def test_of_a_host_that_is_as_the_file_says_both_are_the_same(cli: Cli, file: str, engine: str) -> None:
+    admin.set_fault(SPEC, "user", value="root")
     cli("apply", "-f", file, host=SPEC).ok()
     gpu = () if engine == "systemd" else ("-g", "0")
     live = cli("export", engine, *gpu, host=SPEC).ok().out
@@ -84,6 +86,8 @@ def test_a_file_that_can_never_hold_is_no_unit(refused: Callable[..., str], tmp_
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_order_of_the_file_moves_no_daemon(cli: Cli, tmp_path: Path, first: int) -> None:
     """What `gpushare apply` finds as it should be, an export finds in the same devices."""
+    # Units are root's: a daemon of another user lets in only that one.
+    admin.set_fault(SPEC, "user", value="root")
     path = tmp_path / "gpushare.yaml"
     words = ["{wish: 3g.40gb, mps: {threads: 50}}", "3g.40gb"]
     for number in (first, 1 - first):

@@ -19,6 +19,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import ComputeMode, Gpu, Snapshot
@@ -85,7 +86,7 @@ def test_mps(cli: Cli, world: World) -> None:
     cli("sim", "add").ok()
     found = samples(cli)
     assert value(found, "gpu_mechanism", mechanism="MPS") == 1
-    assert value(found, "mps_daemon_up", UUID=world.uuid(), ours="true", user="root") == 1
+    assert value(found, "mps_daemon_up", UUID=world.uuid(), ours="true", user=user_name(os.geteuid())) == 1
     assert value(found, "mps_clients") == value(found, "mps_servers", status="ACTIVE") == 1
     assert value(found, "mps_clients_limit") == 48
     assert value(found, "mps_threads_limit_ratio") == 0.5

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
@@ -307,7 +309,7 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
     assert world.host.nvml.count() == 1
     pid = admin.add_process(host)
     said = refused("mig", "enable", code="in_use", exit_code=19, host=host)
-    assert f"python3 ({pid}, root)" in said
+    assert f"python3 ({pid}, {user_name(os.geteuid())})" in said
     assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from gpushare.cli import main
+from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -232,7 +234,7 @@ def test_equal_gpus_are_shown_once(cli: Cli) -> None:
     world.add(uuids[2])
     busy = cli("mig", "status", host=world.spec, output="table").ok().out
     assert busy.startswith("GPU 0-7  NVIDIA")
-    assert "\n  GPU 2: 3g.40gb:0  4194305 python3 (root)\n" in busy
+    assert f"\n  GPU 2: 3g.40gb:0  4194305 python3 ({user_name(os.geteuid())})\n" in busy
     cli("mig", "name", "alice", uuids[5], host=world.spec).ok()
     cli("mig", "grant", "alice", "root", host=world.spec).ok()
     named = cli("mig", "status", host=world.spec, output="table").ok().out

@@ -125,7 +125,7 @@ def test_a_stopped_daemon_is_still_mps(cli: Cli, world: World, monkeypatch: pyte
 
 def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_dir: Path) -> None:
     cli("status").ok()
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     world.foreign_daemon(sim_dir, uuid=world.uuid())
     world.fault("user", "0")
     quiet, asked = shown(cli), cli("mps", "status", "-v", output="json").ok().data["mps_daemons"][0]

@@ -173,7 +173,7 @@ def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: 
 
 @pytest.mark.usefixtures("daemon")
 def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     said = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
     assert "could not be undone" not in said
 

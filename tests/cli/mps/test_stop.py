@@ -308,7 +308,7 @@ def test_mode_that_cannot_be_restored(refused: Callable[..., str], cli: Cli, wor
 
 @pytest.mark.usefixtures("daemon")
 def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     assert "belongs to user" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
 
 
@@ -382,7 +382,7 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
 ) -> None:
     """The unit of a daemon stops it by its directory; any user can start a process that names the same one."""
     cli("status").ok()
-    world.fault("user", "1000")
+    world.fault("user", "61000")
     (sim_dir / "a").mkdir()
     forged = world.foreign_daemon(sim_dir / "a")
     world.fault("user", "0")

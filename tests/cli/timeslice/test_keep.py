@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.slices import slice_records
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, Started, World, clear_up, start_real, until
 
+ME = user_name(os.geteuid())
 DEFAULT = 2048
 RULES = """\
 version: 1
@@ -69,10 +71,10 @@ def test_it_puts_everything_back_when_it_ends(
     answer = one.result().ok()
     assert [slice_of(world, each) for each in (pid, late)] == [DEFAULT, DEFAULT]
     assert answer.out.splitlines() == [
-        f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 3:3)",
-        f"process {late} (root) on GPU 0: 2048us -> 500us (rule 3:3)",
-        f"process {pid} (root): restored 500us -> 2048us",
-        f"process {late} (root): restored 500us -> 2048us",
+        f"process {pid} ({ME}) on GPU 0: 2048us -> 500us (rule 3:3)",
+        f"process {late} ({ME}) on GPU 0: 2048us -> 500us (rule 3:3)",
+        f"process {pid} ({ME}): restored 500us -> 2048us",
+        f"process {late} ({ME}): restored 500us -> 2048us",
     ]
     assert keep_record(world.host) is None
     assert slice_records(world.host) == {}
@@ -115,7 +117,7 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., St
     assert slice_of(world, pid) == 500
     again = keep()
     assert again.process.stdout is not None
-    assert again.process.stdout.readline() == f"process {pid} (root): restored 500us -> 2048us\n"
+    assert again.process.stdout.readline() == f"process {pid} ({ME}): restored 500us -> 2048us\n"
     until(lambda: slice_of(world, pid) == 500, "the slice is set again")
     again.signal(signal.SIGTERM)
     again.result().ok()
@@ -225,7 +227,7 @@ def test_diff_names_the_processes_that_deviate(
     answer = cli("diff", str(rules), output="json")
     (one,) = answer.data["processes"]
     assert (answer.code, answer.data["as_requested"]) == (7, False)
-    assert one == {"pid": pid, "user": "root", "gpu": 0, "rule": "3:3", "found_us": DEFAULT, "wanted_us": 500}
+    assert one == {"pid": pid, "user": ME, "gpu": 0, "rule": "3:3", "found_us": DEFAULT, "wanted_us": 500}
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     assert cli("diff", str(rules), output="json").ok().data["processes"] == []
@@ -233,7 +235,7 @@ def test_diff_names_the_processes_that_deviate(
         control.set_slice(control.find(pid), 7000)
     text = cli("diff", str(rules))
     assert text.code == 7
-    assert f"process {pid} (root) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
+    assert f"process {pid} ({ME}) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
     keeper.signal(signal.SIGTERM)
     keeper.result()
 

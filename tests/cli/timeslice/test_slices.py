@@ -357,7 +357,7 @@ def test_root_is_asked_before_the_server_of_another_user_is_touched(world: World
         state.daemons[0].servers[0].uid = 4242
     (daemon,) = world.state.daemons
     (server,) = daemon.servers
-    assert (daemon.uid, server.uid) == (0, 4242)
+    assert (daemon.uid, server.uid) == (os.geteuid(), 4242)
     asked = world.asked("timeslice", "set", "500us", str(daemon.pid))
     assert (asked.code, asked.error["code"]) == (19, "needs_consent")
     assert f"changes the time-slice of process {server.pid} (of 4242)" in asked.error["message"]
