@@ -102,14 +102,12 @@ def test_without_nvidia_smi_the_time_slice_is_unknown(fault: str, why: str, monk
 def test_an_nvidia_smi_that_fails_or_prints_something_else_is_a_warning(
     sim_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpushare.host.program import LocalPrograms
+    from gpushare.host.program import Programs
 
     program = sim_dir / "smi"
     monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", str(program))
     host = connect("sim:t4")
-    monkeypatch.setattr(
-        type(host.programs), "start", lambda _self, *given, **named: LocalPrograms().start(*given, **named)
-    )
+    monkeypatch.setattr(type(host.programs), "start", lambda _self, *given, **named: Programs().start(*given, **named))
     for text in ("echo banana", "exit 255", "echo Unable to determine the device handle >&2; exit 15"):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)

@@ -484,7 +484,7 @@ def _count_access(injector: Injector, name: str) -> None:
 
 
 def _fail(argv: Any, code: int) -> Any:
-    """Raise what `LocalPrograms` and `LocalProcesses` raise for a program that does not start."""
+    """Raise what `Programs` and `Processes` raise for a program that does not start."""
     error = NoPermission if code == errno.EACCES else OperationFailed
     raise error(f"cannot execute {argv[0]}: {os.strerror(code)}", "see: gpushare doctor")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.crashes.inject import PROGRAM, Injector, install
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 from gpushare.host.program import MPS_CONTROL
 from gpushare.sim.processes import SM_PERCENT
 from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedGpu, SimulatedHostState, StateFile, parse_spec
@@ -373,10 +373,10 @@ class World:
 
 def see_only_ours(root: str) -> None:
     """Let the real MPS daemons of this machine that belong to others be none of this process's business."""
-    everybody = LocalProcesses.named
+    everybody = Processes.named
     wanted = f"CUDA_MPS_PIPE_DIRECTORY={root}/".encode()
 
-    def mine(self: LocalProcesses, name: str) -> Sequence[int]:
+    def mine(self: Processes, name: str) -> Sequence[int]:
         found = []
         for pid in everybody(self, name):
             with contextlib.suppress(OSError):
@@ -384,7 +384,7 @@ def see_only_ours(root: str) -> None:
                     found.append(pid)
         return found
 
-    LocalProcesses.named = mine  # type: ignore[method-assign]
+    Processes.named = mine  # type: ignore[method-assign]
 
 
 def _become(

@@ -17,7 +17,7 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.values import dataclass
@@ -61,32 +61,14 @@ class NodeAccess:
     users: tuple[int, ...] = ()
 
 
-class Capabilities(Protocol):
-    """The capabilities of a host."""
-
-    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
-        """Return the capabilities of the instances of a GPU, given by minor number."""
-
-    def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
-        """Return one capability, or None if it has no file."""
-
-    def access(self, capability: Capability) -> NodeAccess | None:
-        """Return the access to its node, or None if there is no node."""
-
-    def set_modify(self, capability: Capability, *, modify: bool) -> None:
-        """Allow nvidia-modprobe to change its node, or not. Raises NoPermission, NotFound."""
-
-    def set_access(self, capability: Capability, access: NodeAccess) -> None:
-        """Set the access to its node. Raises NoPermission, NotFound, NotSupported."""
-
-
-class LocalCapabilities:
-    """The capabilities of this machine. ``root`` replaces ``/``."""
+class Capabilities:
+    """The capabilities of a host: of this machine here, where ``root`` replaces ``/``; a simulated host overrides it."""
 
     def __init__(self, root: str | Path = "/") -> None:
         self._root = Path(root)
 
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+        """Return the capabilities of the instances of a GPU, given by minor number."""
         found: dict[Place, Capability] = {}
         for gpu_instance in _numbered(self._real(_directory(minor)), "gi"):
             own = self.read(minor, gpu_instance)
@@ -99,6 +81,7 @@ class LocalCapabilities:
         return found
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
+        """Return one capability, or None if it has no file."""
         path = f"{_directory(minor, gpu_instance, compute_instance)}/access"
         try:
             text = self._real(path).read_text(encoding="ascii", errors="replace")

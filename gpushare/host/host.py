@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpushare.errors import NoPermission
-from gpushare.host.capabilities import Capabilities, LocalCapabilities
+from gpushare.host.capabilities import Capabilities
 from gpushare.host.nvml import NvmlReader
-from gpushare.host.process import LocalProcesses, Processes
-from gpushare.host.program import LocalPrograms, Programs
+from gpushare.host.process import Processes
+from gpushare.host.program import Programs
 from gpushare.host.smi import ComputePolicy
 from gpushare.values import dataclass
 
@@ -171,9 +171,9 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody
     return Host(
         spec="local",
         nvml=NvmlReader(),
-        programs=LocalPrograms(),
-        processes=LocalProcesses(),
-        capabilities=LocalCapabilities(),
+        programs=Programs(),
+        processes=Processes(),
+        capabilities=Capabilities(),
         run_directory=run_directory,
         state_directory=state_directory,
         uid=uid,

@@ -151,9 +151,9 @@ class LocalMachine:
 
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids of this boot (``journalctl -k -b``, else ``dmesg``)."""
-        from gpushare.host.program import LocalPrograms
+        from gpushare.host.program import Programs
 
-        programs = LocalPrograms()
+        programs = Programs()
         for argv in (["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "--quiet"], ["dmesg"]):
             try:
                 done = programs.run(argv, timeout=_PROGRAM_SECONDS)

@@ -190,71 +190,6 @@ class Spawned(Protocol):
         """Return the signal that stopped it since the last call, or None."""
 
 
-class Processes(Protocol):
-    """The process table of a host."""
-
-    def describe(self, pid: int) -> ProcessInfo | None:
-        """Return a process, or None if it does not exist."""
-
-    def identity(self, pid: int) -> Identity | None:
-        """Return the process that has a PID now, with its start in clock ticks; None: it has ended, or is a zombie."""
-
-    def alive(self, pid: int, started: int | None = None) -> bool:
-        """Return whether the process is alive, and no zombie. ``started`` guards against a reused PID."""
-
-    def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return its initial environment, or None if it cannot be read."""
-
-    def named(self, name: str) -> Sequence[int]:
-        """Return the PIDs of the processes whose executable has this name."""
-
-    def started_with(self, name: str, value: str) -> Sequence[int]:
-        """Return the PIDs of the processes that began with this variable in their environment, as far as it can be read."""
-
-    def descendants(self, pid: int) -> Sequence[int]:
-        """Return the PID itself and all its descendants."""
-
-    def parent(self, pid: int) -> int | None:
-        """Return the PID of its parent, or None if there is none or it is unknown."""
-
-    def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process has a handler for a signal; None when unknown."""
-
-    def send(self, pid: int, signal: int) -> None:
-        """Send a signal. Raises NotFound, NoPermission."""
-
-    def send_to(self, pid: int, started: int, signal: int) -> None:
-        """Send a signal to the process that started then, and to no other. Raises NotFound, NoPermission."""
-
-    def uses_driver(self, pid: int) -> bool | None:
-        """Return whether the process has the driver's library loaded; None when unknown."""
-
-    def ignores(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process ignores a signal; None when unknown."""
-
-    def spawn(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        streams: Streams | None = None,
-        announce: Announce | None = None,
-    ) -> Spawned:
-        """Start the user's program in its own process group, with the caller's streams unless others are given.
-
-        ``announce`` is called in the new process before the program runs, so that it is known even if gpushare is
-        killed in between.
-        """
-
-    def moved(self, client: int, pid: int) -> None:
-        """Note that a spawned client has its program started elsewhere, as an engine does with a container."""
-
-    def namespace_is_host(self) -> bool | None:
-        """Return whether this PID namespace is the host's; None when unknown."""
-
-    def open_files(self, prefix: str) -> OpenFiles:
-        """Return which processes have files open below ``prefix``, and whether all processes could be read."""
-
-
 def shortened(words: Sequence[str]) -> Sequence[str]:
     """Return a command line without trailing empty words."""
     end = len(words)
@@ -263,8 +198,8 @@ def shortened(words: Sequence[str]) -> Sequence[str]:
     return words[:end]
 
 
-class LocalProcesses:
-    """The process table of this machine."""
+class Processes:
+    """The process table of a host: of this machine here; a simulated host's overrides every method."""
 
     def describe(self, pid: int) -> ProcessInfo | None:
         """Return a process (psutil; container from ``/proc/PID/cgroup``)."""
@@ -292,13 +227,13 @@ class LocalProcesses:
             return None
 
     def identity(self, pid: int) -> Identity | None:
-        """Return the process that has a PID now (``/proc/PID/stat``)."""
+        """Return the process that has a PID now (``/proc/PID/stat``); None: it has ended, or is a zombie."""
         from gpushare.host.identity import identity_of
 
         return identity_of(pid)
 
     def alive(self, pid: int, started: int | None = None) -> bool:
-        """Return whether the process is alive (field 3 of ``/proc/PID/stat``)."""
+        """Return whether the process is alive, and no zombie (``/proc/PID/stat``). ``started`` guards against a reused PID."""
         stat = _read(f"/proc/{pid}/stat")
         if stat is None or stat.rpartition(")")[2].split()[0] in {"Z", "X", "x"}:
             return False
@@ -354,7 +289,7 @@ class LocalProcesses:
         return None if stat is None else int(stat.rpartition(")")[2].split()[1]) or None
 
     def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process has a handler for a signal (SigCgt of ``/proc/PID/status``)."""
+        """Return whether the process has a handler for a signal (SigCgt of ``/proc/PID/status``); None when unknown."""
         return _in_mask("SigCgt", pid, signal)
 
     def ignores(self, pid: int, signal: int) -> bool | None:
@@ -417,7 +352,7 @@ class LocalProcesses:
         return start(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started(pid)))
 
     def moved(self, client: int, pid: int) -> None:
-        """Do nothing: the kernel and the driver know."""
+        """Note that a spawned client has its program started elsewhere, as an engine does with a container: the kernel knows."""
 
     def namespace_is_host(self) -> bool | None:
         """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).

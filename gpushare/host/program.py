@@ -40,49 +40,6 @@ class Pending(Protocol):
         """Wait for it and return its result; errors as `Programs.run`."""
 
 
-class Programs(Protocol):
-    """Runs the vendor's programs on a host."""
-
-    def find(self, name: str) -> str | None:
-        """Return the path of a program, or None if it is not installed."""
-
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Pending:
-        """Start a program and return at once.
-
-        ``env`` overrides the caller's environment (None removes a variable); ``timeout`` is in seconds from now.
-
-        Raises:
-            NotSupported: the program is not installed.
-            NoPermission: it may not be executed.
-        """
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Completed:
-        """Run a program to its end.
-
-        Raises:
-            TimedOut: it did not end within ``timeout`` seconds and was killed.
-            NotSupported: the program is not installed.
-            NoPermission: it may not be executed.
-        """
-
-    def listener(self, pipe_directory: str) -> Listener | None:
-        """Return the process that listens at the pipe directory of an MPS daemon; None: unknown."""
-
-
 # A killed program is gone at once, unless it hangs in the kernel.
 _KILL_SECONDS = 1.0
 # Interval of the checks of how much a program has printed.
@@ -221,10 +178,11 @@ def timed_out(argv: Sequence[str], timeout: float) -> TimedOut:
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 
 
-class LocalPrograms:
-    """Runs the programs of this machine, in the C locale, in a process group of their own."""
+class Programs:
+    """Runs the vendor's programs of a host, in the C locale, in a process group of their own; a simulated host overrides it."""
 
     def find(self, name: str) -> str | None:
+        """Return the path of a program, or None if it is not installed."""
         return program_path(name)
 
     def listener(self, pipe_directory: str) -> Listener | None:
@@ -239,6 +197,14 @@ class LocalPrograms:
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Pending:
+        """Start a program and return at once.
+
+        ``env`` overrides the caller's environment (None removes a variable); ``timeout`` is in seconds from now.
+
+        Raises:
+            NotSupported: the program is not installed.
+            NoPermission: it may not be executed.
+        """
         path = program_path(argv[0])
         if path is None:
             raise missing_program(argv[0])
@@ -272,6 +238,7 @@ class LocalPrograms:
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Completed:
+        """Run a program to its end. Raises as `start`, and TimedOut: it did not end in time, and was killed."""
         return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
 
 

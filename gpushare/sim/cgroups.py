@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.cgroups import Cgroups
 from gpushare.host.nvml import NO_LIMIT
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 from gpushare.sim.nvml_abi import Code, On, Refused, Target, entry_point, put_fields, target_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ class SimulatedCgroups(Cgroups):
 
     def populated(self, name: str) -> bool | None:
         """Return whether a process that entered it, or one below it, lives."""
-        local = LocalProcesses()
+        local = Processes()
         return any(local.alive(one) for pid in self._entered(name) for one in local.descendants(pid))
 
     def holds(self, name: str, pid: int) -> bool:
         """Return whether a process entered it, or descends from one that did."""
-        entered, local = self._entered(name), LocalProcesses()
+        entered, local = self._entered(name), Processes()
         above: int | None = pid
         for _ in range(_FOUND_DEPTH):
             if not entered or above is None or above <= 1:

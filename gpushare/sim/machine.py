@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.capabilities import Capability, NodeAccess, Place
+from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import (
     capability_minor,
@@ -69,8 +69,8 @@ class SimulatedMachine:
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"
 
 
-class SimulatedCapabilities:
-    """Stands in for `LocalCapabilities`."""
+class SimulatedCapabilities(Capabilities):
+    """Stands in for `Capabilities`."""
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of
-from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
+from gpushare.host.process import Announce, Processes, ProcessInfo, Spawned, Streams
 from gpushare.sim.activity import Resident
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import Device, daemon_devices, node_of
@@ -46,12 +46,12 @@ _IGNORED = {0, signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH}
 _KEPT = ("CUDA_", "GPUSHARE_SIM_", "NVIDIA_")
 
 
-class SimulatedProcesses:
-    """Stands in for `LocalProcesses`: PIDs from `FIRST_SIMULATED_PID` up are simulated, all others real."""
+class SimulatedProcesses(Processes):
+    """Stands in for `Processes`: PIDs from `FIRST_SIMULATED_PID` up are simulated, all others real."""
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
-        self._local = LocalProcesses()
+        self._local = Processes()
 
     def describe(self, pid: int) -> ProcessInfo | None:
         """Return what is known of a process, or None when there is none."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from gpushare.host.program import (
     Completed,
     Listener,
-    LocalPrograms,
     Pending,
+    Programs,
     merged_environment,
     missing_program,
     timed_out,
@@ -37,8 +37,8 @@ class _Deferred:
         return self._done
 
 
-class SimulatedPrograms:
-    """Stands in for `LocalPrograms` on a simulated host.
+class SimulatedPrograms(Programs):
+    """Stands in for `Programs` on a simulated host.
 
     With ``GPUSHARE_MPS_CONTROL`` set, nvidia-cuda-mps-control is the real program at that path: its
     daemon runs on this machine, next to the simulated GPUs.
@@ -50,7 +50,7 @@ class SimulatedPrograms:
     def find(self, name: str) -> str | None:
         """Return the path of the program, or None when the simulated host does not have it."""
         if self._is_real(name):
-            return LocalPrograms().find(name)
+            return Programs().find(name)
         # One package has both programs.
         package = MPS_CONTROL if name == MPS_SERVER else name
         return None if self._is_missing(package) else f"/usr/bin/{name}"
@@ -58,7 +58,7 @@ class SimulatedPrograms:
     def listener(self, pipe_directory: str) -> Listener | None:
         """Return which daemon listens at a pipe directory."""
         if self._is_real(MPS_CONTROL):
-            return LocalPrograms().listener(pipe_directory)
+            return Programs().listener(pipe_directory)
         state = self._state_file.read()
         for daemon in () if state is None else state.daemons:
             if daemon.pipe_directory == pipe_directory:
@@ -76,7 +76,7 @@ class SimulatedPrograms:
         """Start a program; see `Programs.start`. What blocks, blocks in ``result()``."""
         name = os.path.basename(argv[0])
         if self._is_real(name):
-            return LocalPrograms().start(argv, stdin=stdin, env=env, timeout=timeout)
+            return Programs().start(argv, stdin=stdin, env=env, timeout=timeout)
         if self._is_missing(name):
             raise missing_program(name)
         environment = merged_environment(env)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host import capabilities as module
-from gpushare.host.capabilities import Capability, LocalCapabilities, NodeAccess, parse, user_id, user_name
+from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, parse, user_id, user_name
 
 TEXT = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: {}\n"
 MIG = "proc/driver/nvidia/capabilities/gpu0/mig"
@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def only(root: Path, place: tuple[int, int | None] = (1, None)) -> Capability:
-    found = LocalCapabilities(root).read(0, *place)
+    found = Capabilities(root).read(0, *place)
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def test_the_text_of_a_file() -> None:
 
 
 def test_all_instances_of_a_gpu(root: Path) -> None:
-    found = LocalCapabilities(root).of_gpu(0)
+    found = Capabilities(root).of_gpu(0)
     assert {place: one.minor for place, one in found.items()} == {(1, None): 12, (1, 0): 13, (1, 1): 14, (9, None): 84}
     assert found[1, 0].path == "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access"
     assert found[1, 0].node == "/dev/nvidia-caps/nvidia-cap13"
@@ -62,38 +62,38 @@ def test_all_instances_of_a_gpu(root: Path) -> None:
 
 
 def test_absent_files_are_none(root: Path, tmp_path: Path) -> None:
-    capabilities = LocalCapabilities(root)
+    capabilities = Capabilities(root)
     assert capabilities.read(0, 2) is None
     assert capabilities.read(0, 1, 7) is None
     assert capabilities.read(3, 1) is None
     assert capabilities.of_gpu(3) == {}
-    assert LocalCapabilities(tmp_path / "none").of_gpu(0) == {}
+    assert Capabilities(tmp_path / "none").of_gpu(0) == {}
 
 
 def test_what_is_no_instance_is_passed_over(root: Path) -> None:
     (root / MIG / "given").mkdir()
     (root / MIG / "gi").mkdir()
     (root / MIG / "gi5").mkdir()
-    assert sorted({place[0] for place in LocalCapabilities(root).of_gpu(0)}) == [1, 9]
+    assert sorted({place[0] for place in Capabilities(root).of_gpu(0)}) == [1, 9]
 
 
 def test_modify_is_written_in_the_words_of_the_driver(root: Path) -> None:
-    LocalCapabilities(root).set_modify(only(root), modify=False)
+    Capabilities(root).set_modify(only(root), modify=False)
     # The driver keeps its own text; a file takes the beginning of it.
     assert (root / MIG / "gi1/access").read_text().startswith("DeviceFileModify: 0\n")
-    LocalCapabilities(root).set_modify(only(root, (9, None)), modify=True)
+    Capabilities(root).set_modify(only(root, (9, None)), modify=True)
     assert (root / MIG / "gi9/access").read_text().startswith("DeviceFileModify: 1\n")
 
 
 def test_a_node_as_nvidia_modprobe_gives_it(root: Path) -> None:
-    assert LocalCapabilities(root).access(only(root)) == NodeAccess(owner=os.getuid(), mode=0o444)
+    assert Capabilities(root).access(only(root)) == NodeAccess(owner=os.getuid(), mode=0o444)
     (root / "dev/nvidia-caps/nvidia-cap12").unlink()
-    assert LocalCapabilities(root).access(only(root)) is None
+    assert Capabilities(root).access(only(root)) is None
 
 
 @pytest.mark.needs_root
 def test_a_node_for_one_user(root: Path) -> None:
-    capabilities = LocalCapabilities(root)
+    capabilities = Capabilities(root)
     capabilities.set_access(only(root), NodeAccess(owner=1, mode=0o400))
     assert capabilities.access(only(root)) == NodeAccess(owner=1, mode=0o400)
     status = (root / "dev/nvidia-caps/nvidia-cap12").stat()
@@ -136,7 +136,7 @@ def acl(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def test_a_node_for_several_users(root: Path, acl: dict[str, bytes]) -> None:
-    capabilities, wanted = LocalCapabilities(root), NodeAccess(owner=os.getuid(), mode=0o400, users=(1, 2))
+    capabilities, wanted = Capabilities(root), NodeAccess(owner=os.getuid(), mode=0o400, users=(1, 2))
     capabilities.set_access(only(root), wanted)
     assert list(acl) == [str(root / "dev/nvidia-caps/nvidia-cap12")]
     # What the kernel shows as the bits of the group is the mask of the list.
@@ -166,11 +166,11 @@ def test_what_the_kernel_refuses(
 
     monkeypatch.setattr(module.os, "chmod", refuse)
     with pytest.raises(kind) as raised:
-        LocalCapabilities(root).set_access(only(root), NodeAccess(mode=0o400))
+        Capabilities(root).set_access(only(root), NodeAccess(mode=0o400))
     assert "/dev/nvidia-caps/nvidia-cap12" in raised.value.message
     monkeypatch.setattr(module.os, "write", refuse)
     with pytest.raises(kind):
-        LocalCapabilities(root).set_modify(only(root), modify=False)
+        Capabilities(root).set_modify(only(root), modify=False)
 
 
 def test_an_instance_that_is_gone(root: Path) -> None:
@@ -178,9 +178,9 @@ def test_an_instance_that_is_gone(root: Path) -> None:
     (root / MIG / "gi1/access").unlink()
     (root / "dev/nvidia-caps/nvidia-cap12").unlink()
     with pytest.raises(NotFound):
-        LocalCapabilities(root).set_modify(capability, modify=False)
+        Capabilities(root).set_modify(capability, modify=False)
     with pytest.raises(NotFound):
-        LocalCapabilities(root).set_access(capability, NodeAccess())
+        Capabilities(root).set_access(capability, NodeAccess())
 
 
 def test_users_of_the_machine() -> None:
@@ -197,7 +197,7 @@ def test_the_kernel_lets_in_only_whom_the_list_names(sim_dir: Path) -> None:
     put(sim_dir, "gi1", 12)
     for directory in (sim_dir, sim_dir / "dev", sim_dir / "dev/nvidia-caps"):
         directory.chmod(0o755)
-    capabilities, node = LocalCapabilities(sim_dir), sim_dir / "dev/nvidia-caps/nvidia-cap12"
+    capabilities, node = Capabilities(sim_dir), sim_dir / "dev/nvidia-caps/nvidia-cap12"
     try:
         capabilities.set_access(only(sim_dir), NodeAccess(mode=0o400, users=(1, 2)))
     except NotSupported:

@@ -13,7 +13,7 @@ import pytest
 
 from gpushare.host import open_files as module
 from gpushare.host.open_files import OpenFiles, open_files
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 
 HOLD = "import sys; kept = [open(path) for path in sys.argv[1:]]; print('open', flush=True); sys.stdin.read()"
 
@@ -38,7 +38,7 @@ def holder(node: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_child_that_holds_a_file_is_found(node: Path, holder: subprocess.Popen[str]) -> None:
     assert open_files(str(node.parent)).by_pid == {holder.pid: (str(node),)}
-    assert LocalProcesses().open_files(str(node.parent)).by_pid == {holder.pid: (str(node),)}
+    assert Processes().open_files(str(node.parent)).by_pid == {holder.pid: (str(node),)}
     assert open_files(str(node.parent)).holders_of(str(node)) == (holder.pid,)
     assert open_files(str(node.parent)).holders_of(str(node.parent)) == ()
 
@@ -95,8 +95,8 @@ def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_another_pid_namespace_is_never_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalProcesses, "namespace_is_host", lambda _: False)
-    assert not LocalProcesses().open_files("/dev/nvidia").complete
+    monkeypatch.setattr(Processes, "namespace_is_host", lambda _: False)
+    assert not Processes().open_files("/dev/nvidia").complete
 
 
 IMPOSTER = """

@@ -22,10 +22,10 @@ from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import LocalMachine
-from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
+from gpushare.host.process import Processes, ProcessInfo, shortened, wait_gone
 from tests.clock import step_the_clock
 
-LOCAL = LocalProcesses()
+LOCAL = Processes()
 NOBODY = 2**31 - 1
 Start = Callable[..., "subprocess.Popen[bytes]"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
-from gpushare.host.process import LocalProcesses
-from gpushare.host.program import Completed, LocalPrograms, merged_environment, program_path
+from gpushare.host.process import Processes
+from gpushare.host.program import Completed, Programs, merged_environment, program_path
 
 Script = Callable[[str], str]
 
@@ -32,7 +32,7 @@ def script(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 def run(stdin: str = "", timeout: float = 120.0, **env: str | None) -> Completed:
-    return LocalPrograms().run(["nvidia-smi", "-L"], stdin=stdin, env=env, timeout=timeout)
+    return Programs().run(["nvidia-smi", "-L"], stdin=stdin, env=env, timeout=timeout)
 
 
 def test_a_program_is_run_with_arguments_stdin_and_environment(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_much_output_and_much_input_do_not_block(script: Script) -> None:
 
 def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir: Path) -> None:
     script(f"sleep 600 & echo $! $$ > {sim_dir}/pids; wait")
-    started = LocalPrograms().start(["nvidia-smi"], timeout=0.2)
+    started = Programs().start(["nvidia-smi"], timeout=0.2)
     pids, deadline = sim_dir / "pids", time.monotonic() + 120
     # However slow the machine is, the time is not over before there is something to end.
     while not (pids.exists() and pids.read_text().endswith("\n")):
@@ -67,7 +67,7 @@ def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir
     assert "'nvidia-smi' did not answer within 0.2 s" in caught.value.message
     for pid in map(int, pids.read_text().split()):
         deadline = time.monotonic() + 120
-        while LocalProcesses().alive(pid):
+        while Processes().alive(pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -76,7 +76,7 @@ def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monke
     # As nvidia-smi in the kernel with a lost GPU: SIGKILL waits until the kernel returns.
     script("sleep 600")
     monkeypatch.setattr("gpushare.host.program._KILL_SECONDS", 0.05)
-    pending = LocalPrograms().start(["nvidia-smi"], timeout=0.05)
+    pending = Programs().start(["nvidia-smi"], timeout=0.05)
     process = pending._process  # type: ignore[attr-defined]
     with monkeypatch.context() as deaf:
         deaf.setattr(os, "killpg", lambda *_: None)
@@ -102,9 +102,9 @@ def test_a_program_is_in_a_session_of_its_own(script: Script) -> None:
 def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", "/nonexistent/smi")
     for name in ("nvidia-smi", "gs-no-such-program"):
-        assert LocalPrograms().find(name) is None
+        assert Programs().find(name) is None
         with pytest.raises(NotSupported, match=f"{name} is not installed") as caught:
-            LocalPrograms().run([name])
+            Programs().run([name])
         assert caught.value.code == "program_missing"
 
 
@@ -149,21 +149,21 @@ def test_a_program_that_floods_is_ended(
 ) -> None:
     path = script(f"echo $$ > {sim_dir}/pid; trap '' PIPE XFSZ; while :; do head -c 9000000 /dev/zero; done")
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", path)
-    started = LocalPrograms().start([program], timeout=120.0)
+    started = Programs().start([program], timeout=120.0)
     with pytest.raises(OperationFailed) as caught:
         started.result()
     assert caught.value.code == "program_floods"
     assert f"more than {room >> 20} MiB" in caught.value.message
     pid = int((sim_dir / "pid").read_text())
     deadline = time.monotonic() + 120
-    while LocalProcesses().alive(pid):
+    while Processes().alive(pid):
         assert time.monotonic() < deadline
 
 
 def test_as_much_as_there_is_room_for_is_read(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script("head -c 1048576 /dev/zero | tr '\\0' x")
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", path)
-    done = LocalPrograms().run(["nvidia-cuda-mps-control"], timeout=120.0)
+    done = Programs().run(["nvidia-cuda-mps-control"], timeout=120.0)
     assert len(done.stdout) == 1 << 20
 
 

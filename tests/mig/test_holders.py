@@ -12,7 +12,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import NoPermission, OperationFailed
-from gpushare.host.capabilities import LocalCapabilities, user_name
+from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import ProcessInfo
@@ -144,7 +144,7 @@ def test_nothing_of_it_fails_a_command(host: Host, tmp_path: Path, monkeypatch: 
     assert (instance_holders(broken, gpu), gpu_holders(broken, gpu)) == ({}, ())
     # Who it is cannot be told; that it holds the GPU can.
     assert gpu_holders(broken, gpu, files) == (Holder(pid=77, what="/dev/nvidia0"),)
-    assert instance_holders(replace(host, capabilities=LocalCapabilities(tmp_path)), gpu) == {}
+    assert instance_holders(replace(host, capabilities=Capabilities(tmp_path)), gpu) == {}
     assert gpu_holders(host, replace(gpu, error="the GPU is lost")) == ()
 
     def fail(_: int) -> int:

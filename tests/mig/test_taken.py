@@ -17,7 +17,7 @@ from gpushare.connect import connect
 from gpushare.errors import InUse, NotFound
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import live_claims, take_claim
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 from gpushare.mig import change
 from gpushare.mig.journal import Journal
 from gpushare.mig.layouts import layouts_of
@@ -371,12 +371,12 @@ def test_the_driver_is_seen_in_what_a_process_has_loaded(tmp_path: Path) -> None
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-            assert LocalProcesses().uses_driver(process.pid) is found
+            assert Processes().uses_driver(process.pid) is found
             process.communicate()
 
 
 def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
-    processes = LocalProcesses()
+    processes = Processes()
     with subprocess.Popen(["sleep", "60"]) as child:
         info = processes.describe(child.pid)
         assert info is not None

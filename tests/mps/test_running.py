@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.process import LocalProcesses, ProcessInfo
+from gpushare.host.process import Processes, ProcessInfo
 from gpushare.mps.control import PROGRAM
 from gpushare.mps.daemons import daemon_pid, find_daemons
 
@@ -18,7 +18,7 @@ def host() -> Host:
     return connect("sim:h200")
 
 
-class Table(LocalProcesses):
+class Table(Processes):
     """A process table of (PID, command line, pipe directory, parent)."""
 
     def __init__(self, *rows: tuple[int, str, str | None, int]) -> None:

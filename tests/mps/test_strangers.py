@@ -15,7 +15,7 @@ from gpushare.connect import connect
 from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
-from gpushare.host.process import LocalProcesses, ProcessInfo
+from gpushare.host.process import Processes, ProcessInfo
 from gpushare.host.program import Completed, Listener
 from gpushare.mps import daemons
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl, parse_percentage, parse_pids, parse_ps
@@ -31,7 +31,7 @@ STRANGER = 2_000_000_001
 CLOSING = "get_default_active_thread_percentage"
 
 
-class Table(LocalProcesses):
+class Table(Processes):
     """A process table: PID, user, name, environment, parent; signals are noted."""
 
     def __init__(self, *rows: tuple[int, int, str, Mapping[str, str], int]) -> None:

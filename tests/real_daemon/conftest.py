@@ -13,8 +13,8 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.process import LocalProcesses
-from gpushare.host.program import Completed, LocalPrograms
+from gpushare.host.process import Processes
+from gpushare.host.program import Completed, Programs
 from gpushare.mps.control import PROGRAM, MpsControl, start_environment
 from gpushare.selection import Device, select_one
 
@@ -87,14 +87,14 @@ def real_control(sim_dir: Path, real_program: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
-    everybody = LocalProcesses.named
+    everybody = Processes.named
 
-    def mine(self: LocalProcesses, name: str) -> Sequence[int]:
+    def mine(self: Processes, name: str) -> Sequence[int]:
         below = set(daemons_below(sim_dir))
         return [pid for pid in everybody(self, name) if name != PROGRAM or pid in below]
 
     # Other daemons of this machine, and those of tests that run beside this one, are none of its business.
-    monkeypatch.setattr(LocalProcesses, "named", mine)
+    monkeypatch.setattr(Processes, "named", mine)
     # The real one answers when the machine lets it; what hangs for good is given up by who tests that.
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
     monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", PATIENCE_SECONDS)
@@ -122,7 +122,7 @@ def start_by_hand(pipe: Path, log: Path, visible: str = "GPU-0") -> Completed:
     """Start a daemon as somebody who does not use gpushare would."""
     pipe.mkdir(parents=True, exist_ok=True)
     log.mkdir(parents=True, exist_ok=True)
-    return LocalPrograms().run(
+    return Programs().run(
         [PROGRAM, "-d"], env=start_environment(visible, str(pipe), str(log)), timeout=PATIENCE_SECONDS
     )
 
@@ -133,6 +133,6 @@ def control(sim_dir: Path, real_control: str) -> MpsControl:
     assert real_control
     pipe = sim_dir / "hand" / "pipe"
     assert start_by_hand(pipe, sim_dir / "hand" / "log").exit_code == 0
-    conversation = MpsControl(LocalPrograms(), str(pipe))
+    conversation = MpsControl(Programs(), str(pipe))
     wait_until(conversation.answers)
     return conversation

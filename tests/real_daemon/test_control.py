@@ -1,4 +1,4 @@
-"""The conversation with the real daemon, through `MpsControl` and `LocalPrograms`."""
+"""The conversation with the real daemon, through `MpsControl` and `Programs`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import NotFound, OperationFailed, TimedOut
-from gpushare.host.program import LocalPrograms
+from gpushare.host.program import Programs
 from gpushare.model import Priority
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
 from gpushare.units import MIB, mps_memory_readback
@@ -18,7 +18,7 @@ from tests.real_daemon.conftest import daemons_below, start_by_hand, wait_until
 
 def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
     """The program's own text for it is known."""
-    control = MpsControl(LocalPrograms(), str(sim_dir / "nobody"))
+    control = MpsControl(Programs(), str(sim_dir / "nobody"))
     with pytest.raises(NotFound) as caught:
         control.ask("get_server_list")
     assert caught.value.code == "no_daemon"
@@ -146,7 +146,7 @@ def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", control.pipe_directory)
     log = sim_dir / "hand" / "log" / "control.log"
     before = _conversations(control, log, "get_server_list")
-    version = probe_version(LocalPrograms())
+    version = probe_version(Programs())
     assert version is None or version >= 13000
     assert _conversations(control, log, "get_default_device_pinned_mem_limit 0") == before + 1
     assert len(daemons_below(sim_dir)) == 1
@@ -170,7 +170,7 @@ def _directory_of(length: int, root: Path) -> Path:
 def test_the_longest_pipe_directory_works(sim_dir: Path) -> None:
     pipe = _directory_of(MAX_PIPE_DIRECTORY_BYTES, sim_dir)
     assert start_by_hand(pipe, sim_dir / "log").exit_code == 0
-    control = MpsControl(LocalPrograms(), str(pipe))
+    control = MpsControl(Programs(), str(pipe))
     wait_until(control.answers)
 
 
@@ -183,4 +183,4 @@ def test_one_byte_more_and_the_program_dies_without_a_word(sim_dir: Path) -> Non
 
 
 def test_the_program_is_found_where_the_variable_says(real_program: str) -> None:
-    assert LocalPrograms().find(PROGRAM) == real_program
+    assert Programs().find(PROGRAM) == real_program

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpushare.connect import connect
-from gpushare.host.program import Completed, LocalPrograms, Programs
+from gpushare.host.program import Completed, Programs
 from gpushare.mps.control import PROGRAM, start_environment
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault
@@ -31,7 +31,7 @@ class Both:
         found = VERSION.search(Path(real).read_bytes())
         self.driver = found.group(1).decode() if found else ""
         self._programs: dict[str, Programs] = {
-            "real": LocalPrograms(),
+            "real": Programs(),
             "simulated": open_simulated("sim:h200").programs,
         }
         self.uuid = connect("sim:h200").nvml.sweep()[0].uuid or ""

@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import OperationFailed
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 from tests.cli.drive import H200, World, alive, clear_up, environment, until
 
 # gpushare, killed in the middle of the start: what stands in {patch} runs before the command line.
@@ -116,15 +116,15 @@ def test_nothing_runs_when_the_guard_is_gone(tmp_path: Path) -> None:
 
     mark = tmp_path / "mark"
     with pytest.raises(OperationFailed, match="guard") as caught:
-        LocalProcesses().spawn(["touch", str(mark)], os.environ, announce=announce)
+        Processes().spawn(["touch", str(mark)], os.environ, announce=announce)
     os.close(write)
     assert caught.value.code == "guard_gone"
     time.sleep(0.1)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("make", [LocalProcesses, lambda: connect(H200).processes])
-def test_what_is_announced_is_the_process_and_its_start(make: Callable[[], LocalProcesses]) -> None:
+@pytest.mark.parametrize("make", [Processes, lambda: connect(H200).processes])
+def test_what_is_announced_is_the_process_and_its_start(make: Callable[[], Processes]) -> None:
     processes = make()
     read, write = os.pipe()
 
@@ -145,6 +145,6 @@ def test_what_is_announced_is_the_process_and_its_start(make: Callable[[], Local
 @pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGXFSZ])
 def test_a_program_dies_of_what_python_ignores_for_itself(number: int) -> None:
     """``yes | head`` in a program must end."""
-    child = LocalProcesses().spawn(["sh", "-c", f"kill -{int(number)} $$; exit 3"], os.environ)
+    child = Processes().spawn(["sh", "-c", f"kill -{int(number)} $$; exit 3"], os.environ)
     until(lambda: child.poll() is not None, "it is gone")
     assert child.poll() == -number

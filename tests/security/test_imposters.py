@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpushare.host.process import Stat, every_stat
-from gpushare.host.program import LocalPrograms
+from gpushare.host.program import Programs
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl
 from gpushare.sim import admin
 from tests.cli.drive import World, alive, until
@@ -27,11 +27,11 @@ from tests.security.conftest import Stranger, gpushare
 @pytest.fixture
 def only_these(monkeypatch: pytest.MonkeyPatch, sim_dir: Path, mallory: Stranger) -> None:
     """See only the daemons of this test: others run on this machine."""
-    from gpushare.host.process import LocalProcesses
+    from gpushare.host.process import Processes
 
-    everybody = LocalProcesses.named
+    everybody = Processes.named
 
-    def named(self: LocalProcesses, name: str) -> list[int]:
+    def named(self: Processes, name: str) -> list[int]:
         found = []
         for pid in everybody(self, name):
             with contextlib.suppress(OSError):
@@ -40,7 +40,7 @@ def only_these(monkeypatch: pytest.MonkeyPatch, sim_dir: Path, mallory: Stranger
                     found.append(pid)
         return found
 
-    monkeypatch.setattr(LocalProcesses, "named", named)
+    monkeypatch.setattr(Processes, "named", named)
 
 
 @pytest.fixture
@@ -102,12 +102,12 @@ def asked(control: Path, directories: list[Path]) -> list[str]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a program that hangs have a tenth of its time."""
-    start = LocalPrograms.start
+    start = Programs.start
 
-    def started(self: LocalPrograms, argv: Any, *, timeout: float = 10.0, **named: Any) -> Any:
+    def started(self: Programs, argv: Any, *, timeout: float = 10.0, **named: Any) -> Any:
         return start(self, argv, timeout=timeout / 10, **named)
 
-    monkeypatch.setattr(LocalPrograms, "start", started)
+    monkeypatch.setattr(Programs, "start", started)
 
 
 @pytest.mark.usefixtures("impatient")

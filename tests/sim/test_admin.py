@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import BadUsage, NotFound, NotSupported, OperationFailed
-from gpushare.host.process import LocalProcesses, wait_gone
+from gpushare.host.process import Processes, wait_gone
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState
 from tests.sim import mps
@@ -168,5 +168,5 @@ def test_reset_forgets_everything_but_real_processes(sim_dir: Path) -> None:
         assert admin.reset(SPEC).ended == ()
     finally:
         os.kill(child.pid, 9)
-        assert wait_gone(LocalProcesses(), [child.pid], 120.0) == []
+        assert wait_gone(Processes(), [child.pid], 120.0) == []
         child.poll()

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.host.process import ProcessInfo, wait_gone
+from gpushare.host.capabilities import Capabilities
+from gpushare.host.process import Processes, ProcessInfo, wait_gone
+from gpushare.host.program import Programs
 from gpushare.sim import admin, clients
 from gpushare.sim.current import current
+from gpushare.sim.machine import SimulatedCapabilities
+from gpushare.sim.processes import SimulatedProcesses
+from gpushare.sim.programs import SimulatedPrograms
 from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedProcess
 from tests.cli.drive import until
 from tests.sim import mps
@@ -280,3 +285,12 @@ def test_a_real_control_program_is_run_when_it_is_named(
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", str(program))
     assert h200.host.programs.find("nvidia-cuda-mps-control") == str(program)
     assert h200.host.programs.run(["nvidia-cuda-mps-control", "-v"]).stdout == "real -v\n"
+
+
+@pytest.mark.parametrize(
+    ("simulated", "local"),
+    [(SimulatedProcesses, Processes), (SimulatedPrograms, Programs), (SimulatedCapabilities, Capabilities)],
+)
+def test_a_simulated_host_asks_nothing_of_this_machine_by_inheritance(simulated: type, local: type) -> None:
+    public = {name for name in vars(local) if not name.startswith("_")}
+    assert public <= vars(simulated).keys()

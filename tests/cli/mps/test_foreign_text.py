@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import GpushareError, TimedOut
-from gpushare.host.process import LocalProcesses
+from gpushare.host.process import Processes
 from gpushare.mps.control import MpsControl
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -110,11 +110,11 @@ def test_any_directory_is_one_word(name: str) -> None:
 def test_a_program_is_one_word(name: str, sim_dir: Path) -> None:
     path = str(sim_dir / name)
     with pytest.raises(GpushareError) as caught:
-        LocalProcesses().spawn([path], {})
+        Processes().spawn([path], {})
     assert shlex.split(caught.value.hint.partition(": ")[2]) == ["command", "-v", path]
     Path(path).write_text("x")
     with pytest.raises(GpushareError) as caught:
-        LocalProcesses().spawn([path], {})
+        Processes().spawn([path], {})
     assert shlex.split(caught.value.hint.partition(": ")[2]) == ["ls", "-l", path]
 
 
