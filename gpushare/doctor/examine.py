@@ -269,7 +269,7 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
     for pid, environment in sorted(found.items()):
         pipe = environment.get(_PIPE)
         # Only root sees values of others, also in programs that became root with a variable of theirs.
-        ours = seen.host.uid != 0 or pid == os.getpid()
+        ours = not seen.host.root or pid == os.getpid()
         if pipe and not _means_none(seen, pipe) and there.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
     why = "CUDA silently runs without MPS: on the whole GPU, without limits"

@@ -382,7 +382,7 @@ def test_a_driver_that_hangs_is_a_time_out(control: ChannelControl, state_file: 
 
 def test_another_users_process_needs_root(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     with state_file.changed() as state:
-        state.fault_uid = 1000
+        state.fault_uid = 61000
     assert refusal(lambda: control.find(pid)) == (NoPermission, "other_user")
 
 

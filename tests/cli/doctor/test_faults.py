@@ -119,6 +119,8 @@ def open_directory(cli: Cli, world: World, _: Path) -> None:
 
 
 def closed_parent(cli: Cli, world: World, _: Path) -> None:
+    # A daemon of another user lets in only that one.
+    cli("sim", "fault", "user", "root").ok()
     started(cli)
     home(world).chmod(0o700)
 

@@ -219,7 +219,7 @@ FAULTS = {
     "blind": (None, lambda world: not world.state.pid_namespace_is_host),
     "hang": ("nvidia-smi", lambda world: world.state.hanging_programs == ["nvidia-smi"]),
     "missing": ("nvidia-smi", lambda world: world.state.missing_programs == ["nvidia-smi"]),
-    "user": ("1000", lambda world: world.state.uid == 1000),
+    "user": ("61000", lambda world: world.state.uid == 61000),
     "driver": ("535.261.03", lambda world: world.state.driver == "535.261.03"),
     "busy": (None, lambda world: world.state.processes),
     "collide": ("1", lambda world: True),
