@@ -152,12 +152,34 @@ _PROLOG: Final = """\
 #!/bin/sh
 # Written by gpushare: Prolog of slurmd. Starts the MPS daemon of the GPU that a job with --gres=mps was given.
 @COMMON@
-# The UUID of a GPU with MPS by the number that Slurm gives it: its place in Slurm's list of GPUs, which is not the N of
-# /dev/nvidiaN. Where slurmd knows the UUID, it gives that.
-uuid_of() {
+# The UUID of a GPU with MPS, or with shards, by the number that Slurm gives it: its place in Slurm's list of GPUs, which is
+# not the N of /dev/nvidiaN. Where slurmd knows the UUID, it gives that.
+with_mps() {
     case $1 in
 @CASES@
     *) return 1 ;;
+    esac
+}
+with_shards() {
+    case $1 in
+@SHARDS@
+    *) return 1 ;;
+    esac
+}
+
+# The UUIDs of the numbers ($2) that are GPUs with_mps or with_shards ($1).
+uuids_of() { for number in $(echo "$2" | tr , ' '); do "$1" "$number"; done | sort -u | paste -s -d , -; }
+
+# The numbers of the GPUs of one gres ($1), as slurmctld lists what the job has on this node: mps:60(IDX:1), or since 23.11
+# mps:60(0/100,60/100), of each GPU. Asked only where the environment does not tell.
+numbers_of() {
+    told=$(timeout 10 scontrol -d -o show job "$SLURM_JOB_ID" 2>/dev/null </dev/null | sed 's/ Nodes=/\\n/g' |
+        while read -r nodes rest; do
+            case $nodes in "${SLURMD_NODENAME:-}" | "${SLURM_JOB_NODELIST:-}") echo "$rest" ;; esac
+        done | sed -n "s/.* GRES=\\([^ ]*,\\)\\{0,1\\}$1:[^(]*(\\([^)]*\\)).*/\\2/p")
+    case $told in
+    IDX:*) echo "${told#IDX:}" ;;
+    *) echo "$told" | tr , '\\n' | sed -n '/^[1-9].*\\//=' | while read -r place; do echo $((place - 1)); done ;;
     esac
 }
 
@@ -223,17 +245,30 @@ if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
     # Without this the job would run without its limit.
     [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || { say "the job has a share of MPS and no GPU"; exit 1; }
 fi
-for id in $(echo "${CUDA_VISIBLE_DEVICES:-}" | tr , ' '); do
-    if ! uuid=$(uuid_of "$id"); then
-        [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ] || continue
-        say "Slurm gives a job a share of MPS on GPU $id, which has no MPS in this script: compare it with slurmd -G"
-        status=1
-        continue
+if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
+    # Each is of one gres of the job, most often of the last in its list: of mps or of shard, because Slurm gives no job with
+    # mps a whole GPU.
+    numbers=$CUDA_VISIBLE_DEVICES,${SLURM_JOB_GPUS:-},${GPU_DEVICE_ORDINAL:-}
+    gpus=$(uuids_of with_mps "$numbers") shards=$(uuids_of with_shards "$numbers")
+    if [ -z "$gpus$shards" ]; then
+        say "Slurm gives a job a share of MPS on GPU $CUDA_VISIBLE_DEVICES, which has no MPS in this script: compare it with slurmd -G"
+        exit 1
     fi
+    [ -n "$gpus" ] || gpus=$(uuids_of with_mps "@MPS@")
+    [ -n "$shards" ] || shards=$(uuids_of with_shards "@SHARD@")
+    if [ -z "$gpus" ]; then
+        # The job runs without it and is told: the order of a job's gres must not drain the node.
+        say "Slurm does not say which GPU has the share of MPS of job $SLURM_JOB_ID"
+        echo "- $shards" >"$state/job-$SLURM_JOB_ID"
+    fi
+else
+    gpus=$(uuids_of with_mps "${CUDA_VISIBLE_DEVICES:-}")
+fi
+for uuid in $(echo "$gpus" | tr , ' '); do
     home=$state/$uuid
     if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
         if start_daemon && note_job && let_in; then
-            echo "$uuid" >"$state/job-$SLURM_JOB_ID"
+            echo "$uuid $shards" >"$state/job-$SLURM_JOB_ID"
         else
             rm -f "$home/jobs/$SLURM_JOB_ID"
             # Restore the compute mode; Slurm drains the node and queues the job again.
@@ -273,22 +308,33 @@ _TASK_PROLOG: Final = """\
 [ -r "@STATE@/job-${SLURM_JOB_ID:-}" ] || exit 0
 # A step without a share of MPS keeps the GPU or shard that Slurm gave it.
 [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ] || exit 0
-uuid=$(cat "@STATE@/job-$SLURM_JOB_ID")
+read -r uuid shards <"@STATE@/job-$SLURM_JOB_ID"
+if [ "$uuid" = - ]; then
+    echo "print gpushare: Slurm does not say which GPU has this job's share of MPS, so it runs without it; put mps last: --gres=shard:1,mps:10"
+    echo "unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+    # By Slurm's number it could be the GPU with MPS: that counts the devices of one gres.
+    [ -z "$shards" ] || echo "export CUDA_VISIBLE_DEVICES=$shards"
+    exit 0
+fi
 if [ -n "${SLURM_SHARDS_ON_NODE:-}" ]; then
-    # A program is a client of MPS or not: it cannot use both.
+    # A program is a client of MPS or not: it cannot use both. Slurm refuses typed gres (shard:t4:1) in steps.
     echo "print gpushare: this step has a share of MPS and a shard, and its tasks use the share of MPS; for the shard: srun --gres=shard:1"
-    echo "export GPUSHARE_SHARD_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
+    [ -z "$shards" ] || echo "export GPUSHARE_SHARD_DEVICES=$shards"
 fi
 echo "export CUDA_MPS_PIPE_DIRECTORY=@STATE@/$uuid/pipe"
 echo "export CUDA_VISIBLE_DEVICES=$uuid"
 """
 
 
-def prolog(gpus: Mapping[int, str], limits: Mapping[str, int]) -> str:
-    """Return the Prolog: UUIDs by Slurm's number, and memory limits (bytes) by UUID, of the GPUs with MPS."""
-    cases = [f"    {number} | {uuid}) echo {uuid} ;;" for number, uuid in sorted(gpus.items())]
+def prolog(gpus: Mapping[int, str], shards: Mapping[int, str], limits: Mapping[str, int]) -> str:
+    """Return the Prolog: UUIDs by Slurm's number of the GPUs with MPS and with shards; memory limits (bytes) by UUID."""
+    text = _PROLOG.replace("@COMMON@", _COMMON)
+    for words, gres, uuids in (("CASES", "MPS", gpus), ("SHARDS", "SHARD", shards)):
+        cases = "".join(f"    {number} | {uuid}) echo {uuid} ;;\n" for number, uuid in sorted(uuids.items()))
+        # Where one GPU only has it, it is that: slurmctld need not be asked.
+        numbers = ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres.lower()})"
+        text = text.replace(f"@{words}@\n", cases).replace(f"@{gres}@", numbers)
     held = [f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;" for uuid, limit in limits.items()]
-    text = _PROLOG.replace("@COMMON@", _COMMON).replace("@CASES@", "\n".join(cases))
     text = text.replace("@LIMITS@\n", "".join(f"{line}\n" for line in held))
     return text.replace("@STATE@", STATE)
 
@@ -327,15 +373,18 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
         Document(name="cgroup.conf.lines", text=_CGROUP, kind="conf"),
     ]
     if with_mps:
-        numbers = enumerate(slurm_order(host, by_nvml=by_nvml))
-        uuids = {number: one.gpu.uuid for number, one in numbers if one.gpu.sharing is Sharing.MPS}
+        order = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
+        uuids, shards = (
+            {number: device.gpu.uuid for number, device in order if device.gpu.sharing is sharing}
+            for sharing in (Sharing.MPS, Sharing.TIMESLICE)
+        )
         limits = {
             gpu.uuid: gpu.mps.limits.memory_limit_bytes
             for gpu in with_mps
             if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes is not None
         }
         documents += [
-            Document(name="gpushare-prolog.sh", text=prolog(uuids, limits), kind="sh"),
+            Document(name="gpushare-prolog.sh", text=prolog(uuids, shards, limits), kind="sh"),
             Document(name="gpushare-epilog.sh", text=epilog(), kind="sh"),
             Document(name="gpushare-task-prolog.sh", text=task_prolog(), kind="sh"),
         ]

@@ -178,7 +178,8 @@ CUT = host(
 
 def numbers(found: Export) -> dict[str, str]:
     """Return the UUID of each number in the prolog."""
-    return dict(re.findall(r"^    (\d+) \| \S+\) echo (\S+) ;;$", text(found, "gpushare-prolog.sh"), re.MULTILINE))
+    script = text(found, "gpushare-prolog.sh").partition("with_shards()")[0]
+    return dict(re.findall(r"^    (\d+) \| \S+\) echo (\S+) ;;$", script, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -273,9 +274,22 @@ DETECTED = host(
 @pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
 @pytest.mark.parametrize("described", [UNEQUAL, CUT, DETECTED], ids=["unequal", "cut", "detected"])
 def test_slurmd_orders_what_it_detects(tmp_path: Path, described: HostDescription) -> None:
-    """Slurm's own stand-in for a driver is a file of GPUs: type, CPUs, links, device file, UUID."""
     found = slurm_export(described, autodetect="nvml")
-    number, detected = len(described.gpus), []
+    detect(tmp_path, described)
+    order = slurm_order(described, by_nvml=True)
+    whole = [f"nvidia{one.gpu.minor}" for one in order if one.mig is None]
+    for end in [*whole, *(f"nvidia-cap{number}" for number in range(100, 110)), "nvidia0"]:
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        if not (tmp_path / "dev" / end).is_symlink():
+            (tmp_path / "dev" / end).symlink_to("/dev/null")
+    said = listed(tmp_path, found, detected=True)
+    assert said[: len(whole)] == whole
+    assert len(described.gpus) == len(whole) + len([one for one in described.gpus if one.mig])
+
+
+def detect(tmp_path: Path, described: HostDescription) -> None:
+    """Write Slurm's own stand-in for a driver, a file of GPUs: type, CPUs, links, device file, UUID."""
+    detected = []
     for one in described.gpus:
         name = (one.name or "").lower().replace(" ", "_")
         links = ",".join("-1" if other is one else "0" for other in described.gpus)
@@ -287,15 +301,6 @@ def test_slurmd_orders_what_it_detects(tmp_path: Path, described: HostDescriptio
             detected.append(f"{name}_{mig_device.profile}|2|0|(null)|{files}")
     # In an order that slurmd has to sort.
     (tmp_path / "fake_gpus.conf").write_text("\n".join(reversed(detected)) + "\n")
-    order = slurm_order(described, by_nvml=True)
-    whole = [f"nvidia{one.gpu.minor}" for one in order if one.mig is None]
-    for end in [*whole, *(f"nvidia-cap{number}" for number in range(100, 110)), "nvidia0"]:
-        (tmp_path / "dev").mkdir(exist_ok=True)
-        if not (tmp_path / "dev" / end).is_symlink():
-            (tmp_path / "dev" / end).symlink_to("/dev/null")
-    said = listed(tmp_path, found, detected=True)
-    assert said[: len(whole)] == whole
-    assert number == len(whole) + len([one for one in described.gpus if one.mig])
 
 
 def listed(tmp_path: Path, found: Export, *, detected: bool = False) -> list[str]:

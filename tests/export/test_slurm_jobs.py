@@ -16,8 +16,9 @@ import pytest
 
 from gpushare.export.description import HostDescription
 from gpushare.export.slurm import STATE, slurm_export
-from tests.export.hosts import text
-from tests.export.test_slurm import CUT, MIXED, UNEQUAL, lines
+from gpushare.model import Sharing
+from tests.export.hosts import gpu, host, mps, text
+from tests.export.test_slurm import CUT, MIXED, UNEQUAL, detect, lines
 from tests.export.test_slurm_scripts import CONTROL, SMI
 
 PROGRAMS = os.environ.get("GPUSHARE_TEST_SLURM")
@@ -33,15 +34,21 @@ SCRIPTS = ("prolog", "epilog", "task-prolog")
 class Cluster:
     """A cluster of one node, with an exported configuration and programs that stand in for NVIDIA's."""
 
-    def __init__(self, tmp: Path, described: HostDescription) -> None:
+    def __init__(self, tmp: Path, described: HostDescription, autodetect: str = "off") -> None:
         self.tmp, self.name = tmp, socket.gethostname().partition(".")[0]
-        self.found = slurm_export(described, autodetect="off")
+        self.found = slurm_export(described, autodetect=autodetect)
         self._running: list[subprocess.Popen[bytes]] = []
         for name in ("bin", "dev", "spool", "save"):
             (tmp / name).mkdir()
         for program, body in (("nvidia-smi", SMI), ("nvidia-cuda-mps-control", CONTROL)):
             (tmp / "bin" / program).write_text(body.format(tmp=tmp))
             (tmp / "bin" / program).chmod(0o755)
+        # The prolog asks it about a job with two kinds of gres.
+        (tmp / "bin" / "scontrol").symlink_to(self.program("scontrol"))
+        if autodetect == "nvml":
+            detect(tmp, described)
+            for one in described.gpus:
+                (tmp / "dev" / f"nvidia{one.minor}").symlink_to("/dev/null")
         names = {one.name for one in self.found.documents}
         self.scripts = [one for one in SCRIPTS if f"gpushare-{one}.sh" in names]
         for script in self.scripts:
@@ -52,11 +59,13 @@ class Cluster:
         self._configure()
 
     def _configure(self) -> None:
-        gres = text(self.found, "gres.conf").replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{self.tmp}/dev/")
+        gres = text(self.found, "gres.conf").replace("AutoDetect=nvml", "AutoDetect=off")
+        gres = gres.replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{self.tmp}/dev/")
         (self.tmp / "gres.conf").write_text(gres)
         for path in set(re.findall(rf"{re.escape(str(self.tmp))}/dev/[^,\s]+", gres)):
             # A character device, as slurmd asks for.
-            Path(path).symlink_to("/dev/null")
+            if not Path(path).is_symlink():
+                Path(path).symlink_to("/dev/null")
         (self.tmp / "cgroup.conf").write_text("")
         said = lines(self.found)
         plugins = os.environ.get("GPUSHARE_TEST_SLURM_PLUGINS")
@@ -156,6 +165,7 @@ def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, said()
+        assert "DRAIN" not in said(), said()
         time.sleep(0.2)
 
 
@@ -166,11 +176,11 @@ def _free_port() -> int:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[[HostDescription], Cluster]]:
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     begun: list[Cluster] = []
 
-    def start(described: HostDescription) -> Cluster:
-        one = Cluster(tmp_path, described)
+    def start(described: HostDescription, autodetect: str = "off") -> Cluster:
+        one = Cluster(tmp_path, described, autodetect)
         begun.append(one)
         one.start()
         return one
@@ -181,7 +191,7 @@ def cluster(tmp_path: Path) -> Iterator[Callable[[HostDescription], Cluster]]:
     shutil.rmtree(tmp_path / "spool", ignore_errors=True)
 
 
-def test_unequal_gpus_with_a_gap(cluster: Callable[[HostDescription], Cluster]) -> None:
+def test_unequal_gpus_with_a_gap(cluster: Callable[..., Cluster]) -> None:
     """Slurm's number 2 is /dev/nvidia2 here only by chance: it is an A30, after two T4s."""
     one = cluster(UNEQUAL)
     t4, a30 = UNEQUAL.gpus[0].uuid, UNEQUAL.gpus[1].uuid
@@ -195,20 +205,42 @@ def test_unequal_gpus_with_a_gap(cluster: Callable[[HostDescription], Cluster]) 
     until(lambda: not list((one.tmp / "state").glob("*/pipe/alive")), one.logs)
 
 
-def test_mps_behind_mig_devices(cluster: Callable[[HostDescription], Cluster]) -> None:
+def test_mps_behind_mig_devices(cluster: Callable[..., Cluster]) -> None:
     one = cluster(CUT)
     uuid = CUT.gpus[1].uuid
     task = one.job("mps:10")
     assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (uuid, f"{uuid} none")
 
 
-def test_a_share_of_mps_and_a_shard(cluster: Callable[[HostDescription], Cluster]) -> None:
-    one = cluster(MIXED)
-    uuid = MIXED.gpus[2].uuid
-    task = one.job("shard:1,mps:10")
-    assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (uuid, f"{uuid} none")
-    # The shard is not lost.
-    assert task["GPUSHARE_SHARD_DEVICES"].isdecimal()
+PAIRED = host(gpu(0, replicas=3), gpu(1, replicas=3), *(gpu(index, Sharing.MPS, mps=mps()) for index in (2, 3)))
+
+
+@pytest.mark.parametrize("autodetect", ["off", "nvml"])
+@pytest.mark.parametrize("described", [MIXED, PAIRED], ids=["mixed", "paired"])
+def test_a_share_of_mps_and_a_shard(
+    cluster: Callable[..., Cluster], described: HostDescription, autodetect: str
+) -> None:
+    """In any order: in the prolog CUDA_VISIBLE_DEVICES is that of the last gres of the list."""
+    one = cluster(described, autodetect)
+    uuid = next(gpu.uuid for gpu in described.gpus if gpu.sharing is Sharing.MPS)
+    shards = [gpu.uuid for gpu in described.gpus if gpu.sharing is Sharing.TIMESLICE]
+    for gres in ("mps:60,shard:1", "shard:1,mps:60"):
+        task = one.job(gres)
+        assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (uuid, f"{uuid} none")
+        assert task["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"
+        # The shard is not lost.
+        assert task["GPUSHARE_SHARD_DEVICES"] in shards
     task = one.job("shard:1")
-    assert "DAEMON" not in task
     assert "CUDA_MPS_PIPE_DIRECTORY" not in task
+    assert "DRAIN" not in one.ask("scontrol", "show", "node")
+
+
+def test_a_share_that_slurm_does_not_place(cluster: Callable[..., Cluster]) -> None:
+    one = cluster(PAIRED)
+    (one.tmp / "bin" / "scontrol").unlink()
+    (one.tmp / "bin" / "scontrol").symlink_to("/bin/false")
+    task = one.job("mps:60,shard:1")
+    assert any("Slurm does not say which GPU has this job's share of MPS" in line for line in task)
+    assert task["CUDA_VISIBLE_DEVICES"] in {PAIRED.gpus[0].uuid, PAIRED.gpus[1].uuid}
+    assert not {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "DAEMON"} & set(task)
+    assert "DRAIN" not in one.ask("scontrol", "show", "node")

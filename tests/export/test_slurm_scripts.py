@@ -17,6 +17,7 @@ from tests.export.hosts import gpu, host, mps, text
 HOST = host(
     *(gpu(index, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB if index else None)) for index in range(12)),
     gpu(12),
+    gpu(13),
 )
 
 SMI = """\
@@ -46,6 +47,10 @@ quit*) [ -e "{tmp}/stuck" ] || rm "$CUDA_MPS_PIPE_DIRECTORY/alive" ;;
 get_default_device_pinned_mem_limit*) cat "{tmp}/held" 2>/dev/null || echo 3G ;;
 esac
 """
+
+
+def uuid(number: int) -> str:
+    return f"GPU-{number:08x}-0000-0000-0000-000000000000"
 
 
 @dataclass
@@ -91,10 +96,6 @@ class Node:
         """Return the compute mode of a GPU."""
         path = self.tmp / f"mode-{uuid(number)}"
         return path.read_text().strip() if path.exists() else "Default"
-
-
-def uuid(number: int) -> str:
-    return f"GPU-{number:08x}-0000-0000-0000-000000000000"
 
 
 @pytest.fixture
@@ -149,17 +150,69 @@ def test_the_task_is_told_where(node: Node) -> None:
 
 
 def test_a_step_with_a_shard_is_told_what_it_gets(node: Node) -> None:
-    node.run("prolog", 7, "3", "25")
-    told = node.run("task-prolog", 7, "12", "25", SLURM_SHARDS_ON_NODE="1").stdout.splitlines()
+    node.run("prolog", 7, "3", "25", GPU_DEVICE_ORDINAL="12")
+    # Slurm's own number counts the devices of one gres: 0 would be the GPU with MPS.
+    told = node.run("task-prolog", 7, "0", "25", SLURM_SHARDS_ON_NODE="1").stdout.splitlines()
     assert told[0].startswith("print gpushare: this step has a share of MPS and a shard")
     assert told[1:] == [
-        "export GPUSHARE_SHARD_DEVICES=12",
+        f"export GPUSHARE_SHARD_DEVICES={uuid(12)}",
         f"export CUDA_MPS_PIPE_DIRECTORY={node.tmp}/state/{uuid(3)}/pipe",
         f"export CUDA_VISIBLE_DEVICES={uuid(3)}",
     ]
 
 
-@pytest.mark.parametrize("number", ["12", "13", "GPU-x", ""])
+@pytest.mark.parametrize(
+    "details",
+    [
+        # Before 23.11, and since then; one of several nodes; a type; the share before and after.
+        "JobId=7 JOB_GRES=mps:60,shard:1 Nodes=n2 CPU_IDs=0 Mem=0 GRES=mps:60(IDX:3),shard:1(IDX:12) MinMemoryNode=0",
+        "JobId=7 Nodes=n1 CPU_IDs=0 Mem=0 GRES=mps:60(IDX:1) Nodes=n2 CPU_IDs=0 Mem=0 GRES=shard:1(IDX:12),mps:60(IDX:3)",
+        "JobId=7 Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=mps:60(0/100,0/100,0/100,60/100,0/0),shard:1(SHARD) A=mps:1(IDX:2)",
+        "JobId=7 Nodes=n2 CPU_IDs=0 Mem=0 GRES=shard:1(SHARD),mps:t4:60(0/100,0/100,0/100,60/100)",
+    ],
+)
+@pytest.mark.parametrize(
+    "seen",
+    [
+        # mps before shard, and after it; with AutoDetect=nvml there is no ordinal.
+        {"CUDA_VISIBLE_DEVICES": "12", "SLURM_JOB_GPUS": "12", "GPU_DEVICE_ORDINAL": "12"},
+        {"CUDA_VISIBLE_DEVICES": "12", "SLURM_JOB_GPUS": "12"},
+        {"CUDA_VISIBLE_DEVICES": "3", "SLURM_JOB_GPUS": "3", "GPU_DEVICE_ORDINAL": "12"},
+        {"CUDA_VISIBLE_DEVICES": uuid(3), "SLURM_JOB_GPUS": "3"},
+        {"CUDA_VISIBLE_DEVICES": "3", "SLURM_JOB_GPUS": "12"},
+    ],
+)
+def test_a_share_beside_another_gres(node: Node, details: str, seen: dict[str, str]) -> None:
+    """The variables of the prolog are those of the last gres in the list of the job."""
+    scontrol = node.tmp / "bin" / "scontrol"
+    details = details.replace("SHARD", "0/0," * 12 + "1/2")
+    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "-d -o show job 7" ] && echo "{details}"\n')
+    scontrol.chmod(0o755)
+    names = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert node.run("prolog", 7, percent="60", **seen, **names).returncode == 0
+    assert node.daemon(3) == f"{uuid(3)} none"
+    told = node.run("task-prolog", 7, "0", "60", SLURM_SHARDS_ON_NODE="1").stdout
+    assert f"export GPUSHARE_SHARD_DEVICES={uuid(12)}\nexport CUDA_MPS" in told
+    assert told.endswith(f"export CUDA_VISIBLE_DEVICES={uuid(3)}\n")
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "echo JobId=7 Nodes=n1 GRES='mps:60(IDX:1)'", "echo"])
+def test_a_job_whose_share_slurm_does_not_place_runs_without_it(node: Node, answer: str) -> None:
+    scontrol = node.tmp / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n{answer}\n")
+    scontrol.chmod(0o755)
+    done = node.run("prolog", 7, "12", "60", GPU_DEVICE_ORDINAL="12", SLURMD_NODENAME="n2")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "gpushare: Slurm does not say which GPU has the share of MPS of job 7\n",
+    )
+    told = node.run("task-prolog", 7, "0", "60", SLURM_SHARDS_ON_NODE="1").stdout.splitlines()
+    assert told[0].startswith("print gpushare: Slurm does not say which GPU has this job's share of MPS")
+    assert told[1:] == ["unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", f"export CUDA_VISIBLE_DEVICES={uuid(12)}"]
+    assert node.run("epilog", 7).returncode == 0
+
+
+@pytest.mark.parametrize("number", ["14", "GPU-x", ""])
 def test_a_share_on_a_gpu_that_the_script_does_not_know_fails(node: Node, number: str) -> None:
     """Otherwise the job would run without its limit, on all of the GPU."""
     done = node.run("prolog", 1, number, "25")
