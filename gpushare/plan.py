@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Final, TypeVar
 
 from gpushare.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
+from gpushare.signals import undisturbed
 from gpushare.values import dataclass
 
 T = TypeVar("T")
@@ -208,7 +207,7 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
     Ctrl-C is ignored meanwhile: it would leave the host half changed.
     """
     left: list[tuple[Step, GpushareError]] = []
-    with _undisturbed():
+    with undisturbed():
         for step in reversed(done):
             if step.revert is None:
                 continue
@@ -219,25 +218,6 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
             except Exception as error:  # noqa: BLE001 - after any error the steps before are undone, too
                 left.append((step, OperationFailed(f"{type(error).__name__}: {error}", "see: gpushare doctor")))
     return left
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP. Only the main thread can, and only it is interrupted by them.
-
-    With a handler, not SIG_IGN, which a daemon started here would inherit.
-    """
-    before = {}
-    with contextlib.suppress(ValueError):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, lambda *_: None)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            # None: not a handler of Python, which cannot be restored.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:

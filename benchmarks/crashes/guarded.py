@@ -1,4 +1,4 @@
-"""Starts the guard of `gpushare run` with an injector of its own: ``guarded.py GUARD ARGUMENTS...``.
+"""Starts the guard with an injector of its own: ``guarded.py GUARD ARGUMENTS...``.
 
 ``GPUSHARE_CRASH_GUARD`` says where it strikes: ``AT:FAULT:LOG``.
 """

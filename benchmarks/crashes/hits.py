@@ -92,7 +92,7 @@ _LOOKS: Final[Sequence[Words]] = (
 def load() -> None:
     """Load all of gpushare and build its commands, so that each process that is forked has them."""
     for module in pkgutil.walk_packages(gpushare.__path__, "gpushare."):
-        if not module.name.endswith(("__main__", ".guard")):
+        if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in ("psutil", "yaml", "pynvml", "tempfile", "jsonschema"):
         with contextlib.suppress(ImportError):

@@ -327,7 +327,7 @@ class World:
                 words = _begin(f"/proc/{entry}/cmdline").decode(errors="replace").split("\0")
                 if not _lives(int(entry)):
                     continue
-                if any(word.endswith("pause/guard.py") for word in words[:4]):
+                if "gpushare.pause.keep:keep" in words[:6]:
                     found[int(entry)] = _PAUSE_GUARD
                 else:
                     found[int(entry)] = " ".join(Path(word).name for word in words[:3] if word)

@@ -21,6 +21,7 @@ import typer  # noqa: E402
 from gpushare.cli import options as common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.show.text import NotWritten, put  # noqa: E402
+from gpushare.signals import ended_by_exception  # noqa: E402
 
 # One file per verb, in the groups and the order of the help, with its line there. Only the file of the requested verb is
 # loaded: the whole tree costs more than Typer itself at every start.
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common.open_closed_streams()
     common.outlive_the_terminal()
     try:
-        with common.ended_by_exception():
+        with ended_by_exception():
             code = _run(words)
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):

@@ -13,7 +13,6 @@ import typer
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
-    Ended,
     HungAfter,
     LowerIsBetter,
     MeasuredTime,
@@ -24,6 +23,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
+from gpushare.signals import Ended
 from gpushare.units import counted
 
 if TYPE_CHECKING:

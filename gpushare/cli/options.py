@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
 from gpushare.show.text import NotWritten, one_line, put
+from gpushare.signals import Ended
 from gpushare.units import quoted
 from gpushare.values import dataclass
 
@@ -206,39 +207,6 @@ def change_options(*, asks: bool) -> list[TyperOption]:
         _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
         _flag("yes", "Do not ask before something named, granted or in use goes.", "-y", "--yes", hidden=not asks),
     ]
-
-
-class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: handled like Ctrl-C, with rollback."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-@contextlib.contextmanager
-def ended_by_exception() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command like Ctrl-C: rolled back, with the terminal restored.
-
-    A signal that the caller handles or ignores (nohup) is left as it is.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise Ended(number)
-
-    taken: list[tuple[int, Any]] = []
-    # ValueError: only the main thread can set signal handlers.
-    with contextlib.suppress(ValueError):
-        for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
-            before = signal.getsignal(number)
-            if before is signal.SIG_DFL:
-                signal.signal(number, end)
-                taken.append((number, before))
-    try:
-        yield
-    finally:
-        for number, before in taken:
-            signal.signal(number, before)
 
 
 def interrupted(error: KeyboardInterrupt) -> Interrupted:

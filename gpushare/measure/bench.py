@@ -36,8 +36,8 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
-from gpushare.run.program import EndSignals
 from gpushare.run.share import MpsShare, check_program
+from gpushare.signals import Wakeups
 from gpushare.units import counted, format_bytes, format_copies
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Bench:
         device: Device,
         grounds: Grounds,
         settings: Settings,
-        signals: EndSignals | None = None,
+        signals: Wakeups | None = None,
         progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -525,7 +525,7 @@ def measure(
         wanted = max(wanted, 1)
     started = time.monotonic()
     # Around set-up and clean-up: no signal interrupts either.
-    with EndSignals() as signals, Grounds(host, device, settings.argv[0]) as grounds:
+    with Wakeups() as signals, Grounds(host, device, settings.argv[0]) as grounds:
         settings, unset = _opened(grounds, settings, wanted)
         free = len(grounds.instances)
         settings, more = _with_instances(settings, free)

@@ -16,11 +16,12 @@ from gpushare.run.several import Group, Program
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
+    from gpushare.guard import Guard
     from gpushare.host.host import Host
     from gpushare.measure.slicer import Slicer
     from gpushare.measure.usage import UsageMeter
     from gpushare.mps.kill import Meter
-    from gpushare.run.program import EndSignals, Guard
+    from gpushare.signals import Wakeups
 
 _POLL_SECONDS: Final = 0.05
 # Shorter intervals at first: start-up and short programs are timed more exactly.
@@ -136,7 +137,7 @@ class Copies:
     clients: Callable[[], set[int] | None] = set
     meter: Meter | None = None
     guard: Guard | None = None
-    signals: EndSignals | None = None
+    signals: Wakeups | None = None
     clock: Callable[[], float] = time.monotonic
     # None: each has the driver's default.
     slices: Slices | None = None

@@ -23,13 +23,14 @@ from gpushare.plan import Plan, Step, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
 from gpushare.run.plain import pipe_directory, plain_environment
-from gpushare.run.program import Guard
+from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, lent_level, plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US
 from gpushare.units import format_slice, parse_slice, quoted
 
 if TYPE_CHECKING:
+    from gpushare.guard import Guard
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
@@ -374,8 +375,8 @@ class Grounds:
             for _, claim in self._instances:
                 self._stack.callback(claim.release)
         claims = [claim for _, claim in self._instances]
-        guard = self.guard = Guard(self._host, _Guarded(self._device, self._share, claims))
-        self._stack.callback(lambda: guard.dismiss(lingers=self._share is not None and self._share.close()))
+        guard = self.guard = guard_of(self._host, _Guarded(self._device, self._share, claims))
+        self._stack.callback(lambda: dismiss(guard, lingers=self._share is not None and self._share.close()))
 
     @property
     def instances(self) -> Sequence[str]:

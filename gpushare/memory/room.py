@@ -29,7 +29,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
-from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room
+from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 from gpushare.model import ComputeMode, WaitingJob
 from gpushare.selection import Device, select
 from gpushare.units import GIB, counted, format_bytes, format_duration
@@ -222,6 +222,16 @@ def back_bytes(host: Host, device: Device, memory_bytes: int) -> int | None:
     line = line_of(host, device, [])
     need = memory_bytes + GPU_MARGIN_BYTES
     return None if line is not None and need > line.room.whole_bytes else need
+
+
+def repair_after_death(host: Host, _processes: object, _word: str) -> None:
+    """Repair what a gpushare that died has begun: what its guard does."""
+    # A driver that does not answer now may answer later; too many files are open.
+    for pause in (0.0, 1.0, 5.0, 30.0):
+        time.sleep(pause)
+        with contextlib.suppress(GpushareError, OSError):
+            repair(host, keep=room_kept)
+            return
 
 
 @contextlib.contextmanager

@@ -2,23 +2,18 @@
 
 While out, a job holds no device memory. What would lose it is checked first: host memory before it goes out, room on the
 GPU before it comes back, because a restore without room fails for good. The record is on the disk before the first
-process is locked, and a guard (`guard.py`) completes or takes back what gpushare had begun if it dies.
+process is locked, and a guard completes or takes back what gpushare had begun if it dies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
-import gpushare
 from gpushare.errors import (
     GpushareError,
     InUse,
@@ -29,6 +24,7 @@ from gpushare.errors import (
     TimedOut,
     or_none,
 )
+from gpushare.guard import DONE, Guard
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.identity import uptime
@@ -609,8 +605,6 @@ def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
-_GUARD_SECONDS: Final = 20.0
-
 
 @contextlib.contextmanager
 def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
@@ -619,43 +613,16 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
     Raises:
         OperationFailed: it does not start (code ``guard_failed``); nothing was begun.
     """
-    root = str(Path(gpushare.__file__).resolve().parents[1])
-    argv = [sys.executable, str(Path(__file__).resolve().with_name("guard.py")), root, host.spec]
+    guard, word = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.room:repair_after_death"), None
+    guard.wait_ready()
     try:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-    except OSError as error:
-        raise _no_guard(error.strerror or str(error)) from error
-    # Closing its input without a word makes it repair.
-    with process:
-        words, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
-        ready, _, _ = select.select([answers], [], [], _GUARD_SECONDS)
-        if not ready or answers.readline() != b"ready\n":
-            process.kill()
-            raise _no_guard("it does not answer")
-        try:
-            yield
-            with contextlib.suppress(OSError):
-                words.write(b"done\n")
-                words.flush()
-        finally:
-            with contextlib.suppress(OSError):
-                words.close()
-            # Not left to Popen, which waits for a quarter of a second after Ctrl-C.
-            try:
-                process.wait(_SAY_SECONDS)
-            except subprocess.TimeoutExpired:
-                say("waits until the guard has brought the job to one state")
-                process.wait()
-
-
-def _no_guard(why: str) -> OperationFailed:
-    return OperationFailed(
-        f"the guard of the swap does not start: {why}",
-        f"see what starts it: ls -l {sys.executable}",
-        code="guard_failed",
-    )
+        yield
+        word = DONE
+    finally:
+        guard.leave(word)
+        if not guard.wait(_SAY_SECONDS):
+            say("waits until the guard has brought the job to one state")
+            guard.wait()
 
 
 # -- what a death left -------------------------------------------------------------------------------------------------

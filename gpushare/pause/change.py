@@ -7,18 +7,13 @@ pause in time, and pauses what the job creates meanwhile. Nothing but the record
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
-import gpushare
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.guard import Guard
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
@@ -36,6 +31,7 @@ from gpushare.pause.record import (
     write,
 )
 from gpushare.plan import Loss, Plan, Step
+from gpushare.signals import held_back
 from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -45,13 +41,9 @@ if TYPE_CHECKING:
 
 
 # What the guard is told once everything is off, and what it answers when it is ready.
-HELD: Final = b"held\n"
-READY: Final = b"ready\n"
-_GUARD_SECONDS: Final = 10.0
+HELD: Final = "held"
 # A job may start another process while its processes are paused one by one.
 _ROUNDS: Final = 3
-# Guards that outlive their pause's command are reaped by init; in a longer life of this process, here.
-_LEFT: Final[list[subprocess.Popen[bytes]]] = []
 OFF_COMMAND: Final = "(FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager)"
 ON_COMMAND: Final = "(FIFO_DISABLE_CHANNELS with bDisable 0)"
 
@@ -120,7 +112,7 @@ class JobPause:
             return Plan(title=f"pause {self.job.title}", steps=())
         if begin and self._guard is None:
             # Both processes load while the rest is looked up. Without a pause, the guard ends with its input.
-            self._guard = Guard(self._host, self.job.path)
+            self._guard = self._keeper()
         self.control.start()
         on_gpu = self._target.on_gpu()
         refuse_mps(self._host, on_gpu)
@@ -180,10 +172,13 @@ class JobPause:
             revert=self._forget,
         )
 
+    def _keeper(self) -> Guard:
+        return Guard(self._host.spec, "ends the pause", "gpushare.pause.keep:keep", str(self.job.path), early=True)
+
     def _record(self) -> None:
         guard = self._guard
         if guard is None:
-            guard = self._guard = Guard(self._host, self.job.path)
+            guard = self._guard = self._keeper()
         # Before anything is off: an older record of a pause that died may be replaced, so keep what it has off.
         older = PAUSES.read(self.job.path)
         if older is not None and older.lives(self._host):
@@ -218,7 +213,8 @@ class JobPause:
         # Noted first: a driver that does not answer may have done it.
         self._off.append(channels)
         try:
-            with _signals_wait():
+            # A call that was left to its own could take channels off after the roll-back.
+            with held_back():
                 self.seconds += self.control.disable(channels)
         except TimedOut:
             raise
@@ -274,18 +270,7 @@ class JobPause:
         self.job = replace(self.job, state=PAUSED)
         write(self.job)
         if self._guard is not None:
-            self._guard.tell()
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let Ctrl-C and its like wait: a call that was left to its own could take channels off after the roll-back."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._guard.hand_over(HELD)
 
 
 def _gone(pid: int) -> NotFound:
@@ -514,61 +499,6 @@ def _is(job: PausedJob, text: str) -> bool:
     if pid is not None:
         return pid in job.pids
     return job.name == text
-
-
-class Guard:
-    """The process that keeps a job paused: `guard.py`. It runs in a session of its own and survives this process."""
-
-    def __init__(self, host: Host, path: Path) -> None:
-        """Start it.
-
-        Raises:
-            OperationFailed: it does not start.
-        """
-        root = str(Path(gpushare.__file__).resolve().parents[1])
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve().with_name("guard.py")), root, host.spec, str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise _guard_failed(error.strerror or str(error)) from error
-        self.pid = self._process.pid
-        _LEFT[:] = [one for one in _LEFT if one.poll() is None]
-        _LEFT.append(self._process)
-        self._pipe, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
-
-    def wait_ready(self) -> None:
-        """Wait until it is there. Raises OperationFailed."""
-        import select
-
-        ready, _, _ = select.select([self._answers], [], [], _GUARD_SECONDS)
-        if not ready or self._answers.readline() != READY:
-            raise _guard_failed("it ended" if ready else f"it does not answer within {_GUARD_SECONDS:g} s")
-
-    def tell(self) -> None:
-        """Let it keep the job paused from here on. Raises OperationFailed."""
-        try:
-            os.write(self._pipe.fileno(), HELD)
-        except OSError as error:
-            raise _guard_failed(f"it is gone ({error.strerror})") from error
-
-    def leave(self) -> None:
-        """Close its input. Unless it was told to keep the job paused, it resumes it, as if gpushare had died."""
-        for one in (self._pipe, self._answers):
-            with contextlib.suppress(OSError):
-                one.close()
-
-
-def _guard_failed(why: str) -> OperationFailed:
-    return OperationFailed(
-        f"the guard, which ends the pause, does not start: {why}",
-        f"see what starts it: ls -l {sys.executable}",
-        code="guard_failed",
-    )
 
 
 @contextlib.contextmanager

@@ -6,17 +6,16 @@ import contextlib
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
-from gpushare.pause.change import free, names_of
+from gpushare.pause.change import HELD, free, names_of
 from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
 
@@ -26,6 +25,17 @@ LOOK_SECONDS: Final = 1.0
 _AGAIN_SECONDS: Final = 30.0
 # Processes of a job that are looked at.
 _MOST_PROCESSES: Final = 1024
+
+
+def keep(host: Host, _processes: object, word: str, path: str) -> None:
+    """Keep a job paused until its time is over, it is resumed, or it ends; without the word, resume it."""
+    if not host.is_simulated:
+        os.chdir("/")
+    keeper = Keeper(host, Path(path))
+    if word == HELD:
+        keeper.keep()
+    else:
+        keeper.take_back()
 
 
 class Keeper:

@@ -23,9 +23,10 @@ from gpushare.memory.room import check_limit
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
-from gpushare.run.program import EndSignals, command_line, step_of_run
+from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
 from gpushare.run.share import MpsShare, open_mps_share
+from gpushare.signals import Wakeups
 from gpushare.units import MIB, format_bytes
 from gpushare.values import dataclass
 
@@ -363,7 +364,7 @@ class _Farm:
         self._stuck: set[int] = set()
         self._started = time.monotonic()
         self._looks: list[float] = []
-        self._signals = EndSignals()
+        self._signals = Wakeups()
 
     def run(self) -> FarmResult:
         with self._signals:

@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import shlex
 import signal
-import socket
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
-import gpushare
-from gpushare.errors import GpushareError, NoPermission, OperationFailed, system_error
+from gpushare.errors import GpushareError, NoPermission
+from gpushare.guard import DONE, Guard
 from gpushare.host.process import Streams, known, start_of
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
+from gpushare.signals import ENDING, Wakeups, handled
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -116,7 +113,8 @@ def _foreground(descriptor: int) -> int | None:
 
 
 def _give(descriptor: int, group: int) -> bool:
-    with _ignored(signal.SIGTTOU):
+    # It would stop a background process that moves the terminal.
+    with handled((signal.SIGTTOU,), signal.SIG_IGN):
         try:
             os.tcsetpgrp(descriptor, group)
         except OSError:
@@ -124,90 +122,12 @@ def _give(descriptor: int, group: int) -> bool:
         return True
 
 
-@contextlib.contextmanager
-def _ignored(number: int) -> Iterator[None]:
-    """Ignore a signal: SIGTTOU would stop a background process that moves the terminal."""
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-class Wakeups:
-    """Catches signals while it is entered; `wait` returns those that came."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._numbers = tuple(numbers)
-        self._before: dict[int, object] = {}
-        self._fd_before = -1
-
-    def __enter__(self) -> Wakeups:
-        """Take the signals over."""
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in self._numbers:
-            if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
-                continue
-            # The byte in the wake-up socket is the message; the handler only replaces the default action.
-            self._before[number] = signal.signal(number, lambda *_: None)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._fd_before)
-        self._read.close()
-        self._write.close()
-
-    def wait(self, seconds: float) -> list[int]:
-        """Wait at most ``seconds`` for a signal and return all that came, in order."""
-        ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
-        if not ready:
-            return []
-        try:
-            return [number for number in self._read.recv(4096) if number in self._numbers]
-        except BlockingIOError:
-            return []
-
-
 # A peak is kept after this number of looks that saw memory (most of a minute): a shorter run may not have reached it.
 _PEAK_LOOKS: Final = 10
 
 
-# Signals by which a user ends gpushare and what it runs.
-ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The exit codes of programs that ended so, as servers and notebooks always do.
+# The exit codes of programs that a user ended, as servers and notebooks always do.
 ENDED_BY_USER: Final = frozenset(128 + number for number in ENDING)
-
-
-class EndSignals(Wakeups):
-    """Catches the signals that end gpushare; ``first`` is the first one that came. SIGCHLD cuts a wait short."""
-
-    def __init__(self) -> None:
-        super().__init__((*ENDING, signal.SIGCHLD))
-        self.first: int | None = None
-
-    def __enter__(self) -> EndSignals:
-        super().__enter__()
-        return self
-
-    def asked(self, seconds: float) -> bool:
-        """Wait at most ``seconds``, and return whether the user has asked for the end, now or before."""
-        self.came(seconds)
-        return self.first is not None
-
-    def came(self, seconds: float = 0.0) -> bool:
-        """Wait at most ``seconds``, and return whether such a signal came meanwhile."""
-        numbers = [number for number in self.wait(seconds) if number in ENDING]
-        if numbers and self.first is None:
-            self.first = numbers[0]
-        return bool(numbers)
 
 
 # Passed on to a program that handles them; others would die of them.
@@ -598,7 +518,7 @@ class _Session:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Guard]:
         """Yield the guard. If something fails here, it ends what is left of the program."""
-        guard = Guard(self._host, self._share)
+        guard = guard_of(self._host, self._share)
         try:
             yield guard
             # First the daemon, then the word: if gpushare is killed in between, the guard still stops the daemon.
@@ -606,88 +526,45 @@ class _Session:
         except BaseException:
             guard.leave()
             raise
-        guard.dismiss(lingers=lingers)
+        dismiss(guard, lingers=lingers)
 
 
-class Guard:
-    """The process that ends programs the safe way if gpushare dies: `guard.py`, and what it is told.
+# The program has ended, and others still use the daemon: the guard stops it when the last one goes.
+LINGER: Final = "linger"
 
-    It runs in a session of its own, so that no signal of the terminal reaches it.
+
+def guard_of(host: Host, share: Guarded) -> Guard:
+    """Start what ends programs in a share the safe way if gpushare dies (`orphans.after_death`).
+
+    Raises:
+        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
     """
+    device, held = share.device, share.guarded
+    guard = Guard(
+        host.spec,
+        "ends the program if gpushare dies",
+        "gpushare.run.orphans:after_death",
+        *(device.uuid, str(device.gpu.index), *held),
+        descriptors=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
+    )
+    try:
+        for path in held[3:]:
+            from gpushare.host.claims import HeldClaim
 
-    def __init__(self, host: Host, share: Guarded) -> None:
-        """Start it.
+            # From here on, the guard holds the instance if gpushare is killed.
+            HeldClaim(Path(path)).add(guard.pid)
+    except BaseException:
+        guard.leave()
+        guard.wait()
+        raise
+    return guard
 
-        Raises:
-            OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
-        """
-        root, device = str(Path(gpushare.__file__).resolve().parents[1]), share.device
-        held = share.guarded
-        try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, str(Path(__file__).resolve().with_name("guard.py"))),
-                    *(root, host.spec, device.uuid, str(device.gpu.index), *held),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
-            )
-        except OSError as error:
-            why = system_error(error)
-            raise OperationFailed(
-                f"the guard, which ends the program if gpushare dies, does not start: {error.strerror or error}",
-                f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
-                code="guard_failed",
-            ) from error
-        self._pipe = cast("IO[bytes]", self._process.stdin)
-        try:
-            for path in held[3:]:
-                from gpushare.host.claims import HeldClaim
 
-                # From here on, the guard holds the instance if gpushare is killed.
-                HeldClaim(Path(path)).add(self._process.pid)
-        except BaseException:
-            self._pipe.close()
-            self._process.wait()
-            raise
-
-    def announce(self, pid: int, started: int | None) -> None:
-        """Announce a program from within its process, before it runs: gpushare may be killed at any point.
-
-        Raises:
-            OSError: the guard is gone; nothing may run unguarded.
-        """
-        # One write: it arrives whole between those of gpushare, which keeps nothing in its buffer.
-        os.write(self._pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
-
-    def started(self, pid: int, started: int | None) -> None:
-        """Name a process that it must end, or continue, if gpushare dies."""
-        self._tell(f"program {pid} {'-' if started is None else started}")
-
-    def ended(self, pid: int) -> None:
-        """Let it forget a process."""
-        self._tell(f"ended {pid}")
-
-    def dismiss(self, *, lingers: bool) -> None:
-        """Dismiss it. With ``lingers``, it waits for the daemon's last user and stops the daemon."""
-        self._tell("linger" if lingers else "done")
-        self.leave()
-        if not lingers:
-            self._process.wait()
-
-    def leave(self) -> None:
-        """Close its input. Unless it was dismissed, it acts as if gpushare had died."""
-        with contextlib.suppress(OSError):
-            self._pipe.close()
-
-    def _tell(self, line: str) -> None:
-        # If somebody has killed the guard, the programs go on.
-        with contextlib.suppress(OSError, ValueError):
-            self._pipe.write(line.encode() + b"\n")
-            self._pipe.flush()
+def dismiss(guard: Guard, *, lingers: bool) -> None:
+    """Dismiss the guard of a share that was given back; ``lingers``: it waits for the daemon's last user."""
+    guard.leave(LINGER if lingers else DONE)
+    if not lingers:
+        guard.wait()
 
 
 def _pass_on(pid: int, number: int) -> None:

@@ -24,13 +24,15 @@ from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
-from gpushare.run.program import EndSignals, Guard
+from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import MpsShare
+from gpushare.signals import Wakeups
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.guard import Guard
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain, Meter
@@ -369,7 +371,7 @@ class Several(Group):
     def __enter__(self) -> Several:
         """Start the guard, before any program."""
         try:
-            self.guard = Guard(self.host, self.share)
+            self.guard = guard_of(self.host, self.share)
         except BaseException:
             self.share.close()
             raise
@@ -381,7 +383,7 @@ class Several(Group):
         """End what still runs and give the share back; if that fails, the guard goes on with it."""
         lingers: bool | None = None
         try:
-            with EndSignals() as signals:
+            with Wakeups() as signals:
                 left = [program for program in self.programs if program.runs]
                 for program in left:
                     # A paused program could not end by itself.
@@ -394,7 +396,7 @@ class Several(Group):
             if self.guard is not None and lingers is None:
                 self.guard.leave()
             elif self.guard is not None:
-                self.guard.dismiss(lingers=bool(lingers))
+                dismiss(self.guard, lingers=bool(lingers))
 
     def start(
         self,

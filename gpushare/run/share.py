@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.connect import connect
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import known
-from gpushare.host.records import read_tail, sweep_cgroups
+from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home
@@ -25,7 +22,7 @@ from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.plan import Plan, carry_out
-from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
+from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.units import parse_pinned_limits, parse_thread_percentage, quoted
 from gpushare.values import dataclass
 
@@ -199,9 +196,6 @@ class Attachment(Watch):
         return {int(pid) for pid, uid in pattern.findall(text) if int(uid) == self.host.uid}
 
 
-_POLL_SECONDS: Final = 2.0
-
-
 def stop_if_last(host: Host, home: DaemonHome) -> bool:
     """Stop a daemon that `gpushare run` started, if it is unused; return whether it is still in use.
 
@@ -228,81 +222,6 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         restore_mode(host, record)
         home.clear()
     return False
-
-
-def after_death(
-    spec: str,
-    uuid: str,
-    index: int,
-    programs: Mapping[int, int | None],
-    *,
-    mps: bool,
-    lease: Lease | None,
-    claims: Sequence[HeldClaim] = (),
-    ended: Callable[[Host], None] = lambda _: None,
-) -> None:
-    """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
-
-    ``programs`` are PIDs with their start times. The lease and the claims are those of the dead gpushare, which the
-    guard still holds. With ``mps`` the programs end the safe way. ``ended`` is called when they have ended.
-    """
-    host = connect(spec)
-    # A claim that was released before gpushare died may be held by another run.
-    claims = [one for one in claims if one.held()]
-    home = own_home(host, uuid)
-    with contextlib.suppress(GpushareError):
-        _end(host, home, uuid, index, programs, mps=mps)
-    # Only now: while the programs lived, the daemon was in use.
-    if lease is not None:
-        lease.release()
-    lingers = mps and _in_use(host, home)
-    if claims:
-        # A program that hangs in the driver still uses its instance.
-        while any(host.processes.alive(pid, started) for pid, started in programs.items()):
-            time.sleep(_POLL_SECONDS)
-    for one in claims:
-        one.release()
-    ended(host)
-    sweep_cgroups(host)
-    if host.has_records("swap"):
-        from gpushare.memory.swap import forget_ended
-
-        # The guard of a swap may just be writing the record of what has ended.
-        forget_ended(host, 10.0)
-    while lingers:
-        time.sleep(_POLL_SECONDS)
-        lingers = _in_use(host, home)
-
-
-def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
-    pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
-    if not pids:
-        return
-    from gpushare.run.pause import resume_all
-
-    # It may have died while they were paused.
-    resume_all(host, list(pids), mps=mps)
-    if not mps:
-        end_programs(host, pids, set, None)
-        return
-    control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
-    meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
-    end_programs(host, pids, lambda: client_pids(control), meter)
-
-
-def _in_use(host: Host, home: DaemonHome) -> bool:
-    """Stop the daemon if it is unused; return whether to keep waiting."""
-    try:
-        return stop_if_last(host, home)
-    except GpushareError:
-        return False
-
-
-def _gpu_instance(host: Host, uuid: str) -> int | None:
-    if not uuid.startswith("MIG-"):
-        return None
-    instances = (mig for gpu in host.nvml.identities() for mig in gpu.mig_instances)
-    return next((mig.gpu_instance_id for mig in instances if mig.uuid == uuid), None)
 
 
 # What the program runs in, as the guard is told.

@@ -23,6 +23,7 @@ from gpushare.host.channels import Channels, Group
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
+from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
 from gpushare.typed import Count, Pid
@@ -52,7 +53,7 @@ _MOST_PROCESSES: Final = 4096
 _RESTART_LOOKS: Final = 10
 # The time that users have taken is halved this often.
 _FORGET_SECONDS: Final = 30.0
-_ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+
 Key = tuple[int, int]
 _Wanted = tuple[Group, "_Slice", Decision | None]
 
@@ -629,7 +630,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         InUse: another keep runs.
         OperationFailed: not everything could be put back (code ``slices_left``).
     """
-    with only_one(host), _signals() as wait, host.open_channels() as control:
+    with only_one(host), held_back() as wait, host.open_channels() as control:
         say(recover(host, control))
         keeper = Keeper(host, control, policy)
         try:
@@ -637,11 +638,11 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                 began = time.monotonic()
                 say(keeper.look())
                 number = wait(max(0.0, began + LOOK_SECONDS - time.monotonic()))
-                if number in _ENDS:
-                    break
                 if number == signal.SIGHUP:
                     with contextlib.suppress(GpushareError):
                         keeper.follow(reload())
+                elif number is not None:
+                    break
         finally:
             events = keeper.undo()
         say(events)
@@ -654,22 +655,6 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
             )
         # Even where the disk is full, and the record could not be written again.
         KEEPS.forget(KEEPS.path(host, _KEY))
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[Callable[[float], int | None]]:
-    """Hold back SIGTERM, SIGINT and SIGHUP, so that they come between two looks; yields a wait that returns one of them."""
-    numbers = {*_ENDS, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def wait(seconds: float) -> int | None:
-        found = signal.sigtimedwait(numbers, seconds)
-        return None if found is None else found.si_signo
-
-    try:
-        yield wait
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- what would be done ------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
     announced = tmp_path / "announced"
 
     class Noting(Told):
-        def announce(self, pid: int, _started: float | None) -> None:
+        def announce(self, pid: int, _started: int | None) -> None:
             with announced.open("a") as file:
                 file.write(f"{pid}\n")
 
@@ -238,7 +238,7 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
     ended: list[int] = []
 
     class Listening(Told):
-        def announce(self, pid: int, started: float | None) -> None:
+        def announce(self, pid: int, started: int | None) -> None:
             assert started is not None
             with announced.open("a") as file:
                 file.write(f"{pid}\n")

@@ -76,8 +76,8 @@ class NoGuard:
     def wait_ready(self) -> None:
         self.said.append("wait")
 
-    def tell(self) -> None:
-        self.said.append("held")
+    def hand_over(self, word: str) -> None:
+        self.said.append(word)
 
     def leave(self) -> None:
         self.said.append("leave")

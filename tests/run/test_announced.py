@@ -28,22 +28,22 @@ sys.exit(main(sys.argv[1:]))
 PROGRAM = "open({mark!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(600)"
 # The program in its own process, before exec: gpushare dies first, the program after that goes on.
 BEFORE_IT_IS_TOLD = """
-from gpushare.run import program as run
-announce = run.Guard.announce
+from gpushare import guard as module
+announce = module.Guard.announce
 def told(guard, pid, started):
     parent = os.getppid()
     os.kill(parent, signal.SIGKILL)
     while os.getppid() == parent: pass
     announce(guard, pid, started)
-run.Guard.announce = told
+module.Guard.announce = told
 """
 AFTER_IT_IS_TOLD = """
-from gpushare.run import program as run
-announce = run.Guard.announce
+from gpushare import guard as module
+announce = module.Guard.announce
 def told(guard, pid, started):
     announce(guard, pid, started)
     os.kill(os.getppid(), signal.SIGKILL)
-run.Guard.announce = told
+module.Guard.announce = told
 """
 WHEN_IT_RUNS = """
 import gpushare.host.process as child

@@ -425,7 +425,7 @@ def test_it_fits_a_terminal_of_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPa
 TELLING = """
 import sys
 from gpushare.cli import main
-from gpushare.run.program import Guard
+from gpushare.guard import Guard
 
 real, path = Guard.announce, sys.argv.pop(1)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpushare import guard
 from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.host import records
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
@@ -325,7 +326,7 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
     slow.write_text(
         "import sys, time\nprint('ready', flush=True)\nsys.stdin.read()\ntime.sleep(1)\nopen(sys.argv[0] + '.done', 'w')\n"
     )
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "swap.py"))
+    monkeypatch.setattr(guard, "__file__", str(slow))
     monkeypatch.setattr(module, "_SAY_SECONDS", 0.3)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt), module.guarded(world.host, said.append):

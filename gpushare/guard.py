@@ -1,0 +1,174 @@
+"""The guard: a process of its own that acts if gpushare dies without a word (`python guard.py WHEN SPEC MODULE:FUNCTION WORD...`).
+
+Started by path so that nothing in the user's folder can replace the package, and in a session of its own so that no
+signal of the terminal reaches it. It writes ``ready`` and reads lines: ``PID STARTED`` (``-``: unknown) and ``PID ended``
+name the processes that gpushare answers for; a line of one word is the last. After ``done`` it ends. After another word,
+and after none, when gpushare has died, it calls the function with the host, the processes, that word, and its arguments.
+WHEN is ``early`` if it loads the function before it is ready.
+"""
+
+from __future__ import annotations
+
+# Little, and late: a swap waits for the start of its guard, and almost no guard has anything to do.
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Sequence
+    from typing import IO, Any
+
+    from gpushare.errors import OperationFailed
+
+DONE = "done"
+_READY = b"ready\n"
+_START_SECONDS = 20.0
+
+
+class Guard:
+    """The guard as gpushare sees it. ``duty`` is what it does, in messages: ``ends the pause``."""
+
+    # Those that outlive this object are reaped here; those that outlive gpushare, by init.
+    _started: list[subprocess.Popen[bytes]] = []  # noqa: RUF012 - of all objects
+
+    def __init__(
+        self, spec: str, duty: str, act: str, *words: str, early: bool = False, descriptors: Sequence[int] = ()
+    ) -> None:
+        """Start it; it inherits the open ``descriptors``. ``early``: it is sure to act, and loads what that takes at once.
+
+        Raises:
+            OperationFailed: it does not start (code ``guard_failed``).
+        """
+        import subprocess
+        from typing import cast
+
+        self._duty = duty
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, os.path.realpath(__file__), "early" if early else "late", spec, act, *words],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=descriptors,
+            )
+        except OSError as error:
+            raise self._failed(error) from error
+        self._started[:] = [*(one for one in self._started if one.poll() is None), self._process]
+        self._words, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+        self.pid = self._process.pid
+
+    def _failed(self, why: object) -> OperationFailed:
+        import shlex
+
+        from gpushare.errors import OperationFailed, system_error
+
+        system = system_error(why) if isinstance(why, OSError) else None
+        return OperationFailed(
+            f"the guard, which {self._duty}, does not start: {getattr(why, 'strerror', None) or why}",
+            f"see what starts it: ls -l {shlex.quote(sys.executable)}" if system is None else system.hint,
+            code="guard_failed",
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until it is there. Raises OperationFailed."""
+        import select
+
+        ready, _, _ = select.select([self._answers], [], [], _START_SECONDS)
+        if not ready or self._answers.read(len(_READY)) != _READY:
+            self._process.kill()
+            raise self._failed("it ended" if ready else f"it does not answer within {_START_SECONDS:g} s")
+
+    def announce(self, pid: int, started: int | None) -> None:
+        """Announce a process from within it, before its program runs: gpushare may be killed at any point.
+
+        Raises:
+            OSError: the guard is gone; nothing may run unguarded.
+        """
+        # One write: it arrives whole between those of gpushare.
+        os.write(self._words.fileno(), f"{pid} {'-' if started is None else started}\n".encode())
+
+    def started(self, pid: int, started: int | None) -> None:
+        """Name a process that it must see to if gpushare dies. If somebody has killed the guard, the programs go on."""
+        self._tell(f"{pid} {'-' if started is None else started}")
+
+    def ended(self, pid: int) -> None:
+        """Let it forget a process."""
+        self._tell(f"{pid} ended")
+
+    def hand_over(self, word: str) -> None:
+        """Say a last word, after which it acts. Raises OperationFailed: it is gone."""
+        try:
+            os.write(self._words.fileno(), f"{word}\n".encode())
+        except OSError as error:
+            raise self._failed(f"it is gone ({error.strerror})") from error
+
+    def leave(self, word: str | None = None) -> None:
+        """Close its input, after a last word; without one it acts as if gpushare had died."""
+        if word is not None:
+            self._tell(word)
+        for pipe in (self._words, self._answers):
+            pipe.close()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, at most ``seconds``; return whether it has."""
+        import subprocess
+
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _tell(self, line: str) -> None:
+        try:  # noqa: SIM105 - contextlib takes longer to load
+            os.write(self._words.fileno(), f"{line}\n".encode())
+        except (OSError, ValueError):
+            pass
+
+
+def main() -> None:
+    """Wait for the last word, or the end of gpushare, and act."""
+    import signal
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # Not the directory of this file, which Python has put there.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    loaded = _load() if sys.argv[1] == "early" else None
+    try:  # noqa: SIM105 - as above
+        os.write(1, _READY)
+    except OSError:
+        # gpushare has died meanwhile.
+        pass
+    processes: dict[int, int | None] = {}
+    word = ""
+    for line in sys.stdin:
+        pid, _, started = line.strip().partition(" ")
+        if not started:
+            word = pid
+            break
+        processes.pop(int(pid), None)
+        if started != "ended":
+            processes[int(pid)] = None if started == "-" else int(started)
+    if word != DONE:
+        # Nobody reads it any more.
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        host, act = loaded or _load()
+        act(host, processes, word, *sys.argv[4:])
+
+
+def _load() -> tuple[Any, Callable[..., None]]:
+    import importlib
+
+    module, _, function = sys.argv[3].partition(":")
+    host = importlib.import_module("gpushare.connect").connect(sys.argv[2])
+    return host, getattr(importlib.import_module(module), function)
+
+
+if __name__ == "__main__":
+    main()
+    # Nothing is left to write, and to take the modules down would be a sixth of all its work.
+    os._exit(0)

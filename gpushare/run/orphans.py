@@ -1,0 +1,97 @@
+"""What the guard of a run does when gpushare has died: it ends the programs the safe way, and gives back what they held."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.claims import HeldClaim
+from gpushare.host.process import known
+from gpushare.host.records import sweep_cgroups
+from gpushare.mps.control import MpsControl
+from gpushare.mps.home import DaemonHome, Lease, own_home
+from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
+from gpushare.run.jobs import forget_ended
+from gpushare.run.program import LINGER
+from gpushare.run.share import MPS, stop_if_last
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+_POLL_SECONDS: Final = 2.0
+
+
+def after_death(
+    host: Host, programs: dict[int, int | None], word: str, uuid: str, index: str, kind: str, *held: str
+) -> None:
+    """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
+
+    ``programs`` are PIDs with their starts. After ``linger`` they have ended, and their instances were given back: these
+    may be in other hands by now. ``kind`` and ``held`` are what `Guarded.guarded` returns: the lease and the claims of the
+    dead gpushare, which the guard still holds.
+    """
+    mps, (path, descriptor, *paths) = kind == MPS, held
+    lease = Lease(Path(path), int(descriptor)) if path else None
+    lingered = word == LINGER
+    programs = {} if lingered else programs
+    # A claim that was released before gpushare died may be held by another run.
+    claims = [] if lingered else [claim for claim in map(HeldClaim, map(Path, paths)) if claim.held()]
+    home = own_home(host, uuid)
+    with contextlib.suppress(GpushareError):
+        _end(host, home, uuid, int(index), programs, mps=mps)
+    # Only now: while the programs lived, the daemon was in use.
+    if lease is not None:
+        lease.release()
+    lingers = mps and _in_use(host, home)
+    if claims:
+        # A program that hangs in the driver still uses its instance.
+        while any(host.processes.alive(pid, started) for pid, started in programs.items()):
+            time.sleep(_POLL_SECONDS)
+    for one in claims:
+        one.release()
+    forget_ended(host)
+    sweep_cgroups(host)
+    if host.has_records("swap"):
+        from gpushare.memory import swap
+
+        # The guard of a swap may just be writing the record of what has ended.
+        swap.forget_ended(host, 10.0)
+    while lingers:
+        time.sleep(_POLL_SECONDS)
+        lingers = _in_use(host, home)
+
+
+def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
+    pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
+    if not pids:
+        return
+    from gpushare.run.pause import resume_all
+
+    # It may have died while they were paused.
+    resume_all(host, list(pids), mps=mps)
+    if not mps:
+        end_programs(host, pids, set, None)
+        return
+    control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
+    meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
+    end_programs(host, pids, lambda: client_pids(control), meter)
+
+
+def _in_use(host: Host, home: DaemonHome) -> bool:
+    """Stop the daemon if it is unused; return whether to keep waiting."""
+    try:
+        return stop_if_last(host, home)
+    except GpushareError:
+        return False
+
+
+def _gpu_instance(host: Host, uuid: str) -> int | None:
+    if not uuid.startswith("MIG-"):
+        return None
+    instances = (mig for gpu in host.nvml.identities() for mig in gpu.mig_instances)
+    return next((mig.gpu_instance_id for mig in instances if mig.uuid == uuid), None)

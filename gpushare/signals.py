@@ -1,0 +1,114 @@
+"""Signals while something runs: they wait, are ignored, become an exception, or wake up a loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+from typing import Any, Final
+
+# Those by which a user ends gpushare and what it runs.
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: handled like Ctrl-C, with rollback."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def handled(
+    numbers: Collection[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> Iterator[None]:
+    """Handle signals so, but those that the caller ignores (nohup). Only the main thread can, and only it gets them."""
+    before = {}
+    with contextlib.suppress(ValueError):
+        for number in numbers:
+            # Where ended children are ignored, their exit codes are lost.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            # None: not a handler of Python, which cannot be restored.
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """Take the place of the default action. Not SIG_IGN, which a program started meanwhile would inherit."""
+
+
+def undisturbed() -> contextlib.AbstractContextManager[None]:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP."""
+    return handled(ENDING, _nothing)
+
+
+def ended_by_exception() -> contextlib.AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP raise `Ended`, unless the caller handles or ignores them."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Ended(number)
+
+    return handled([one for one in ENDING[1:] if signal.getsignal(one) is signal.SIG_DFL], end)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[Callable[[float], int | None]]:
+    """Hold back Ctrl-C, SIGTERM and SIGHUP until the end; yields what waits for one, at most so many seconds."""
+
+    def wait(seconds: float) -> int | None:
+        came = signal.sigtimedwait(ENDING, seconds)
+        return None if came is None else came.si_signo
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield wait
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Wakeups:
+    """Catches signals while it is entered, those that end gpushare and SIGCHLD if no others are given."""
+
+    def __init__(self, numbers: Collection[int] = (*ENDING, signal.SIGCHLD)) -> None:
+        self._numbers, self._stack = numbers, contextlib.ExitStack()
+        # The first of `ENDING` that `came` has seen.
+        self.first: int | None = None
+
+    def __enter__(self) -> Wakeups:
+        """Take the signals over."""
+        with contextlib.ExitStack() as stack:
+            self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, self._read)
+            stack.callback(os.close, write)
+            # The byte in this pipe is the message; the handler only replaces the default action.
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+            stack.enter_context(handled(self._numbers, _nothing))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the handlers."""
+        self._stack.close()
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait at most ``seconds`` for a signal and return all that came, in order."""
+        ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
+        return [number for number in (os.read(self._read, 4096) if ready else b"") if number in self._numbers]
+
+    def came(self, seconds: float = 0.0) -> bool:
+        """Wait at most ``seconds``, and return whether the user has asked for the end meanwhile; SIGCHLD cuts it short."""
+        numbers = [number for number in self.wait(seconds) if number in ENDING]
+        self.first = self.first or next(iter(numbers), None)
+        return bool(numbers)
+
+    def asked(self, seconds: float) -> bool:
+        """Wait at most ``seconds``, and return whether the user has asked for the end, now or before."""
+        return self.came(seconds) or self.first is not None

@@ -1,0 +1,105 @@
+"""The guard: what it makes of the words that it is told, and that it acts when none comes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare import guard
+from gpushare.errors import OperationFailed
+from gpushare.guard import DONE, Guard
+from tests.cli.drive import until
+
+# What a guard of these tests does: it writes down what it was told.
+ACT = """
+def act(host, processes, word, path):
+    with open(path + ".part", "w") as file:
+        file.write(f"{host.spec} {processes} {word or '-'}")
+    __import__("os").rename(path + ".part", path)
+"""
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "guard_test_act.py").write_text(ACT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "note"
+
+
+@pytest.fixture
+def started(note: Path) -> Iterator[Guard]:
+    process = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
+    yield process
+    process.leave(DONE)
+    process.wait()
+
+
+def test_it_acts_when_nothing_was_said(started: Guard, note: Path) -> None:
+    started.announce(41, None)
+    started.started(42, 1500)
+    started.started(43, 1600)
+    started.ended(43)
+    started.leave()
+    assert started.wait(30.0)
+    assert note.read_text() == "sim:h200 {41: None, 42: 1500} -"
+
+
+def test_it_acts_on_another_word_while_gpushare_lives(started: Guard, note: Path) -> None:
+    started.wait_ready()
+    started.hand_over("held")
+    until(note.exists, "it has acted")
+    assert note.read_text() == "sim:h200 {} held"
+
+
+def test_it_does_nothing_when_all_is_done(started: Guard, note: Path) -> None:
+    started.started(42, 1500)
+    started.leave(DONE)
+    assert started.wait(30.0)
+    assert not note.exists()
+
+
+def test_a_guard_that_is_gone_is_said_before_anything_runs(started: Guard) -> None:
+    os.kill(started.pid, 9)
+    started.wait()
+    started.started(42, 1500)
+    with pytest.raises(BrokenPipeError):
+        started.announce(42, 1500)
+    with pytest.raises(OperationFailed, match="the guard, which is tested, does not start: it is gone") as caught:
+        started.hand_over("held")
+    assert caught.value.code == "guard_failed"
+
+
+def test_one_that_ends_at_once_is_not_waited_for(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    broken = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
+    with pytest.raises(OperationFailed, match="it ended"):
+        broken.wait_ready()
+    broken.leave()
+    broken.wait()
+
+
+def test_nothing_in_the_folder_of_the_user_is_loaded(
+    note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("signal", "gpushare", "importlib"):
+        (tmp_path / "here" / name).mkdir(parents=True)
+        (tmp_path / "here" / name / "__init__.py").write_text("open('/dev/full', 'w').write('loaded')")
+    monkeypatch.chdir(tmp_path / "here")
+    started = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
+    started.leave()
+    assert started.wait(30.0)
+    assert note.exists()
+
+
+def test_it_starts_without_what_it_does_not_need() -> None:
+    """Each swap waits for it, and almost none has anything to do."""
+    loaded = "import sys; exec(open(sys.argv[1]).read(), dict(__name__='guard')); print(*sys.modules)"
+    words = [sys.executable, "-S", "-c", loaded, guard.__file__]
+    modules = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert "__future__" in modules
+    assert not {"contextlib", "typing", "subprocess", "gpushare"} & set(modules)
