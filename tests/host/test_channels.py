@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from gpushare.connect import connect
 from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
-from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer, from_record
+from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer
 from gpushare.host.identity import identity_of
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
 from gpushare.sim.job import speed_of
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
+from gpushare.typed import parsed, plain
 from tests.sim import mps
 
 SPEC = "sim:h200"
@@ -88,8 +90,7 @@ def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile
 
 def test_a_record_survives_json(control: ChannelControl, pid: int) -> None:
     found = control.find(pid)
-    again = from_record(json.loads(json.dumps(found.record())))
-    assert again is not None
+    again = parsed(Channels, json.loads(json.dumps(plain(found))))
     assert (again.pid, again.started, again.groups) == (found.pid, found.started, found.groups)
     assert control.read_slices(again) == (2048,)
 
@@ -121,9 +122,10 @@ def test_another_look_finds_channels_made_since_and_does_not_probe(
         {"groups": [{"client": 1.5}]},
     ],
 )
-def test_a_record_that_is_something_else_is_none(control: ChannelControl, pid: int, change: dict[str, Any]) -> None:
-    assert from_record({**control.find(pid).record(), **change}) is None
-    assert from_record({}) is None
+def test_a_record_that_is_something_else_is_refused(control: ChannelControl, pid: int, change: dict[str, Any]) -> None:
+    for raw in ({**plain(control.find(pid)), **change}, {}):
+        with pytest.raises(ValueError):
+            parsed(Channels, raw)
 
 
 def test_newer_clients_are_looked_at_first_and_the_handles_wrap() -> None:
@@ -266,10 +268,9 @@ def test_a_channel_that_has_gone_stops_a_pause_and_hinders_no_resume(
     control: ChannelControl, state_file: StateFile, pid: int
 ) -> None:
     found = control.find(pid)
-    record = found.record()
+    record = plain(found)
     record["groups"][0]["channels"] = [*CHANNELS, COMPUTE_GROUP + 0x700]
-    more = from_record(record)
-    assert more is not None
+    more = parsed(Channels, record)
     assert refusal(lambda: control.disable(more)) == (NotFound, "stale_channels")
     assert busy(state_file, pid)
     control.disable(found)
@@ -279,11 +280,9 @@ def test_a_channel_that_has_gone_stops_a_pause_and_hinders_no_resume(
 
 def test_a_context_that_has_gone_hinders_no_resume(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     found = control.find(pid)
-    gone = {**found.record()["groups"][0], "handle": COMPUTE_GROUP + 0x900}
-    both = from_record({**found.record(), "groups": [gone, *found.record()["groups"]]})
-    none = from_record({**found.record(), "groups": [gone]})
-    assert both is not None
-    assert none is not None
+    gone = replace(found.groups[0], handle=COMPUTE_GROUP + 0x900)
+    both = replace(found, groups=(gone, *found.groups))
+    none = replace(found, groups=(gone,))
     assert refusal(lambda: control.disable(both)) == (NotFound, "stale_channels")
     control.disable(found)
     assert refusal(lambda: control.enable(none)) == (NotFound, "stale_channels")
@@ -475,8 +474,7 @@ def test_a_real_descriptor_is_duplicated_checked_used_and_closed(state_file: Sta
         before = os.listdir("/proc/self/fd")
         reply = answer(files, {"do": "find", "pid": child.pid, "started": None})
         assert len(reply["groups"]) == 4
-        found = from_record({**reply, "pid": child.pid})
-        assert found is not None
+        found = parsed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
         assert answer(files, request("set", found, microseconds=300))["before"] == [2048]
         assert process_of(state_file, child.pid).slices == {"compute": 300}
         assert len(os.listdir("/proc/self/fd")) == len(before)
@@ -523,8 +521,7 @@ def test_a_descriptor_that_became_another_file_gets_no_ioctl(state_file: StateFi
         for group in reply["groups"]:
             # Its stdin is a pipe; 99 is closed.
             group["descriptor"] = 0
-        found = from_record({**reply, "pid": child.pid})
-        assert found is not None
+        found = parsed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
         calls = files.calls
         assert answer(files, request("off", found))["refused"] == "forged"
         made = request("off", found)

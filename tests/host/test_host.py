@@ -13,7 +13,6 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission
 from gpushare.host import host as host_module
 from gpushare.host.host import (
     SYSTEM_RUN_DIRECTORY,
-    earlier_run_directories,
     is_trusted_directory,
     local_host,
     local_run_directory,
@@ -51,34 +50,9 @@ def test_the_run_directory_is_the_same_with_and_without_a_session(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(places.session))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert local_run_directory(places.uid) == places.own
-    assert earlier_run_directories(places.uid, places.own) == ()
     assert local_run_directory(0) == SYSTEM_RUN_DIRECTORY
-    assert earlier_run_directories(0, SYSTEM_RUN_DIRECTORY) == ()
     monkeypatch.setenv("GPUSHARE_RUN_DIR", "relative")
     assert local_run_directory(0) == local_run_directory(places.uid) == Path("relative").absolute()
-
-
-def test_what_an_older_gpushare_left_is_read_too(
-    places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_user(places.session, places.uid)
-    session = of_user(places.session / "gpushare", places.uid)
-    # Found from cron, too, where no variable names it.
-    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session,)
-    other, temporary = (tmp_path / name for name in ("other", "temporary"))
-    there = of_user(other / "gpushare", places.uid), of_user(temporary / f"gpushare-{places.uid}", places.uid)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session, *there)
-    # Another way to write the same directory is no second one.
-    link = tmp_path / "link"
-    link.symlink_to(places.temporary)
-    of_user(places.own, places.uid)
-    monkeypatch.setenv("TMPDIR", str(link))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{places.session}/.")
-    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == (session,)
-    monkeypatch.setenv("GPUSHARE_RUN_DIR", str(tmp_path))
-    assert earlier_run_directories(places.uid, local_run_directory(places.uid)) == ()
 
 
 @pytest.mark.needs_root
@@ -99,7 +73,6 @@ def test_a_directory_that_another_user_has_made_first_is_not_used(
     assert local_run_directory(places.uid) == places.own
     of_user(places.session, stranger)
     of_user(places.session / "gpushare", stranger)
-    assert earlier_run_directories(places.uid, places.own) == ()
 
 
 @pytest.mark.needs_root

@@ -14,20 +14,11 @@ import pytest
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.users import has_records
+from gpushare.host.identity import Identity
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, Target, changing, find_paused, free, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
-from gpushare.pause.record import (
-    PAUSED,
-    PAUSING,
-    RESUMING,
-    PausedJob,
-    paused_jobs,
-    paused_since,
-    read,
-    write,
-)
+from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_since, write
 from gpushare.plan import NotUndone, carry_out
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
@@ -115,7 +106,7 @@ class Paused:
         return work
 
     def job(self) -> PausedJob:
-        found = read(self.path)
+        found = PAUSES.read(self.path)
         assert found is not None
         return found
 
@@ -130,7 +121,7 @@ def test_the_record_comes_first_and_the_guard_is_there(job: Paused, monkeypatch:
     real = job.control.__getattr__
 
     def disable(channels: Channels) -> float:
-        seen.append((str(channels.pid), job.job().pause.state, list(NoGuard.last.said)))
+        seen.append((str(channels.pid), job.job().state, list(NoGuard.last.said)))
         return float(real("disable")(channels))
 
     job.control.disable = disable  # type: ignore[attr-defined]
@@ -139,7 +130,7 @@ def test_the_record_comes_first_and_the_guard_is_there(job: Paused, monkeypatch:
     assert NoGuard.last.said == ["start", "wait", "held", "leave"]
     assert job.off == [True, True]
     assert work.seconds > 0
-    assert (job.job().pause.state, job.job().pause.keeper_pid) == (PAUSED, os.getpid())
+    assert (job.job().state, job.job().keeper.pid) == (PAUSED, os.getpid())
     assert [one.pid for one in job.job().channels] == job.pids
 
 
@@ -203,13 +194,13 @@ def test_a_pause_that_died_half_way_is_made_whole(job: Paused) -> None:
     job.pause()
     old = job.job()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, state=PAUSING)))
+        write(replace(old, state=PAUSING))
     with job.world.file.changed() as state:
         state.processes[1].channels_off = []
     work = job.pause()
     assert not work.already
     assert job.off == [True, True]
-    assert job.job().pause.state == PAUSED
+    assert job.job().state == PAUSED
     assert job.pause().already
 
 
@@ -217,7 +208,7 @@ def test_a_failure_keeps_an_older_record(job: Paused) -> None:
     job.pause()
     old = job.job()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, keeper_started=1)))
+        write(replace(old, keeper=Identity(1, 1)))
     job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
     with pytest.raises(OperationFailed):
         job.pause()
@@ -250,7 +241,7 @@ def test_what_root_has_paused_too_stays_off(job: Paused, tmp_path: Path) -> None
     for text in ("train", str(job.pids[1])):
         with pytest.raises(NoPermission, match="paused by root"):
             find_paused(user, text)
-    mine = read(own)
+    mine = PAUSES.read(own)
     assert mine is not None
     # The time of the user's pause is over.
     free(user, job.control, mine)
@@ -264,13 +255,13 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
     job.pause()
     old = job.job()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, by_run=True)))
+        write(replace(old, by_run=True))
     with pytest.raises(InUse):
         find_paused(job.host, "train")
     with pytest.raises(InUse):
         job.pause()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, by_run=True, keeper_started=1)))
+        write(replace(old, by_run=True, keeper=Identity(1, 1)))
     assert find_paused(job.host, "train")
 
 
@@ -280,7 +271,7 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
 )
 def test_a_broken_record_is_none(job: Paused, text: str) -> None:
     job.pause()
-    assert has_records(job.host, "pause")
+    assert job.host.has_records("pause")
     job.path.write_text(text)
     assert paused_jobs(job.host) == []
 
@@ -289,7 +280,7 @@ def test_a_broken_record_is_none(job: Paused, text: str) -> None:
 def test_a_record_of_another_shape_is_none(job: Paused, change: dict[str, Any]) -> None:
     job.pause()
     job.path.write_text(json.dumps({**json.loads(job.path.read_text()), **change}))
-    assert read(job.path) is None
+    assert PAUSES.read(job.path) is None
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -312,7 +303,7 @@ def test_it_looks_again_and_changes_nothing(job: Paused, keeper: Keeper) -> None
 def test_it_ends_when_the_record_is_gone_or_names_another(job: Paused, keeper: Keeper) -> None:
     old = job.job()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, keeper_pid=1)))
+        write(replace(old, keeper=Identity(1, 1)))
     assert keeper.step() is None
     job.path.unlink()
     assert keeper.step() is None
@@ -330,7 +321,8 @@ def test_it_ends_with_the_job(job: Paused, keeper: Keeper) -> None:
 def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
     at = [100.0]
     monkeypatch.setattr("gpushare.pause.keep.time.monotonic", lambda: at[0])
-    monkeypatch.setattr("gpushare.pause.keep.time.time", lambda: 1_800_000_000.0 + at[0])
+    monkeypatch.setattr("gpushare.pause.keep.uptime", lambda: at[0])
+    monkeypatch.setattr("gpushare.pause.change.uptime", lambda: at[0])
     job.pause(seconds=60)
     keeper = Keeper(job.host, job.path)
     assert keeper.step() == LOOK_SECONDS
@@ -340,7 +332,7 @@ def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.Mon
     at[0] += 1
     assert keeper.step() == LOOK_SECONDS
     assert job.off == [False, True]
-    assert job.job().pause.state == RESUMING
+    assert job.job().state == RESUMING
     job.control.fails.clear()
     assert keeper.step() is None
     assert job.off == [False, False]
@@ -350,7 +342,7 @@ def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.Mon
 def test_it_completes_a_resume_that_died(job: Paused, keeper: Keeper) -> None:
     old = job.job()
     with changing(job.host):
-        write(replace(old, pause=replace(old.pause, state=RESUMING)))
+        write(replace(old, state=RESUMING))
     assert keeper.step() is None
     assert job.off == [False, False]
 
@@ -411,7 +403,7 @@ def test_ctrl_c_during_the_call_takes_the_pause_back(job: Paused) -> None:
 
 
 def test_a_record_that_could_not_be_read_again_is_not_written(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpushare.pause.record._MOST_BYTES", 1000)
+    monkeypatch.setattr("gpushare.pause.record._MOST_GROUPS", 3)
     with pytest.raises(NotSupported, match="too many channels"):
         job.pause()
     assert job.off == [False, False]

@@ -40,8 +40,8 @@ def written(host: Host, record: dict[str, Any]) -> Tuned | None:
     return find_tuned(host, "web")
 
 
-def test_a_result_of_an_older_version_is_of_caps(host: Host) -> None:
-    found = written(host, OLD)
+def test_a_result_without_a_way_is_of_caps(host: Host) -> None:
+    found = written(host, {"schema": 1, **OLD})
     assert found is not None
     assert (found.way, found.production_slice_us, found.other_slice_us) == ("caps", None, None)
 
@@ -56,4 +56,4 @@ def test_slices_are_kept(host: Host) -> None:
     "wrong", [{"way": "magic"}, {"other_slice_us": 0}, {"other_slice_us": 1 << 40}, {"production_slice_us": "16ms"}]
 )
 def test_a_wrong_way_or_slice_is_no_result(host: Host, wrong: dict[str, Any]) -> None:
-    assert written(host, OLD | wrong) is None
+    assert written(host, {"schema": 1} | OLD | wrong) is None
