@@ -73,12 +73,14 @@ class Guard:
         )
 
     def wait_ready(self) -> None:
-        """Wait until it is there. Raises OperationFailed."""
+        """Wait until it is there. Raises OperationFailed: it is not, and is ended."""
         import select
 
         ready, _, _ = select.select([self._answers], [], [], _START_SECONDS)
         if not ready or self._answers.read(len(_READY)) != _READY:
             self._process.kill()
+            self.leave()
+            self.wait()
             raise self._failed("it ended" if ready else f"it does not answer within {_START_SECONDS:g} s")
 
     def announce(self, pid: int, started: int | None) -> None:

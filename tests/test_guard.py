@@ -79,8 +79,6 @@ def test_one_that_ends_at_once_is_not_waited_for(note: Path, monkeypatch: pytest
     broken = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
     with pytest.raises(OperationFailed, match="it ended"):
         broken.wait_ready()
-    broken.leave()
-    broken.wait()
 
 
 def test_nothing_in_the_folder_of_the_user_is_loaded(

@@ -159,7 +159,7 @@ def _process(number: int, job: ToldJob) -> SimulatedProcess:
         name=job.title,
         user="u",
         uid=0,
-        started_at=0.0,
+        started=0,
         sm_percent=round(job.wants),
         busy_percent=job.busy,
         request_ms=job.latency,

@@ -58,7 +58,7 @@ class Control:
 class NoGuard:
     """Stands in for the guard process: this one is named as the guard."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.pid, self.said = os.getpid(), ["start"]
         NoGuard.last = self
 
