@@ -13,6 +13,7 @@ from gpushare.errors import GpushareError, or_none
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
+from gpushare.host.users import has_records
 from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice, VgpuSession
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def _identity(process: GpuProcess) -> tuple[int, int | None]:
 
 def _paused(host: Host) -> dict[int, float]:
     """Return since when processes are paused, from the records: the driver is not asked."""
-    if not host.has_records("pause"):
+    if not has_records(host, "pause"):
         return {}
     from gpushare.pause.record import paused_since
 
@@ -324,7 +325,7 @@ def _paused(host: Host) -> dict[int, float]:
 
 def _slices(host: Host) -> dict[int, int]:
     """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
-    if not host.has_records("slices"):
+    if not has_records(host, "slices"):
         return {}
     from gpushare.timeslice.slices import slice_records
 

@@ -593,7 +593,9 @@ def change_of(
 
 def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
-    if not host.has_records("swap"):
+    from gpushare.host.users import has_records
+
+    if not has_records(host, "swap"):
         return
     from gpushare.memory.swap import BACK, swaps
 

@@ -588,7 +588,9 @@ def _started(host: Host, device: Device, command: Sequence[str], options: RunOpt
 
     group: Sequence[Any] = ()
     # A dozen files are read only where such a job has run.
-    if host.has_records("group"):
+    from gpushare.host.users import has_records
+
+    if has_records(host, "group"):
         from gpushare.run.group import members
 
         group = members(host, device)

@@ -76,7 +76,9 @@ def status(
 
 def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the names of the jobs that processes belong to."""
-    if not any(gpu.processes for gpu in snapshot.gpus) or not host.has_records("jobs"):
+    from gpushare.host.users import has_records
+
+    if not any(gpu.processes for gpu in snapshot.gpus) or not has_records(host, "jobs"):
         return snapshot
     from gpushare.run.jobs import job_names
 
@@ -96,9 +98,10 @@ LEDGER: Final = "gpushare-memory-"
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
+    from gpushare.host.users import has_records
     from gpushare.snapshot import has_claims
 
-    if not has_claims(host, LEDGER) and not host.has_records("swap"):
+    if not has_claims(host, LEDGER) and not has_records(host, "swap"):
         return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
     from gpushare.memory.look import with_ledger
 

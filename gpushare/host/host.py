@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shlex
@@ -128,26 +127,6 @@ class Host:
         """Return the run directories in which this user finds daemons and jobs: this user's, then root's."""
         return (self.run_directory, *self.shared_run_directories)
 
-    def has_records(self, directory: str) -> bool:
-        """Return whether there may be a record in such a run directory: of this user or root, or to root of any user.
-
-        Only names are read, so that what reads the records need not be loaded.
-        """
-        for run_directory in self.run_directories:
-            with contextlib.suppress(OSError):
-                if _any_record(os.listdir(run_directory / directory)):
-                    return True
-        users = self.user_directories()
-        if not users:
-            return False
-        from gpushare.host.users import opened_user
-
-        for user in users:
-            with contextlib.suppress(OSError), opened_user(user, directory) as inside:
-                if _any_record(os.listdir(inside)):
-                    return True
-        return False
-
     @property
     def policy(self) -> ComputePolicy:
         return ComputePolicy(self.programs)
@@ -155,10 +134,6 @@ class Host:
     @property
     def is_simulated(self) -> bool:
         return self.spec.startswith("sim:")
-
-
-def _any_record(names: Sequence[str]) -> bool:
-    return any(name.endswith(".json") for name in names)
 
 
 def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody_else) -> Host:

@@ -12,15 +12,38 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.host.host import RUNTIME, TEMPORARY, UserDirectory
 from gpushare.host.process import read_proc
 from gpushare.host.records import DIRECTORY, opened_below
 
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000
 _MOUNTS: Final = "/proc/self/mountinfo"
+
+
+def has_records(host: Host, directory: str) -> bool:
+    """Return whether there may be a record in such a run directory: of this user or root, or to root of any user.
+
+    Only names are read, so that what reads the records need not be loaded.
+    """
+    for run_directory in host.run_directories:
+        with contextlib.suppress(OSError):
+            if _any_record(os.listdir(run_directory / directory)):
+                return True
+    for user in host.user_directories():
+        with contextlib.suppress(OSError), opened_user(user, directory) as inside:
+            if _any_record(os.listdir(inside)):
+                return True
+    return False
+
+
+def _any_record(names: Sequence[str]) -> bool:
+    return any(name.endswith(".json") for name in names)
 
 
 def as_user(user: str, directory: Path, words: str) -> str:

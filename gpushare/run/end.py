@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 
@@ -80,11 +81,11 @@ def end_programs(
     if not pids:
         return None
     # A handler that waits for the GPU does not end a paused program.
-    if host.has_records("pause"):
+    if has_records(host, "pause"):
         from gpushare.pause.change import resume_to_end
 
         resume_to_end(host, pids)
-    swapped = host.has_records("swap")
+    swapped = has_records(host, "swap")
     if swapped:
         from gpushare.memory.swap import checkpoint_before_kill
 

@@ -13,6 +13,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.process import known
 from gpushare.host.records import sweep_cgroups
+from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, Lease, own_home
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
@@ -56,7 +57,7 @@ def after_death(
         one.release()
     forget_ended(host)
     sweep_cgroups(host)
-    if host.has_records("swap"):
+    if has_records(host, "swap"):
         from gpushare.memory import swap
 
         # The guard of a swap may just be writing the record of what has ended.

@@ -69,10 +69,13 @@ def test_a_directory_that_another_user_has_made_first_is_not_used(
     monkeypatch.delenv("TMPDIR")
     places.session.rmdir()
     places.runtime.chmod(0o500)
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(places.session))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in {str(places.session), str(places.runtime)})
+    state = tmp_path / "state"
+    monkeypatch.setenv("GPUSHARE_STATE_DIR", str(state))
+    assert local_run_directory(places.uid) == state / "run"
+    # Nowhere: the first is said.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert local_run_directory(places.uid) == places.own
-    of_user(places.session, stranger)
-    of_user(places.session / "gpushare", stranger)
 
 
 @pytest.mark.needs_root

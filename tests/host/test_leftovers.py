@@ -16,7 +16,7 @@ LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon
 @pytest.fixture
 def host() -> Host:
     found = connect("sim:a100-80gb")
-    for path in (found.run_directory / "mig", found.run_directory / "mps" / "mig-1", found.state_directory):
+    for path in (found.run_directory / "mig", found.run_directory / "mps" / "mig-1", found.state_directory / "names"):
         path.mkdir(parents=True, exist_ok=True)
     return found
 
@@ -29,7 +29,7 @@ def put(directory: Path, *names: str) -> list[Path]:
 
 
 def test_temporary_files_of_ours_go_and_all_else_stays(host: Host) -> None:
-    gone = [*put(host.run_directory, *LEFT), *put(host.state_directory, ".mig-names-abcdefgh", ".applied-abcdefgh")]
+    gone = [*put(host.run_directory, *LEFT), *put(host.state_directory, "names/.mig-abcdefgh", ".applied-abcdefgh")]
     stays = put(host.run_directory, "mig/journal.json", "mps/mig-1/.daemon-short", "mps/.journal-abcdefgh")
     # The directory of the state may be any that a user names.
     stays += put(host.state_directory, ".other-abcdefgh")

@@ -40,7 +40,7 @@ def hold_daemon() -> Path:
 def hold_names() -> Path:
     host = connect(H200)
     with names_changed(host):
-        return host.state_directory / "mig-names.lock"
+        return host.state_directory / "names" / "lock"
 
 
 def hold_journal() -> Path:
@@ -84,7 +84,7 @@ def test_a_lock_that_cannot_be_made_is_said(
     assert ("sudo gpushare" in caught.value.hint) == (number != errno.ENOSPC)
 
 
-@pytest.mark.parametrize("what", ["daemon.json", "aside.json", "mig-names.json", "lease"])
+@pytest.mark.parametrize("what", ["daemon.json", "aside.json", "names/mig.json", "lease"])
 def test_a_record_for_which_there_is_no_room_is_said(
     monkeypatch: pytest.MonkeyPatch, home: DaemonHome, what: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from gpushare.errors import GpushareError, OperationFailed
+from gpushare.host.identity import Identity
 from gpushare.host.process import ProcessInfo
 from gpushare.memory.limit import MARK, JobMemory, MemoryAction
 from gpushare.model import Gpu, GpuProcess, MigInstance
@@ -48,6 +49,9 @@ class Told:
 
     def alive(self, pid: int, _started: int | None = None) -> bool:
         return pid in self.parents
+
+    def identity(self, pid: int) -> Identity | None:
+        return Identity(pid, pid) if pid in self.parents else None
 
     def describe(self, pid: int) -> ProcessInfo | None:
         if pid not in self.parents:

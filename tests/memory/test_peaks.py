@@ -118,9 +118,9 @@ def test_a_broken_file_is_not_believed(host: Host, device: Device, text: str) ->
     assert find_profile(host, device, COMMAND) is None
 
 
-def test_a_file_of_an_older_gpushare_is_read(host: Host, device: Device) -> None:
+def test_a_file_with_what_is_known_is_read(host: Host, device: Device) -> None:
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
-    path_of(host).write_text('{"memory_bytes": 5, "short": true}')
+    path_of(host).write_text('{"schema": 1, "memory_bytes": 5, "short": true}')
     assert find_profile(host, device, COMMAND) == Profile(memory_bytes=5, short=True)
 
 

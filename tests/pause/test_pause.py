@@ -15,6 +15,7 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSup
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
+from gpushare.host.users import has_records
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, Target, changing, find_paused, free, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
@@ -271,7 +272,7 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
 )
 def test_a_broken_record_is_none(job: Paused, text: str) -> None:
     job.pause()
-    assert job.host.has_records("pause")
+    assert has_records(job.host, "pause")
     job.path.write_text(text)
     assert paused_jobs(job.host) == []
 

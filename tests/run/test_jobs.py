@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +21,6 @@ from gpushare.run.jobs import (
     find_record,
     gpu_processes,
     named_job,
-    productions,
     write_record,
 )
 from gpushare.selection import select_one
@@ -89,28 +88,12 @@ def test_a_record_of_an_ended_process_whose_pid_was_reused_is_no_job(host: Host)
     check_name_free(host, "web")
 
 
-def test_records_of_an_older_version_are_production_jobs(host: Host) -> None:
-    pid = admin.add_process(SPEC)
-    directory = host.run_directory / "production"
-    directory.mkdir(parents=True)
-    old = asdict(record(host, pid))
-    del old["role"]
-    (directory / "web.json").write_text(json.dumps(old))
-    assert [one.name for one in productions(host)] == ["web"]
-    assert find_job(host, "web").role == jobs.PRODUCTION
-    with pytest.raises(InUse) as refused:
-        check_name_free(host, "web")
-    assert refused.value.code == "name_in_use"
-    assert "a job 'web' is already running" in refused.value.message
-
-
-def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host) -> None:
+def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host, tmp_path: Path) -> None:
     pid = admin.add_process(SPEC)
     write_record(host, record(host, pid, started=1))
-    directory = host.run_directory / "production"
-    directory.mkdir()
-    (directory / "web.json").write_text(json.dumps(asdict(record(host, pid))))
-    found = find_record(host, "web")
+    roots = tmp_path / "root"
+    write_record(replace(host, run_directory=roots), record(host, pid))
+    found = find_record(replace(host, shared_run_directories=(roots,)), "web")
     assert found is not None
     assert found.started != 1
 

@@ -55,14 +55,14 @@ def test_whoever_has_got_a_pid_since_gets_no_signal(told: Told) -> None:
 
 
 def test_whoever_gets_a_pid_after_the_look_gets_no_signal(told: Told) -> None:
-    describe = told.host.processes.describe
+    identity = told.host.processes.identity
 
     def taken(pid: int) -> Any:
-        found = describe(pid)
+        found = identity(pid)
         told.starts[pid] = found.started + 1
         return found
 
-    told.host.processes.describe = taken
+    told.host.processes.identity = taken
     told.pauser(lock=False).pause()
     resume_all(told.host, [PID], mps=True)
     assert told.since() == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
 from gpushare.run import production as module
 from gpushare.run.jobs import JobRecord, write_record
 from gpushare.run.production import ProductionJob
@@ -102,7 +103,7 @@ def test_its_work_is_that_of_the_one_that_runs(
 
 def test_production_is_asked_for_by_its_pid_and_its_start() -> None:
     """A PID that was given to somebody else is not production."""
-    told, asked = Told(), []
-    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
-    assert not ProductionJob(told.host, told.device, OTHER, 7.0).lives()
-    assert asked == [(OTHER, 7.0)]
+    told = Told()
+    told.host.processes.identity = lambda pid: Identity(pid, 8)
+    assert not ProductionJob(told.host, told.device, OTHER, 7).lives()
+    assert ProductionJob(told.host, told.device, OTHER, 8).lives()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -283,7 +284,7 @@ def test_a_full_disk_sets_nothing(desk: Callable[..., Desk], monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpushare.timeslice.keep.replace_file", full)
+    monkeypatch.setattr("gpushare.host.store.replace_file", full)
     (told,) = one.look()
     assert "No space left on device" in told
     assert one.slice(pid) == DEFAULT
@@ -402,17 +403,13 @@ def test_a_process_with_a_recorded_pid_that_started_later_is_not_touched(desk: C
         "",
         "{",
         "[]",
-        '{"pid": 1, "started": 2}',
-        '{"pid": "1", "started": 2, "kept": []}',
-        '{"pid": 1, "started": 2, "kept": [null, {}, {"channels": 3}]}',
-        '{"pid": 1, "started": 2, "kept": {"a": 1}}',
-        '{"pid": 1, "started": 2, "kept": [{"pid": 3, "channels": {"pid": 3, "started": 1, "groups": []}, "slices": [[1]]}]}',
-        '{"pid": 1, "started": 2, "kept": [{"pid": 3, "channels": {"pid": 3, "started": 1, "groups": []}, "slices": [[1, 2, "a", 4, 5]]}]}',
     ],
 )
 def test_a_broken_record_is_no_record(text: str, desk: Callable[..., Desk]) -> None:
     one = desk()
-    (one.host.run_directory / "timeslice" / "keep.json").write_text(text)
+    one.add()
+    one.look()
+    (one.host.run_directory / "keep" / "keep.json").write_text(text)
     assert recover(one.host, one.control) == []
 
 
@@ -424,11 +421,10 @@ def test_the_record_names_what_was_set(desk: Callable[..., Desk]) -> None:
     assert record is not None
     assert record.runs
     (kept,) = record.processes
-    (slices,) = kept.slices.values()
-    assert (kept.pid, kept.uid, slices) == (pid, 0, (DEFAULT, 500, DEFAULT))
-    (key,) = kept.slices
-    assert key[1] == COMPUTE_GROUP
-    path = one.host.run_directory / "timeslice" / "keep.json"
+    (kept_slice,) = kept.slices
+    assert (kept.pid, kept.uid, kept_slice[2:]) == (pid, os.geteuid(), (DEFAULT, 500, DEFAULT))
+    assert kept_slice.handle == COMPUTE_GROUP
+    path = one.host.run_directory / "keep" / "keep.json"
     assert json.loads(path.read_text())["schema"] == 1
 
 
