@@ -232,6 +232,8 @@ def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]
     )
     return error.restated(
         message=f"{error.message}; and could not be undone: {names}",
-        hint=f"undo by hand: {commands}" if commands else None,
+        hint=f"{'restore it: gpushare mig recover; or ' if any(whole) else 'undo '}by hand: {commands}"
+        if commands
+        else None,
         kind=NotUndone,
     )

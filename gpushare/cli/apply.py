@@ -132,6 +132,7 @@ def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> 
         gpus = gpus_of(host)
         found = entries_of(wanted, gpus)
         rows = [_row(host, journal, index, found, wanted) for index in found.entries]
+        _refuse([*found.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
         busy = [row.error for row in rows if isinstance(row.error, InUse)]
         left = deadline - time.monotonic()
         if not busy or left <= 0:
@@ -143,6 +144,13 @@ def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> 
         time.sleep(min(_POLL_SECONDS, max(0.02, left)))
 
 
+def _refuse(faults: Sequence[GpushareError]) -> None:
+    """Raise if the file cannot be applied here, with all that is wrong with it."""
+    if faults:
+        text = "; ".join(dict.fromkeys(error.message for error in faults))
+        raise faults[0].restated(message=text, hint="; ".join(dict.fromkeys(error.hint for error in faults)))
+
+
 def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFile) -> _Row:
     entry = found.entries[index]
     try:
@@ -152,7 +160,7 @@ def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFil
     except _WRONG as error:
         from gpushare.hostfile.load import placed
 
-        raise placed(error, file, index, entry) from None
+        return _Row(index, entry, error=placed(error, file, index, entry))
     except GpushareError as error:
         return _Row(index, entry, error=error)
 

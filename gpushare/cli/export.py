@@ -415,8 +415,9 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
 
 def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
     from gpushare.export.description import wished
-    from gpushare.hostfile.diff import check_fits
+    from gpushare.hostfile.diff import check_fits, points
     from gpushare.hostfile.load import entries_of, load, placed
+    from gpushare.hostfile.look import live_gpus
     from gpushare.mig.driver import MigReader
     from gpushare.model import Sharing
 
@@ -437,7 +438,14 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
             raise placed(error, wanted, gpu.index, entry) from None
-    return wished(found, matched.entries, profiles)
+    # MIG devices that are there already have UUIDs and capability nodes. How many programs share one is in the file alone.
+    there = [
+        gpu
+        for gpu in state.gpus
+        if profiles.get(gpu.index) and not any(one.replicas for one in matched.entries[gpu.index].mig)
+    ]
+    applied = {one.gpu.index for one in live_gpus(state, there) if not points(one, matched.entries[one.gpu.index])}
+    return wished(found, {index: one for index, one in matched.entries.items() if index not in applied}, profiles)
 
 
 def k8s(

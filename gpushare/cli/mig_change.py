@@ -299,7 +299,8 @@ def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str
         return (), ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
-        done = () if left is None else (_foreseen(host, left),)
+        again = (f"{one.seen}; it would be tried again" for one in not_restored(host, journal))
+        done = (*(() if left is None else (_foreseen(host, left),)), *again)
     else:
         need_mig_rights(host)
         with journal.locked():

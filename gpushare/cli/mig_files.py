@@ -277,6 +277,10 @@ def demands_of(
             "change the file, or drop --exact",
             code="no_gpu_of_config",
         )
+    if not demands and any(wish.mig_enabled for wish in wishes.values()):
+        from gpushare.selection import no_mig
+
+        raise no_mig(gpus)
     if not demands and named:
         why = [*absent(config, here), *idle] or ["none of them has MIG"]
         raise NoGpu(

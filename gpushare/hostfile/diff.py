@@ -139,6 +139,8 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
             late = waiting.get(name)
             place = elsewhere.get(name) if late is None else _place(late)
             found = None if now is None else f"{now.profile}:{now.start}"
+            if now is not None and found == place:
+                found = f"{found} without a compute instance"
             yield Point(what=f"name {name}", found=found, wanted=place)
             continue
         places = [None if one is None else f"{one.profile}:{one.start}" for one in (now, want)]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpushare.host.claims import Claim
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
+    from gpushare.host.process import ProcessInfo
     from gpushare.model import Gpu
 
 _PREFIX: Final = "/dev/nvidia"
@@ -53,11 +54,13 @@ REMEDIES: Final = (
     # github.com/NVIDIA/go-nvml issue 146; kubernetes device plugins hold NVML as the monitors do.
     Remedy(("nvidia-device-p", "gpu-feature-dis"), "stop the NVIDIA device plugin on this node"),
     Remedy(("nvidia-smi", "nvtop", "nvitop", "gpustat"), "end it: it looks at the GPU again and again"),
-    # `timeslice keep` has the nodes of all GPUs open, as every program with NVML.
+    # Each has the nodes of all GPUs open, as every program with NVML.
+    Remedy(("gpushare run",), "wait until that gpushare run ends, or end it; see: gpushare status"),
     Remedy(
-        ("gpushare",),
+        ("gpushare timeslice",),
         "stop gpushare timeslice keep (sudo systemctl stop gpushare-timeslice), and start it again after the change",
     ),
+    Remedy(("gpushare",), "end that gpushare command, and start it again after the change"),
     Remedy(("nvidia-cuda-mps",), "stop the daemon: gpushare mps stop; see: gpushare mps status"),
 )
 
@@ -121,7 +124,7 @@ def holder_of(host: Host, claim: Claim) -> Holder:
     from gpushare.host.capabilities import user_name
 
     info = host.processes.describe(claim.pid)
-    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
+    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _called(info))
 
 
 def blocking(holders: Iterable[Holder]) -> str:
@@ -158,6 +161,15 @@ def _remedies_of(name: str | None) -> Sequence[Remedy]:
     ][:1]
 
 
+def _called(info: ProcessInfo) -> str | None:
+    """Return the name of a process, of gpushare with its command: ``gpushare run``."""
+    words = info.command_line or () if info.name == "gpushare" else ()
+    return (
+        " ".join(filter(None, [info.name, next((word for word in words if word in {"run", "timeslice"}), None)]))
+        or None
+    )
+
+
 def _minor(host: Host, gpu: Gpu) -> int | None:
     if gpu.error is not None:
         return None
@@ -186,5 +198,5 @@ def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]
         else:
             # None: it has ended.
             if info is not None:
-                found.append(Holder(pid=pid, what=node, user=info.user, name=info.name))
+                found.append(Holder(pid=pid, what=node, user=info.user, name=_called(info)))
     return tuple(found)

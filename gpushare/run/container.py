@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -74,6 +74,70 @@ def demand_own(engine: str, uid: int, what: str) -> None:
         )
 
 
+# Options of podman run and docker run that take no value; all others take one, after = or as the next word.
+_FLAGS: Final = frozenset(
+    [
+        "detach",
+        "disable-content-trust",
+        "env-host",
+        "help",
+        "init",
+        "interactive",
+        "no-healthcheck",
+        "no-hostname",
+        "no-hosts",
+        "oom-kill-disable",
+        "privileged",
+        "publish-all",
+        "quiet",
+        "read-only",
+        "replace",
+        "rm",
+        "rmi",
+        "rootfs",
+        "tls-verify",
+        "tty",
+        "use-api-socket",
+    ]
+)
+_LETTERS: Final = {"d": "detach", "i": "interactive", "t": "tty", "P": "publish-all", "q": "quiet"}
+
+
+def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options in ``[OPTIONS] IMAGE [CMD]`` with their values (``true`` of one without); ``-e`` is ``env``."""
+    found, rest = [], list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
+        word = rest.pop(0)
+        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1:], "", "")
+        while not word.startswith("--") and name[:1] in _LETTERS:
+            found.append((_LETTERS[name[0]], name[2:] if name[1:2] == "=" else "true"))
+            name = "" if name[1:2] == "=" else name[1:]
+        if not word.startswith("--"):
+            name, equals, value = ("env" if name[:1] == "e" else name[:1]), name[1:], name[1:].removeprefix("=")
+        if name:
+            found.append((name, value if equals else "true" if name in _FLAGS else rest.pop(0) if rest else ""))
+    return found
+
+
+def check_options(words: Sequence[str], own: Collection[str]) -> None:
+    """Raise BadUsage if ``[OPTIONS] IMAGE [CMD]`` takes the container away from gpushare, or sets its ``own`` variables."""
+    for name, value in options_of(words):
+        is_off = value.lower() in {"false", "f", "0"}
+        variable, equals, _ = value.partition("=")
+        if (name == "detach" and not is_off) or (name == "rm" and is_off):
+            raise BadUsage(
+                f"--{name}{'=false' if is_off else ''}: gpushare run ends with its container, and removes it",
+                "leave it out; to run it in the background: gpushare run --container ENGINE -- IMAGE CMD &",
+                code="bad_container_option",
+            )
+        if name == "env" and equals and variable in own:
+            raise BadUsage(
+                f"--env {variable}: gpushare sets it for the share, and the container's own value would take its place",
+                "leave it out; limits: --threads PERCENT --memory SIZE",
+                code="bad_container_option",
+            )
+
+
 @dataclass
 class ContainerShare:
     """A share whose program is a container. The engine's client is started with what `command` returns."""
@@ -94,6 +158,7 @@ class ContainerShare:
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command of the engine's client for ``[OPTIONS] IMAGE [CMD]``."""
         # Of the caller's own variables only those of MPS: others (CUDA_HOME) mean paths of this host.
+        check_options(words, {*self.inner.environment({})})
         own = (name for name in self.inner.environment(os.environ) if name.startswith("CUDA_MPS_"))
         variables = sorted({*(name for name in self.inner.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
         flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device(), *self._mps()]

@@ -56,11 +56,17 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     notes = [NO_MILLISECONDS]
     for device in devices:
         steps += _steps(host, device, level, levels, notes)
-    names = ",".join(device.selector for device in devices)
+    # What was in force before, of each device; `reset` also restores the compute mode.
+    back: dict[str, list[str]] = {}
+    for device in devices:
+        before = levels.get(device.gpu.index)
+        resets = before in {None, TimeSlice.DEFAULT} or _recorded_mode(_record(host, device)) is not None
+        way = "reset" if resets or before is None else f"set {before.title}"
+        back.setdefault(way, []).append(device.selector)
     return Plan(
         title=f"time-slice {level.title} on {', '.join(device.title for device in devices)}",
         steps=tuple(steps),
-        undo=f"gpushare timeslice reset -g {names}",
+        undo="; ".join(f"gpushare timeslice {way} -g {','.join(names)}" for way, names in back.items()),
         notes=tuple(notes),
     )
 

@@ -127,6 +127,26 @@ def test_from_another_pid_namespace_nobody_is_seen(host: Host) -> None:
     assert not look(host).complete
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("/usr/bin/python3", "/usr/bin/gpushare", "run", "--mig", "1g.10gb", "--", "timeslice"), "gpushare run"),
+        (("gpushare", "--host", "local", "timeslice", "keep"), "gpushare timeslice"),
+        (("gpushare", "top"), "gpushare"),
+        (None, "gpushare"),
+    ],
+)
+def test_gpushare_is_named_with_its_command(
+    host: Host, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...] | None, name: str
+) -> None:
+    pid = admin.add_process(A100, name="gpushare", holder=True, memory_bytes=0)
+    seen = ProcessInfo(pid=pid, user="alice", name="gpushare", command_line=words)
+    monkeypatch.setattr(type(host.processes), "describe", lambda _self, _pid: seen)
+    (holder,) = gpu_holders(host, gpu_of(host))
+    assert holder.name == name
+    assert name in blocking([holder])
+
+
 class Broken:
     """A process table that answers nothing."""
 
@@ -181,6 +201,9 @@ def test_the_line_of_an_error() -> None:
         ("slurmstepd", "HWLOC_COMPONENTS=-opencl"),
         ("nsys-launcher", "nsys shutdown"),
         ("nvidia-cuda-mps-server", "gpushare mps stop"),
+        ("gpushare run", "wait until that gpushare run ends"),
+        ("gpushare timeslice", "stop gpushare timeslice keep"),
+        ("gpushare", "end that gpushare command"),
     ],
 )
 def test_what_is_known_to_help(name: str, part: str) -> None:

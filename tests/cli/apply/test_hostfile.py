@@ -823,3 +823,14 @@ def test_a_limit_of_an_unknown_user_changes_nothing(refused: Callable[..., str],
     path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
     said = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
     assert "gpushare.yaml:3:10" in said
+
+
+def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:
+    """With all its faults at once: a GPU, a profile, a limit."""
+    text = one("timeslice: long") + "- {match: {index: 1}, mig: [9g.80gb]}\n- {match: {index: 7}, timeslice: long}\n"
+    for more in ((), ("-n",)):
+        answer = cli("apply", "-f", write(text), *more, host=TWO)
+        assert answer.code not in {0, 7}
+        assert "no MIG profile '9g.80gb'" in answer.err
+        assert "this host has no GPU 7" in answer.err
+    assert cli("timeslice", "show", "-g", "0", host=TWO, output="json").ok().data["gpus"][0]["time_slice"] == "default"

@@ -383,6 +383,14 @@ def test_what_a_gpu_can_never_hold_is_not_exported(
     assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
 
 
+def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file("version: 1\ngpus:\n- {match: {index: 1}, mig: [3g.40gb, 1g.10gb*2]}\n")
+    words = ("export", "slurm", "--autodetect", "off")
+    assert "does not exist yet" in cli(*words, "-f", path, host="sim:2xh100").err
+    cli("apply", "-f", path, host="sim:2xh100").ok()
+    assert cli(*words, "-f", path, host="sim:2xh100").ok().out == cli(*words, host="sim:2xh100").ok().out
+
+
 def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str], str]) -> None:
     path = file("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
     cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()

@@ -397,3 +397,19 @@ def test_demands_skip_a_gpu_without_mig(file: Callable[[str], str]) -> None:
 def test_pci_ids_are_those_of_the_model() -> None:
     host = connect("sim:h200,t4,thor-igpu-gb10b")
     assert [host.nvml.pci_ids(index) for index in range(3)] == [(0x233510DE, None), (0x1EB810DE, None), (None, None)]
+
+
+def test_a_host_without_mig_is_refused_what_wants_it(cli: Cli, file: Callable[[str], str]) -> None:
+    """`devices: all` skips a GPU without MIG, but not all of them."""
+    text = "version: v1\nmig-configs:\n  a:\n  - devices: all\n    mig-enabled: true\n    mig-devices: {1g.5gb: 7}\n"
+    assert cli("mig", "check", "-f", file(text), host="sim:t4").code != 0
+    refused = cli("mig", "apply", "-f", file(text), host="sim:t4")
+    assert refused.code == 3
+    assert "MIG" in refused.err
+
+
+def test_diff_names_an_instance_without_a_compute_instance(cli: Cli, world: World, file: Callable[[str], str]) -> None:
+    path = file("version: 1\ngpus:\n- match: all\n  mig: [{wish: '3g.71gb:4', name: alice}]\n")
+    cli("apply", "-f", path).ok()
+    _destroy_compute_instances(world)
+    assert "name alice: 3g.71gb:4 without a compute instance; the file: 3g.71gb:4" in cli("diff", "-f", path).out

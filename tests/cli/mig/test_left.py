@@ -121,7 +121,7 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
     host = World.new(A100)
     before = host.look()
     pid, place = lost(host)
-    for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "recover"]):
+    for words in (["mig", "recover"], ["mig", "recover"]):
         said = refused(*words, code="not_restored", exit_code=1, host=A100)
         assert place in said
         assert "gpushare mig disable -g 0 --destroy" in said
@@ -239,9 +239,11 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         patched.setattr(change, "perform", in_use)
         said = host.run("mig", "apply", "1g.10gb*3")
     assert "could not be undone" in said.error["message"]
+    assert said.error["hint"].startswith("restore it: gpushare mig recover; or by hand: gpushare mig apply")
     assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     for pid in host.pids():
         admin.end_process(host.spec, pid)
+    assert "it would be tried again" in cli("mig", "recover", "-n", host=A100).ok().out
     assert host.run("mig", "recover").code == 0
     assert host.look() == before
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out

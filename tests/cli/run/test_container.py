@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.run.container import ENGINES
+from gpushare.run.container import ENGINES, check_options
 from tests.cli.drive import Answer, Started, World, alive, until
 
 Cli = Callable[..., Answer]
@@ -186,6 +186,25 @@ def test_an_engine_that_fails_has_its_own_exit_code(real: Callable[..., Started]
         (("--container", "lxc", "--", "image"), "bad_engine", 2),
         (("--container", "podman", "--copies", "2", "--", "image"), "bad_combination", 2),
         (("--container", "podman", "--swappable", "--", "image"), "bad_combination", 2),
+        *(
+            (
+                ("--container", "podman", "--threads", "50", "--memory", "1G", "--", *options, "image", "sleep", "1"),
+                code,
+                2,
+            )
+            for code in ["bad_container_option"]
+            for options in (
+                ("-d",),
+                ("-itd",),
+                ("--name", "x", "--detach"),
+                ("-v", "/a:/b", "--detach=true"),
+                ("--rm=false",),
+                ("-e", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100"),
+                ("-eCUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100",),
+                ("--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=9G",),
+                ("--env", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100"),
+            )
+        ),
     ],
 )
 def test_wrong_usage(
@@ -193,6 +212,18 @@ def test_wrong_usage(
 ) -> None:
     assert engine.is_dir()
     assert refused("run", *words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-it", "--detach=false", "--rm", "-e", "A=-d", "--name", "-d", "image", "-d"],
+        ["-e", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "image", "--rm=false"],
+        ["-h", "-d", "image"],
+    ],
+)
+def test_options_of_a_container_that_stay(words: list[str]) -> None:
+    check_options(words, {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"})
 
 
 def test_without_the_engine(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,11 @@ def test_set_says_what_it_equals_and_its_undo(cli: Cli, world: World) -> None:
     assert "no millisecond" in answer.err
 
 
+def test_the_undo_is_the_level_that_was_there(cli: Cli) -> None:
+    cli("timeslice", "set", "short").ok()
+    assert "note: undo: gpushare timeslice set short -g 0" in cli("timeslice", "set", "medium").ok().err
+
+
 def test_set_again_does_nothing(cli: Cli) -> None:
     cli("timeslice", "set", "long").ok()
     answer = cli("timeslice", "set", "long", output="json").ok()
