@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import (
@@ -27,8 +29,9 @@ from gpushare.host.process import named, signal_known, start_of, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
-from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid
+from gpushare.mps.daemons import FoundDaemon, ask, find_daemons, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
+from gpushare.mps.limits import Limits
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.selection import Device, select_for_change
 from gpushare.units import counted
@@ -218,13 +221,16 @@ class Stop:
             return None
         return control_command(daemon.pipe_directory or "", "quit") if self._found.trusted else f"kill {daemon.pid}"
 
-    @property
+    @functools.cached_property
     def undo(self) -> str | None:
         """Return the command that starts the same daemon again; its clients do not come back."""
         record = self._found.record
         if record is None or record.transient or record.interrupted or self._found.daemon.pid is None:
             return None
-        return start_command(record, self._device)
+        # Others may have changed them since. A daemon that does not answer has no percentage.
+        (now,) = ask(self._host, [self._found], strangers=False)
+        limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
+        return start_command(replace(record, limits=limits), self._device)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -13,9 +13,10 @@ import pytest
 from gpushare.model import ComputeMode, MpsDaemon
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
-from gpushare.mps.daemons import FoundDaemon
+from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
+from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -432,3 +433,13 @@ def test_a_dry_run_names_the_undo(cli: Cli, words: tuple[str, ...], undo: str) -
     assert f"note: undo: {undo}" in answer.err
     assert "undo: none" not in answer.out
     assert cli(*words, "-n", host="sim:2xh100", output="json").ok().data["undo"] == undo
+
+
+def test_the_undo_names_the_limits_that_others_set_since(cli: Cli, world: World) -> None:
+    cli("mps", "start", "-g", "0", "--threads", "50", "--memory", "4G").ok()
+    (found,) = find_daemons(world.host, [world.host.nvml.gpu(0)])
+    control = found.control(world.host)
+    control.set_threads(12)
+    control.set_memory(7 * GIB)
+    answer = cli("mps", "stop", "-g", "0", "-n", output="json").ok()
+    assert "gpushare mps start -g 0 --threads 12 --memory 7G" in {step["undo"] for step in answer.data["steps"]}
