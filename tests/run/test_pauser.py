@@ -55,14 +55,16 @@ def test_whoever_has_got_a_pid_since_gets_no_signal(told: Told) -> None:
 
 
 def test_whoever_gets_a_pid_after_the_look_gets_no_signal(told: Told) -> None:
-    identity = told.host.processes.identity
+    def taken(look: Any) -> Any:
+        def looked(pid: int) -> Any:
+            found = look(pid)
+            told.starts[pid] = found.started + 1
+            return found
 
-    def taken(pid: int) -> Any:
-        found = identity(pid)
-        told.starts[pid] = found.started + 1
-        return found
+        return looked
 
-    told.host.processes.identity = taken
+    for name in ("describe", "identity"):
+        setattr(told.host.processes, name, taken(getattr(told.host.processes, name)))
     told.pauser(lock=False).pause()
     resume_all(told.host, [PID], mps=True)
     assert told.since() == []
