@@ -62,8 +62,8 @@ _gpushare_node() {
       valued='--listen --host -o --output'
       ;;
     'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --job-memory --memory-action --wait --wait-timeout --requeue --slice --weight --way --adapt --keep --metric --lower-is-better --lower --higher-is-better --log --name --swappable --idle --turns --swap --copies --logs --restart --stall --container --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output'
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --job-memory --memory-action --wait --wait-timeout --requeue --slice --weight --way --adapt --keep --metric --lower-is-better --lower --higher-is-better --log --name --swappable --idle --turns --swap --copies --logs --restart --stall --container --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output'
       positional='@program'
       ;;
     'mps')

@@ -92,8 +92,6 @@ function __gpushare_valued
             return 0
         case --production
             return 0
-        case --duty-cycle
-            return 0
         case --job-memory
             return 0
         case --memory-action
@@ -353,7 +351,6 @@ complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the prod
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a production job: as tuned; else with a time-slice if it runs outside MPS, or a cap of 60 %.'
 complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'With --opportunistic: the production job whose GPU and speed count, by name or PID. Memory is left to all production jobs.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
-complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic, under MPS: the share of the time to run while production runs. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root with driver 615, the driver refuses what is over it. With --copies: of each copy.'
 complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-memory: end, warn or pause. [default: end]'
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on the one where it harms least. With --mig: until an instance is free.'
@@ -385,7 +382,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'

@@ -137,8 +137,8 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
 
 
 def _named_after_living(host: Host, swap: Swap) -> Swap:
-    """Return it with the PID of a process that runs: its first one may have ended, and the PID be another's."""
-    if host.processes.identity(swap.pid) == (swap.pid, swap.started):
+    """Return it with the PID of a process that runs, if its own is another's by now."""
+    if host.processes.identity(swap.pid) in {None, (swap.pid, swap.started)}:
         return swap
     first = swap.images[0]
     return replace(swap, pid=first.pid, started=first.started)

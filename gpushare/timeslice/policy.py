@@ -60,7 +60,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     back: dict[str, list[str]] = {}
     for device in devices:
         before = levels.get(device.gpu.index)
-        resets = before in {None, TimeSlice.DEFAULT} or _recorded_mode(_record(host, device)) is not None
+        resets = before in {None, TimeSlice.DEFAULT} or _found_mode(host, device) is not None
         way = "reset" if resets or before is None else f"set {before.title}"
         back.setdefault(way, []).append(device.selector)
     return Plan(

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpushare.host import host, users
 from gpushare.host.host import UserDirectory
-from gpushare.host.users import records_of, user_directories, users_have
+from gpushare.host.identity import Identity, boot_id, pid_space
+from gpushare.host.store import Kept, RecordStore
+from gpushare.host.users import has_records, user_directories
+from gpushare.typed import Count, Pid
+from gpushare.values import dataclass
 from tests.security.conftest import Stranger
 
 
 @pytest.fixture
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runtime(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, alice: Stranger, mallory: Stranger
+) -> Path:
     """Return what stands in for /run/user."""
     directory = tmp_path_factory.mktemp("runtime")
+    monkeypatch.setattr(users, "_working_users", lambda: sorted([alice.uid, mallory.uid]))
     for one in (directory, *directory.parents):
         if one.stat().st_uid == os.geteuid() and str(one) not in {"/", "/tmp", "/dev/shm"}:
             one.chmod(0o755)
@@ -38,10 +48,48 @@ def own(runtime: Path, user: Stranger) -> Path:
     return directory
 
 
-def write(directory: Path, name: str = "1.json", text: str = '{"a": 1}') -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Note(Kept):
+    pid: Pid
+    started: Count
+    number: int = 0
+
+
+NOTES = RecordStore(Note, "swap", "a note")
+
+
+def text_of(number: int = 0) -> str:
+    document = {"schema": 1, "boot": boot_id(), "space": pid_space(), "pid": 1, "started": 1, "number": number}
+    return json.dumps(document)
+
+
+def write(directory: Path, name: str = "1.json", text: str | None = None) -> Path:
     (directory / "swap").mkdir(parents=True, exist_ok=True)
-    (directory / "swap" / name).write_text(text)
+    (directory / "swap" / name).write_text(text_of() if text is None else text)
     return directory
+
+
+def seen(*users: UserDirectory) -> Any:
+    """Return the host of a root to whom these users' processes run, with nothing of its own."""
+
+    def identity(pid: int) -> Identity:
+        return Identity(pid, 1)
+
+    def describe(_pid: int) -> Any:
+        return SimpleNamespace(uid=users[0].uid)
+
+    return SimpleNamespace(
+        uid=0,
+        run_directory=Path("/nonexistent"),
+        run_directories=(),
+        shared_run_directories=(),
+        user_directories=lambda: users,
+        processes=SimpleNamespace(identity=identity, describe=describe),
+    )
+
+
+def numbers(*users: UserDirectory) -> list[int]:
+    return [note.number for note in NOTES.all(seen(*users))]
 
 
 def test_the_directories_of_users_are_found_where_gpushare_puts_them(
@@ -51,10 +99,15 @@ def test_the_directories_of_users_are_found_where_gpushare_puts_them(
     temporary = sticky / f"gpushare-{mallory.uid}"
     alice.does(lambda: write(home / "gpushare"))
     mallory.does(lambda: write(temporary))
-    assert found(runtime, sticky) == [(alice.uid, home / "gpushare"), (mallory.uid, temporary)]
-    (first, second) = user_directories(str(runtime), str(sticky))
-    assert records_of(first, "swap") == [(home / "gpushare" / "swap" / "1.json", {"a": 1})]
-    assert records_of(second, "pause") == []
+    both = {alice.uid: home / "gpushare", mallory.uid: temporary}
+    assert dict(found(runtime, sticky)) == both
+    first, second = sorted(user_directories(str(runtime), str(sticky)), key=lambda one: one.uid == mallory.uid)
+    (note,) = NOTES.all(seen(first))
+    assert (note.path, note.keeper_uid) == (home / "gpushare" / "swap" / "1.json", alice.uid)
+    # What names a process of another user says nothing.
+    assert [one.keeper_uid for one in NOTES.all(seen(first, second))] == [alice.uid]
+    (unread,) = NOTES.unread(seen(first, second))
+    assert (unread.uid, unread.why) == (mallory.uid, "it names process 1, which belongs to another user")
 
 
 def test_a_directory_in_the_name_of_another_counts_for_nothing(
@@ -79,7 +132,7 @@ def test_links_are_not_followed(runtime: Path, sticky: Path, alice: Stranger, ma
         (home / "below" / "swap").symlink_to(sticky / "real" / "swap")
 
     mallory.does(plant)
-    assert records_of(directory, "swap") == []
+    assert numbers(directory) == []
 
 
 def test_what_a_user_plants_is_not_read(runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger) -> None:
@@ -91,19 +144,25 @@ def test_what_a_user_plants_is_not_read(runtime: Path, sticky: Path, alice: Stra
         directory = write(home / "gpushare") / "swap"
         os.mkfifo(directory / "2.json")
         (directory / "3.json").symlink_to(secret)
-        (directory / "4.json").write_text("{" * 100_000)
+        (directory / "4.json").write_text("{" * 60_000)
         (directory / "5.json").write_bytes(b" " * (5 << 20))
-        (directory / "6.json").write_text('{"a": 6}')
+        (directory / "6.json").write_text(text_of(6))
         (directory / "6.json").chmod(0o666)
         (directory / "7.json").mkdir()
+        (directory / "8.json").write_text(text_of(8))
+        os.link(directory / "8.json", directory / "9.json")
+        (directory / "a.json").write_text(text_of(10).replace('"started"', '"other"'))
         for number in range(1000):
             (directory / f"x{number:04}.json").write_text("[]")
 
     mallory.does(plant)
     (directory,) = user_directories(str(runtime), str(sticky))
-    records = records_of(directory, "swap")
-    assert len(records) <= 256
-    assert [raw for _, raw in records if raw != []] == [{"a": 1}]
+    assert numbers(directory) == [0]
+    whys = {unread.path.name: unread.why for unread in NOTES.unread(seen(directory))}
+    assert len(whys) == 256
+    assert "too many" in whys["swap"]
+    assert whys["4.json"] == "it is not JSON"
+    assert whys["x0001.json"] == "it is of another version"
 
 
 def test_a_directory_that_others_may_write_counts_for_nothing(runtime: Path, sticky: Path, alice: Stranger) -> None:
@@ -114,7 +173,7 @@ def test_a_directory_that_others_may_write_counts_for_nothing(runtime: Path, sti
     path.chmod(0o755)
     (path / "swap").chmod(0o777)
     (directory,) = user_directories(str(runtime), str(sticky))
-    assert records_of(directory, "swap") == []
+    assert numbers(directory) == []
 
 
 def test_what_a_user_has_mounted_is_not_entered(
@@ -144,23 +203,33 @@ def test_whether_there_are_records_is_not_looked_up_through_a_link(
     home = own(runtime, alice) / "gpushare"
     alice.does(lambda: write(home))
     (user,) = user_directories(str(runtime), str(sticky))
-    assert users_have([user], "swap")
-    assert not users_have([user], "pause")
+    assert has_records(seen(user), "swap")
+    assert not has_records(seen(user), "pause")
     elsewhere = sticky / "elsewhere"
     alice.does(lambda: write(elsewhere))
     alice.does(lambda: (home / "pause").symlink_to(elsewhere / "swap"))
-    assert not users_have([user], "pause")
-    assert not users_have([user], "pause", records=False)
+    assert not has_records(seen(user), "pause")
     alice.does((home / "swap" / "1.json").unlink)
-    assert not users_have([user], "swap")
-    assert users_have([user], "swap", records=False)
+    assert not has_records(seen(user), "swap")
 
 
-def shells(runtime: Path, sticky: Path, user: Stranger, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def test_a_user_without_a_process_is_not_looked_up(
+    runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may make thousands of names in /tmp, but not become those users."""
+    monkeypatch.undo()
+    for user in (alice, mallory):
+        user.does(lambda user=user: write(sticky / f"gpushare-{user.uid}"))  # type: ignore[misc]
+    with alice.keeps(lambda: None):
+        assert found(runtime, sticky) == [(alice.uid, sticky / f"gpushare-{alice.uid}")]
+
+
+def shells(runtime: Path, sticky: Path, user: Stranger, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return where gpushare looks in a login shell of a user, and in one without a session."""
     monkeypatch.setattr(host, "TEMPORARY", str(sticky))
     monkeypatch.setattr(host, "RUNTIME", str(runtime))
-    for name in ("TMPDIR", "GPUSHARE_RUN_DIR"):
+    monkeypatch.setenv("HOME", str(user.home))
+    for name in ("TMPDIR", "GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     found = []
     for session in (True, False):
@@ -168,7 +237,7 @@ def shells(runtime: Path, sticky: Path, user: Stranger, monkeypatch: pytest.Monk
             monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime / str(user.uid)))
         else:
             monkeypatch.delenv("XDG_RUNTIME_DIR")
-        found.append(user.does(lambda: [str(one) for one in host.local_host().own_run_directories]))
+        found.append(user.does(lambda: str(host.local_host().run_directory)))
     return found
 
 
@@ -178,7 +247,7 @@ def test_a_user_has_one_run_directory_and_nobody_else_gets_into_it(
     session = own(runtime, alice)
     alice.does(lambda: write(session / "gpushare"))
     place = sticky / f"gpushare-{alice.uid}"
-    assert shells(runtime, sticky, alice, monkeypatch) == [[str(place), str(session / "gpushare")]] * 2
+    assert shells(runtime, sticky, alice, monkeypatch) == [str(place)] * 2
     alice.does(lambda: (os.umask(0), host.make_private_directory(place / "mps" / "x" / "pipe")))
     assert [stat.S_IMODE(one.stat().st_mode) for one in (place, place / "mps" / "x" / "pipe")] == [0o700, 0o755]
     with pytest.raises(AssertionError, match="Permission"):
@@ -193,9 +262,9 @@ def test_a_name_that_another_user_has_made_first_keeps_nobody_from_working(
     session = own(runtime, alice)
     place = sticky / f"gpushare-{alice.uid}"
     mallory.does(lambda: write(place))
-    assert shells(runtime, sticky, alice, monkeypatch) == [[str(session / "gpushare")]] * 2
-    # Without a session it is said whose the directory is.
+    assert shells(runtime, sticky, alice, monkeypatch) == [str(session / "gpushare")] * 2
+    # Without a session it is in the home directory.
     shutil.rmtree(session)
-    assert shells(runtime, sticky, alice, monkeypatch) == [[str(place)]] * 2
+    assert shells(runtime, sticky, alice, monkeypatch) == [f"{alice.home}/.local/state/gpushare/run"] * 2
     with pytest.raises(AssertionError, match="belongs to user"):
         alice.does(lambda: host.make_private_directory(place))

@@ -65,6 +65,7 @@ def test_all_is_well(cli: Cli) -> None:
         "gpu.xid",
         "mps.shm",
         "gpu.unlisted_memory",
+        "records.unread",
     }
     assert found["smi.program"]["seen"].endswith(" of 1 GPU")
     assert cli("doctor").code == 0

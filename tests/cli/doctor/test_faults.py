@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, environments
 from gpushare.host.machine import LocalMachine, xids_in
 from gpushare.host.smi import ComputePolicy
-from gpushare.memory.swap import swaps, write
+from gpushare.memory.swap import SWAPS, swaps
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.home import DaemonHome
@@ -779,17 +780,18 @@ def test_a_cgroup_of_a_gpushare_that_was_killed(cli: Cli, world: World) -> None:
     assert "cgroup.procs" in finding(cli, "memory.cgroup")["remedy"]
 
 
-def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World) -> None:
+def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
     cli("swap", "out", str(pid)).ok()
     assert finding(cli, "swap.lost")["verdict"] == "pass"
     (swap,) = swaps(world.host)
-    write(replace(swap, since=time.time() - 3 * 86400))
-    assert "3 days" in finding(cli, "swap.long")["seen"]
-    write(replace(swap, state="returning"))
+    with monkeypatch.context() as patched:
+        patched.setattr(examine, "uptime", lambda: swap.since + 3 * 86400)
+        assert "3 days" in finding(cli, "swap.long")["seen"]
+    SWAPS.write(replace(swap, state="returning"))
     assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "swap.interrupted"]
     os.utime(swap.path, (time.time() - 1200,) * 2)
     assert "20 minutes" in finding(cli, "swap.interrupted")["seen"]
-    write(replace(swap, state="lost"))
+    SWAPS.write(replace(swap, state="lost"))
     found = finding(cli, "swap.lost")
     assert (found["verdict"], found["remedy"]) == ("fail", f"end it: kill -9 {pid}")

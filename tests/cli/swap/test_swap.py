@@ -13,7 +13,7 @@ from gpushare.host import checkpoint as driver
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.memory.swap import OUT, find_swap, repair, swaps
+from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
@@ -309,11 +309,11 @@ def test_a_death_at_any_call_loses_nothing(
 
 def test_a_restored_process_is_laid_down_before_it_is_killed(cli: Cli, world: World) -> None:
     pid = job()
-    module.lay_down(world.host, [pid])
+    module.checkpoint_before_kill(world.host, [pid])
     assert process(world, pid).checkpoint == RUNNING
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
-    module.lay_down(world.host, [pid])
+    module.checkpoint_before_kill(world.host, [pid])
     assert process(world, pid).checkpoint == CHECKPOINTED
 
 
@@ -355,7 +355,7 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
     cli("swap", "out", str(pid)).ok()
     (swap,) = swaps(world.host)
     swap.path.unlink()
-    module.write(replace(swap, pid=4242, name="train", path=module.path_of(world.host, 4242)))
+    SWAPS.write(replace(swap, pid=4242, name="train", path=SWAPS.path(world.host, 4242)))
     assert find_swap(world.host, pid) is not None
     assert find_swap(world.host, os.getpid(), "train") is not None
     assert find_swap(world.host, os.getpid(), "other") is None
@@ -380,7 +380,7 @@ def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World)
 def test_records_of_jobs_that_have_ended_are_removed(cli: Cli, world: World) -> None:
     pid, other = job(), str(job())
     cli("swap", "out", str(pid)).ok()
-    path = module.path_of(world.host, pid)
+    path = SWAPS.path(world.host, pid)
     leftover = path.parent / ".1-abcd_123"
     leftover.write_text("half of")
     admin.end_process(SPEC, pid)
