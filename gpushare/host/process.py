@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
 _MOST_CHARACTERS: Final = 64 << 10
+# rt_sigtimedwait, by machine (asm/unistd.h).
+_SIGTIMEDWAIT: Final = {"x86_64": 128, "aarch64": 137}
 # Scopes of systemd, and of containerd without systemd.
 _SCOPE: Final = r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$)"
 # A directory named by an id.
@@ -289,12 +291,23 @@ class Processes:
         return None if stat is None else int(stat.rpartition(")")[2].split()[1]) or None
 
     def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process has a handler for a signal (SigCgt of ``/proc/PID/status``); None when unknown."""
-        return _in_mask("SigCgt", pid, signal)
+        """Return whether a signal does not kill the process, but tells it something; None when unknown.
+
+        It has a handler (SigCgt of ``/proc/PID/status``), or takes the signal by signalfd or sigwait: each of its threads
+        blocks it (SigBlk) or waits for it. One that does neither would get the signal, and end the process.
+        """
+        if (handled := _in_mask("SigCgt", f"{pid}", signal)) is not False:
+            return handled
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            return None
+        whose = [f"{pid}/task/{thread}" for thread in threads]
+        return all(_in_mask("SigBlk", one, signal) is not False or _waits_for(one, signal) for one in whose)
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
-        return _in_mask("SigIgn", pid, signal)
+        return _in_mask("SigIgn", f"{pid}", signal)
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal (kill(2)).
@@ -386,8 +399,26 @@ def wait_gone(
     return left
 
 
-def _in_mask(field: str, pid: int, signal: int) -> bool | None:
-    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status") or "", re.MULTILINE)
+def _waits_for(thread: str, signal: int) -> bool:
+    """Return whether a thread (``PID/task/TID``) is in sigwait for a signal.
+
+    There the kernel takes what is waited for out of SigBlk; the set is in the memory that the call points to. Not known
+    (False) of a process that this user may not trace, as on Ubuntu of all but those that gpushare has started.
+    """
+    words = (_read(f"/proc/{thread}/syscall") or "").split()
+    if len(words) < 2 or words[0] != str(_SIGTIMEDWAIT.get(os.uname().machine)):
+        return False
+    try:
+        with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory:
+            memory.seek(int(words[1], 16))
+            mask = int.from_bytes(memory.read(8), "little")
+    except (OSError, ValueError, OverflowError):
+        return False
+    return bool(mask >> (signal - 1) & 1)
+
+
+def _in_mask(field: str, whose: str, signal: int) -> bool | None:
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read(f"/proc/{whose}/status") or "", re.MULTILINE)
     return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
@@ -23,7 +23,11 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import LocalMachine
 from gpushare.host.process import Processes, ProcessInfo, shortened, wait_gone
+from gpushare.run.end import ask_to_end
 from tests.clock import step_the_clock
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
 
 LOCAL = Processes()
 NOBODY = 2**31 - 1
@@ -178,6 +182,32 @@ def test_whether_a_process_has_its_own_handler(start: Start) -> None:
     child.stdout.readline()
     assert LOCAL.catches(child.pid, signal.SIGTERM) is True
     assert LOCAL.catches(child.pid, signal.SIGHUP) is False
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["all threads", "not all threads"])
+def test_a_signal_that_a_process_waits_for_does_not_kill_it(start: Start, also: bool) -> None:
+    """With sigwait or signalfd it has no handler; but a thread that does not block the signal would be killed by it."""
+    code = (
+        "import signal, threading\n"
+        f"{'threading.Thread(target=threading.Event().wait, daemon=True).start()' if also else ''}\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "print('ready', flush=True)\n"
+        "signal.sigwait([signal.SIGTERM]); raise SystemExit(7)"
+    )
+    child = start(sys.executable, "-c", code)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert LOCAL.catches(child.pid, signal.SIGTERM) is not also
+    assert LOCAL.catches(child.pid, signal.SIGHUP) is False
+    host = cast("Host", SimpleNamespace(processes=LOCAL))
+    identity = LOCAL.identity(child.pid)
+    assert identity is not None
+    # A client of MPS is asked only where that does not kill it.
+    asked = ask_to_end(host, {child.pid: identity.started}, None, signal.SIGTERM)
+    assert bool(asked) is not also
+    if not also:
+        assert child.wait(10) == 7
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 3, "SIG")])
