@@ -161,6 +161,38 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
     return descriptor
 
 
+def open_new(path: Path) -> int:
+    """Return the descriptor of a new file, to be written, in a directory that is there.
+
+    Raises:
+        FileExistsError: it is there, or something is in the way, which the message says.
+        OSError: it cannot be created.
+    """
+    with directory_of(path.parent, make=False) as directory:
+        return os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
+
+
+def open_to_append(path: Path, *, create: bool = True) -> int:
+    """Return the descriptor of a file of this user alone, to be appended to, in a directory that is there.
+
+    Raises:
+        OSError: it cannot be opened, or is not only this user's file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | _SAFE | (os.O_CREAT if create else 0)
+    with directory_of(path.parent, make=False) as directory:
+        try:
+            descriptor = os.open(path.name, flags, 0o666, dir_fd=directory)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _in_the_way(path, "a symbolic link") from None
+            raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+        os.close(descriptor)
+        raise _in_the_way(path, "not a regular file of this user alone")
+    return descriptor
+
+
 def _is_public(path: Path) -> bool:
     """Return whether others can create files next to it, as in /tmp; for root also in another user's directory."""
     try:

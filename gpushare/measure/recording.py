@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.units import MIB, counted, format_bytes
@@ -409,13 +411,13 @@ class RecordingFile:
         self.path = path
         try:
             # Unbuffered: a line is written whole, whatever ends the program next.
-            self._file = path.open("xb", buffering=0)
-        except FileExistsError:
+            self._file = open(open_new(path), "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            if error.strerror != os.strerror(errno.EEXIST):
+                raise _unwritable(path, error) from None
             raise BadUsage(
                 f"{path} already exists", "give another name with --to, or remove it first", code="file_exists"
             ) from None
-        except OSError as error:
-            raise _unwritable(path, error) from None
         self._write(_line({MARK: SCHEMA, **asdict(header)}))
 
     def __enter__(self) -> RecordingFile:

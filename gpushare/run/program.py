@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shlex
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from gpushare.errors import GpushareError, NoPermission
 from gpushare.guard import DONE, Guard
 from gpushare.host.process import Streams, known, start_of
+from gpushare.host.written_file import open_to_append
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
@@ -242,26 +241,21 @@ _UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
 
 def check_log(path: Path) -> None:
     """Raise unless a program's output can be appended to a file of this user; nothing is created."""
-    if os.path.lexists(path):
-        os.close(open_log(path))
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
-        reason = "Permission denied" if path.parent.is_dir() else "its directory does not exist"
-        raise _bad_log(path, reason)
+    try:
+        os.close(open_to_append(path, create=False))
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            reason = "Permission denied" if path.parent.is_dir() else "its directory does not exist"
+            raise _bad_log(path, reason) from None
+    except OSError as error:
+        raise _bad_log(path, error.strerror or str(error)) from None
 
 
 def open_log(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        descriptor = os.open(path, flags, 0o666)
+        return open_to_append(path)
     except OSError as error:
-        raise _bad_log(
-            path, "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
-        ) from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
-        os.close(descriptor)
-        raise _bad_log(path, "it is not a regular file of this user alone")
-    return descriptor
+        raise _bad_log(path, error.strerror or str(error)) from None
 
 
 def _bad_log(path: Path, reason: str) -> NoPermission:

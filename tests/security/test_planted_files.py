@@ -71,6 +71,30 @@ def test_the_log_of_a_copy_goes_through_no_link(kind: str, mallory: Stranger, st
     assert code != 0 or not (logs / "copy-0.log").is_symlink()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("observe", "--for", "1s", "--to", "FILE"),
+        ("run", "--production", "web", "--metric", r"(\d+)", "--log", "FILE", "--", "echo", "1"),
+    ],
+    ids=["observe", "run"],
+)
+def test_root_writes_through_no_directory_link_of_another_user(
+    words: tuple[str, ...], mallory: Stranger, sticky: Path
+) -> None:
+    target = sticky / "target"
+    target.mkdir()
+    place = mallory.home / words[0]
+    mallory.does(lambda: place.symlink_to(target))
+    answer = gpushare(*(str(place / "file") if word == "FILE" else word for word in words))
+    assert answer.code in {1, 4}, answer
+    assert len(answer.lines("hint")) == 1
+    assert list(target.iterdir()) == []
+    own = gpushare(*(str(target / "file") if word == "FILE" else word for word in words))
+    assert own.code == 0, own
+    assert [path.name for path in target.iterdir()] == ["file"]
+
+
 def test_the_log_of_a_copy_waits_for_no_fifo(mallory: Stranger) -> None:
     logs = mallory.home / "logs-fifo"
     mallory.does(lambda: (logs.mkdir(), os.mkfifo(logs / "copy-1.log")))
