@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, or_none
+from gpushare.errors import (
+    BadCombination,
+    BadUsage,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    or_none,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -194,24 +204,35 @@ def _come_back(
     limits: Mapping[int, int],
     seconds: float | None,
 ) -> Swap:
-    """Wait for room, and bring a job back; wait again if a program that keeps no place was faster."""
+    """Wait for room, and bring a job back; wait again if a program that keeps no place was faster.
+
+    Where the ledger cannot be written, as on a full disk, it comes back without a place there if the GPU has room.
+    """
     from gpushare.memory.ledger import Place
     from gpushare.memory.room import wait_for_room
     from gpushare.memory.swap import come_in, guarded, locked, taken_over
 
     ends = None if seconds is None else time.monotonic() + seconds
     while True:
-        place = Place(host, request)
         left = None if ends is None else max(0.0, ends - time.monotonic())
-        wait_for_room(host, place, [device], left, limits, note)
+        place: Place | None = None
         try:
+            try:
+                place = Place(host, request)
+                wait_for_room(host, place, [device], left, limits, note)
+            except (NoPermission, OperationFailed) as error:
+                if error.code != "lease_unusable":
+                    raise
+                note(f"{error.message}; so it comes back without a place in the line, if there is room")
+                left = 0.0
             with guarded(host, note), locked(host, say=note):
                 return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
         except InUse as error:
             if error.code != "no_room" or left == 0.0:
                 raise
         finally:
-            place.leave()
+            if place is not None:
+                place.leave()
 
 
 def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int, int], *, wait: bool) -> str:

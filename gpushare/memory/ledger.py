@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
 LAPSE_SECONDS: Final = 60.0
-# One that could take a place for this long, and does not, is passed: it may be stopped, or only look like a job.
+# The waiting jobs of a user that could take a place for this long together, and do not, are passed: they may only look like
+# jobs. Later ones of that user are passed, too, for some time.
 PATIENCE_SECONDS: Final = 10.0
+_PASSED_SECONDS: Final = 600.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
 # A program that is started more often in one place: later ones hold it only together with gpushare.
@@ -136,12 +138,21 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     gone = [one for one in swaps(host) if one.state in {OUT, LOST}]
     # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
     roots = {process.pid for one in found for process in one.claim.processes[1:]} if gone else set()
-    images = {image for one in gone for image, _, _ in one.images}
-    # The nearest one: a job may have been started by another one.
-    out = {one.pid for one in gone} | {
-        next((pid for pid in ancestry(host, one) if pid in roots), one) for one in images
-    }
-    found = [one for one in found if one.key is None or out.isdisjoint(other.pid for other in one.claim.processes)]
+    out: set[tuple[int, int | None]] = set()
+    for one in gone:
+        # To root, the word of a user is about the claims of that user.
+        uid = one.keeper_uid or None
+        out.add((one.pid, uid))
+        # The nearest one: a job may have been started by another one.
+        out |= {
+            (next((pid for pid in ancestry(host, image) if pid in roots), image), uid) for image, _, _ in one.images
+        }
+    found = [
+        one
+        for one in found
+        if one.key is None
+        or out.isdisjoint((other.pid, uid) for other in one.claim.processes for uid in (None, one.claim.uid))
+    ]
     waiting: dict[int, int] = defaultdict(int)
     kept = []
     for one in found:
@@ -363,6 +374,13 @@ def would_take(
     return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("")
 
 
+def who_could_take(found: Sequence[Reservation], line: Line, limits: Mapping[int, int], patience: Patience) -> set[str]:
+    """Return the waiting jobs that can take a place on a device now."""
+    by_key = {line.device.uuid: line}
+    waiting = [one for one in found if one.key is None and patience.lets_go_first(one)]
+    return set(_admitted(by_key, [_in_line(one, by_key, limits) for one in waiting]))
+
+
 def is_on(process: GpuProcess, device: Device) -> bool:
     mig = device.mig
     return mig is None or (process.gpu_instance_id, process.compute_instance_id) == (
@@ -435,6 +453,39 @@ class Lapses:
         return any(one.id in self._since for one in line.holders)
 
 
+class Patience:
+    """Which waiting jobs are passed, as one looks at them again and again: a user's jobs share `PATIENCE_SECONDS`.
+
+    A job that does take its place shows that its user's jobs are real, and they have all of it again.
+    """
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+        self._until: dict[int, float] = {}
+        self._spent: dict[int, float] = defaultdict(float)
+        # Who could take a place at the last look, with their users.
+        self._could: dict[str, int] = {}
+        self._looked = time.monotonic()
+
+    def look(self, found: Sequence[Reservation], could: Collection[str]) -> None:
+        """Note who can take a place now."""
+        now = time.monotonic()
+        before, self._could = self._could, {one.id: one.claim.uid for one in found if one.id in could}
+        for uid in set(before.values()) & set(self._could.values()):
+            self._spent[uid] += now - self._looked
+        self._looked = now
+        for one in found:
+            if one.key is not None and one.id in before:
+                self._spent[one.claim.uid] = 0.0
+        for uid in {uid for uid in self._could.values() if self._spent[uid] >= PATIENCE_SECONDS}:
+            self._until[uid], self._spent[uid] = now + _PASSED_SECONDS, 0.0
+        self._passed |= {one.id for one in found if one.key is None and now < self._until.get(one.claim.uid, now)}
+
+    def lets_go_first(self, one: Reservation) -> bool:
+        """Return whether a waiting job counts: it is not stopped, and was not passed."""
+        return not one.stopped and one.id not in self._passed
+
+
 class Place:
     """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
 
@@ -442,14 +493,15 @@ class Place:
     otherwise say that they came first, are about to come, or use their reservation, for as long as they like.
     """
 
-    def __init__(self, host: Host, request: Request) -> None:
-        """Enter the ledger.
+    def __init__(self, host: Host, request: Request, patience: Patience | None = None) -> None:
+        """Enter the ledger. ``patience`` is that of a job that enters it again and again.
 
         Raises:
             NoPermission, OperationFailed: it cannot be written.
         """
         self._host, self.request = host, request
         self.key: str | None = None
+        self._patience = patience or Patience()
         self._enter()
 
     def _enter(self) -> None:
@@ -475,10 +527,8 @@ class Place:
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
         self._before: frozenset[str] | None = None
-        # Since when jobs could take a place and have not; and which reservations have nothing on their device.
-        self._could: dict[str, float] = {}
+        # Which reservations have nothing on their device.
         self._lapses = Lapses()
-        self._passed: set[str] = set()
 
     @property
     def claim(self) -> HeldClaim:
@@ -539,11 +589,10 @@ class Place:
         waiting = [
             _in_line(one, lines, limits)
             for one in found
-            if one.id == own
-            or (one.key is None and one.id not in self._passed and not one.stopped and self._goes_first(one))
+            if one.id == own or (one.key is None and self._patience.lets_go_first(one) and self._goes_first(one))
         ]
         taken = _admitted(lines, waiting)
-        self._watch({name for name in taken if name != own})
+        self._patience.look(found, taken.keys() - {own})
         if own in taken and best is not None:
             # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
             order = best()
@@ -564,12 +613,6 @@ class Place:
 
     def _has_just_come(self) -> bool:
         return time.monotonic() - self._entered < _CHOOSING_SECONDS
-
-    def _watch(self, could: Collection[str]) -> None:
-        """Note who can take a place now; one that did not for long is passed from now on."""
-        now = time.monotonic()
-        self._could = {name: self._could.get(name, now) for name in could}
-        self._passed |= {name for name, since in self._could.items() if now - since >= PATIENCE_SECONDS}
 
     def _still_fits(
         self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from gpushare.errors import GpushareError, InUse
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
-from gpushare.memory.ledger import Line, Place, Request, Reservation, ancestry, line_of, owners_of, reservations
+from gpushare.memory.ledger import (
+    Line,
+    Patience,
+    Place,
+    Request,
+    Reservation,
+    ancestry,
+    line_of,
+    owners_of,
+    reservations,
+    who_could_take,
+)
 from gpushare.memory.room import back_bytes, client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
@@ -411,6 +422,8 @@ class Swapping:
         self._clock = clock
         self._place: Place | None = place
         self._asked = place.request
+        # With all that wait while it comes and goes: who is passed once sends it out no more.
+        self._patience = Patience()
         self._swap: Swap | None = None
         # Somebody else has taken it out, so the policy does not bring it back.
         self._by_hand = False
@@ -521,7 +534,8 @@ class Swapping:
         self._since = self._clock()
         place = self._place
         if place is None:
-            place = Place(self._host, replace(self._asked, keys=(self._device.uuid,), client=False))
+            request = replace(self._asked, keys=(self._device.uuid,), client=False)
+            place = Place(self._host, request, self._patience)
         if place.key is None:
             place.take(self._device.uuid)
             place.add(self._pid)
@@ -577,13 +591,20 @@ class Swapping:
             one
             for one in found
             # What can never come is nothing to make room for.
-            if one.key is None and self._device.uuid in one.keys and (one.memory_bytes or 0) <= total
+            if one.key is None
+            and self._device.uuid in one.keys
+            and (one.memory_bytes or 0) <= total
+            # Neither is one that does not come.
+            and self._patience.lets_go_first(one)
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [one for one in waiting if one.id != own]
         # What others call production is not ours.
         production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
+        if line is not None and (self._place is None or self._place.key is not None):
+            # While it waits for its place, the place looks.
+            self._patience.look(found, who_could_take(found, line, self._limits, self._patience))
         later = 0 if line is None else self._later_bytes(line, own)
         there = [one.pid for one in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
         return Look(
@@ -695,7 +716,7 @@ class Swapping:
         # Before it takes a place: while it is stopped, others can have the room.
         check_continues(self._host, now)
         if self._place is None:
-            self._place = Place(self._host, self._request(now))
+            self._place = Place(self._host, self._request(now), self._patience)
         free = self._place.key is not None or self._take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
         if not free or has_room(self._host, now, now.memory_bytes) is False:

@@ -17,7 +17,7 @@ from gpushare.connect import connect
 from gpushare.errors import DriverNotLoaded, InUse, NoPermission, OperationFailed
 from gpushare.host.claims import Claim, claim_directory
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity
+from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import (
@@ -32,6 +32,7 @@ from gpushare.memory.ledger import (
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import best_first, client_limit, outlook, outlook_text, wait_for_room
+from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.model import ComputeMode, Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
@@ -632,12 +633,12 @@ def test_the_limit_for_all_is_not_for_root() -> None:
 
 
 @contextlib.contextmanager
-def planted(host: Host, *lines: str) -> Iterator[Path]:
+def planted(host: Host, *lines: str, name: int = 0xF) -> Iterator[Path]:
     """Plant the claim of a process that lives, as its user may write it."""
     first = enter(host, GIB)
     head = files(host)[0].read_text().split("fact ")[0]
     first.leave()
-    path = claim_directory(host) / f"gpushare-memory-{'f' * 16}"
+    path = claim_directory(host) / f"gpushare-memory-{name:016x}"
     path.write_text(head + "".join(f"{line}\n" for line in lines))
     try:
         yield path
@@ -705,6 +706,63 @@ def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pyt
         forward(ledger.PATIENCE_SECONDS / 2)
         assert not take(host, honest)
         assert take(host, honest)
+
+
+def test_all_jobs_of_a_user_that_do_not_come_share_one_patience(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 64 claims for the whole GPU, which are let in one after another, hold up each new job for ten minutes."""
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with contextlib.ExitStack() as held:
+        for number in range(1, 33):
+            held.enter_context(planted(host, f"fact want - 0 {key}", f"ticket {number}", name=number))
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        for _ in range(6):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
+        assert take(host, honest)
+
+
+def test_a_user_whose_jobs_come_has_all_patience_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with (
+        planted(host, f"fact want - 0 {key}", "ticket 1", name=1) as first,
+        planted(host, f"fact want - 0 {key}", "ticket 2", name=2),
+    ):
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        for _ in range(4):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
+        with first.open("a") as file:
+            file.write(f"fact sure {key}\n")
+        assert not take(host, honest)
+        first.write_text("ended")
+        for _ in range(4):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
+
+
+def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a forged record would free what another user has reserved."""
+    key = devices(host)[0].uuid
+    place = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+    place.take(key)
+    me = identity_of(os.getpid())
+    assert me is not None
+    swap = Swap(
+        pid=me.pid,
+        started=me.started,
+        name=None,
+        uid=None,
+        gpu_uuid=key,
+        state=OUT,
+        since=1.0,
+        images=(Image(me.pid, me.started, GIB),),
+    )
+    for keeper, counts in ((os.geteuid() + 1, 1), (None, 0), (0, 0)):
+        found = replace(swap, keeper_uid=keeper)
+        monkeypatch.setattr(ledger, "swaps", lambda _, found=found: [found])
+        assert len(reservations(host) or []) == counts
 
 
 def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

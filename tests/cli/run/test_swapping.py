@@ -16,9 +16,10 @@ import pytest
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
+from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
-from gpushare.memory.swap import OUT, Swap, locked, swaps
+from gpushare.memory.swap import BACK, OUT, Swap, locked, swaps
 from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
 from gpushare.selection import select
 from gpushare.sim import admin
@@ -465,6 +466,45 @@ def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Callable[...
     assert swaps(world.host) == []
     small.leave()
     finish(job)
+
+
+def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., Started], world: World) -> None:
+    """Ctrl-Z: it takes no place, so the copies would be for nothing, again and again."""
+    stopped = subprocess.Popen(["sleep", "600"])
+    try:
+        stopped.send_signal(signal.SIGSTOP)
+        job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+        place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
+        path, me = place.claim.path, identity_of(os.getpid())
+        other = identity_of(stopped.pid)
+        assert me is not None
+        assert other is not None
+        # As if that process waited.
+        path.write_text(path.read_text().replace(f"{me.pid} {me.started}", f"{other.pid} {other.started}"))
+        time.sleep(3.0)
+        assert swaps(world.host) == []
+        stopped.send_signal(signal.SIGCONT)
+        until(lambda: any(one.state == OUT for one in swaps(world.host)), "it has left")
+        place.leave()
+        finish(job)
+    finally:
+        stopped.kill()
+        stopped.wait()
+
+
+def test_a_job_that_never_takes_its_place_ends_one_turn_only(
+    start: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
+    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    never = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
+    job.says("out of the GPU")
+    job.says("back on the GPU")
+    time.sleep(3.0)
+    assert {one.state for one in swaps(world.host)} == {BACK}
+    never.leave()
+    (said,) = finish(job)
+    assert said.count("out of the GPU") == 1
 
 
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(

@@ -18,6 +18,7 @@ from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed,
 from gpushare.host import store
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
+from gpushare.memory import ledger
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import room_kept
@@ -324,7 +325,7 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
     """A large job takes seconds to come back; Popen would wait for a quarter of a second."""
     slow = tmp_path / "guard.py"
     slow.write_text(
-        "import sys, time\nprint('ready', flush=True)\nsys.stdin.read()\ntime.sleep(1)\nopen(sys.argv[0] + '.done', 'w')\n"
+        "import os, sys, time\nos.write(1, b'ready\\n')\nsys.stdin.read()\ntime.sleep(1)\nopen(sys.argv[0] + '.done', 'w')\n"
     )
     monkeypatch.setattr(guard, "__file__", str(slow))
     monkeypatch.setattr(module, "_SAY_SECONDS", 0.3)
@@ -421,6 +422,32 @@ def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytes
     # It may say that the job is out; the next command corrects that.
     cli("swap", "in", str(pid))
     assert [one.state for one in swaps(world.host)] == [BACK]
+
+
+@pytest.mark.parametrize("size", [20 * GIB, 100 * GIB], ids=["room", "no room"])
+def test_a_full_directory_of_claims_keeps_no_job_out(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """``/run/lock`` is often small, and every user can fill it."""
+    pid = job(size)
+    cli("swap", "out", str(pid)).ok()
+    other = admin.add_process(SPEC, memory_bytes=100 * GIB)
+
+    def full(*_: object) -> None:
+        raise OperationFailed(
+            "cannot write the claim of a job: No space left on device", "free some", code="lease_unusable"
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "make_claim", full)
+        answer = cli("swap", "in", str(pid))
+        assert "comes back without a place in the line" in answer.err
+        fits = size == 20 * GIB
+        assert process(world, pid).checkpoint == (RUNNING if fits else CHECKPOINTED)
+        assert answer.code == (0 if fits else 19)
+    admin.end_process(SPEC, other)
+    cli("swap", "in", str(pid))
+    assert process(world, pid).checkpoint == RUNNING
 
 
 def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
