@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.host.store import Kept, RecordStore
-from gpushare.typed import Count, Percent, Shown, Within
+from gpushare.typed import Count, Shown, Within
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ SLICES: Final = "slices"
 CAPS: Final = "caps"
 # Above 0 %.
 _Part = Annotated[float, Within(1e-9, 100)]
+# All of the threads is no cap, which is None.
+_Cap = Annotated[float, lambda percent: 0 < percent < 100]
 # Microseconds. The driver takes any value above 0; far longer ones freeze the neighbours.
 _Slice = Annotated[int, Within(1, 1_000_000)]
 
@@ -83,7 +85,7 @@ class BenchedCap:
     """
 
     copies: Count
-    threads_percent: Percent | None
+    threads_percent: _Cap | None
     best: bool
     date: str
     driver: str | None

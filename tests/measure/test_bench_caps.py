@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.connect import connect
-from gpushare.measure.bench_data import best_caps
+from gpushare.measure import bench_data
 from gpushare.model import MigInstance
 from gpushare.run.results import BenchedCap, find_benched, keep_benched
 from gpushare.selection import select_one
+
+# The best cap for four copies, which these tests speak of.
+FOUR = BenchedCap(copies=4, threads_percent=50.0, best=True, date="2026-11-21", driver=None)
 
 
 def cell(way: str, threads: float | None, mean: float | None, *, copies: int = 4, failures: Any = ()) -> dict[str, Any]:
@@ -34,9 +37,17 @@ def document(*cells: dict[str, Any], way: str | None = None, copies: int = 4) ->
     return {"cells": cells, "picks": picks, "driver": "580.1", "started_at": 1_700_000_000.0}
 
 
+def best_caps(data: dict[str, Any]) -> dict[int, BenchedCap]:
+    """Return the best caps by the number of copies: one for each."""
+    caps = bench_data.best_caps(data)
+    found = {cap.copies: cap for cap in caps}
+    assert len(found) == len(caps)
+    return found
+
+
 def test_the_pick_counts_although_another_is_a_little_faster() -> None:
     caps = best_caps(document(cell("mps", None, 98), cell("mps:200/n", 50.0, 100), way="mps"))
-    assert caps[4] == BenchedCap(threads_percent=None, best=True, date="2023-11-14", driver="580.1")
+    assert caps[4] == BenchedCap(copies=4, threads_percent=None, best=True, date="2023-11-14", driver="580.1")
     again = best_caps(document(cell("mps:200/n", 50.0, 100), cell("mps", None, 98), way="mps"))
     assert again == caps
 
@@ -66,16 +77,20 @@ def test_the_answer_is_one_of_the_fastest_cells_under_mps(rows: list[tuple[str, 
 def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    four, two = (BenchedCap(threads_percent=p, best=True, date="2026-11-21", driver="580.1") for p in (50.0, None))
-    keep_benched(host, device, ["a", "b c"], {4: four})
-    path = keep_benched(host, device, ["a", "b c"], {2: two})
-    assert find_benched(host, device, ["a", "b c"], 4) == four
+    two = replace(FOUR, copies=2, threads_percent=None, driver="580.1")
+    keep_benched(host, device, ["a", "b c"], [FOUR])
+    path = keep_benched(host, device, ["a", "b c"], [two])
+    assert find_benched(host, device, ["a", "b c"], 4) == FOUR
     assert find_benched(host, device, ["a", "b c"], 2) == two
     assert find_benched(host, device, ["a", "b c"], 8) is None
     assert find_benched(host, device, ["a", "b", "c"], 4) is None
     other = connect("sim:a100-80gb")
     assert find_benched(other, select_one(None, other.nvml.sweep()), ["a", "b c"], 4) is None
-    for broken in ("", "[]", json.dumps({**json.loads(path.read_text()), "caps": {"4": {"threads_percent": 400}}})):
+    later = replace(FOUR, threads_percent=25.0, date="2026-11-22")
+    keep_benched(host, device, ["a", "b c"], [later])
+    assert find_benched(host, device, ["a", "b c"], 4) == later
+    assert find_benched(host, device, ["a", "b c"], 2) == two
+    for broken in ("", "[]", json.dumps({**json.loads(path.read_text()), "caps": {"4": {"threads_percent": 40}}})):
         path.write_text(broken)
         assert find_benched(host, device, ["a", "b c"], 4) is None
 
@@ -83,8 +98,7 @@ def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
 def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path: Path) -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
-    path = keep_benched(host, device, ["a"], {4: cap})
+    path = keep_benched(host, device, ["a"], [FOUR])
     path.write_text(path.read_text().replace('"a"', '"b"'))
     assert find_benched(host, device, ["a"], 4) is None
 
@@ -98,26 +112,28 @@ def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path:
         {"date": 20261121},
         {"date": None},
         {"driver": 580},
+        *({"copies": value} for value in (-4, "4", None, 4.0)),
+        {"colour": "red"},
     ],
     ids=str,
 )
 def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(wrong: dict[str, Any]) -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver="580.1")
-    path = keep_benched(host, device, ["a"], {4: cap, 2: cap})
+    path = keep_benched(host, device, ["a"], [FOUR, replace(FOUR, copies=2)])
     record = json.loads(path.read_text())
-    record["caps"]["4"].update(wrong)
+    assert [one["copies"] for one in record["caps"]] == [4, 2]
+    record["caps"][0].update(wrong)
     path.write_text(json.dumps(record))
     assert find_benched(host, device, ["a"], 4) is None
-    assert find_benched(host, device, ["a"], 2) == cap
+    # Nor is the rest of its record.
+    assert find_benched(host, device, ["a"], 2) is None
 
 
 def test_a_file_of_a_newer_gpushare_is_not_believed() -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
-    path = keep_benched(host, device, ["a"], {4: cap})
+    path = keep_benched(host, device, ["a"], [FOUR])
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     assert find_benched(host, device, ["a"], 4) is None
 
@@ -141,10 +157,9 @@ def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gp
     small, large = (
         replace(device, mig=MigInstance(uuid=f"MIG-{profile}", profile=profile)) for profile in ("1g.18gb", "3g.71gb")
     )
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
-    keep_benched(host, small, ["a"], {4: cap})
-    assert find_benched(host, small, ["a"], 4) == cap
-    assert find_benched(host, replace(small, mig=MigInstance(uuid="MIG-other", profile="1g.18gb")), ["a"], 4) == cap
+    keep_benched(host, small, ["a"], [FOUR])
+    assert find_benched(host, small, ["a"], 4) == FOUR
+    assert find_benched(host, replace(small, mig=MigInstance(uuid="MIG-other", profile="1g.18gb")), ["a"], 4) == FOUR
     assert find_benched(host, large, ["a"], 4) is None
     assert find_benched(host, device, ["a"], 4) is None
 
@@ -153,20 +168,17 @@ def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host() -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
     other = replace(device, gpu=replace(device.gpu, name="NVIDIA L4"))
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
-    keep_benched(host, device, ["a"], {4: cap})
-    assert find_benched(host, device, ["a"], 4) == cap
+    keep_benched(host, device, ["a"], [FOUR])
+    assert find_benched(host, device, ["a"], 4) == FOUR
     assert find_benched(host, other, ["a"], 4) is None
 
 
-def test_a_command_line_that_is_kept_is_its_owners_alone(tmp_path: Path) -> None:
-    """It may hold a token. What an older gpushare left open for all is closed with its directory."""
+def test_a_command_line_that_is_kept_is_its_owners_alone() -> None:
+    """It may hold a token."""
     host = connect("sim:h200")
     device = select_one("0", host.nvml.sweep())
-    directory = host.state_directory / "benched"
-    directory.mkdir(parents=True)
-    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-01-01", driver=None)
-    path = keep_benched(host, device, ["train", "--token=secret"], {2: cap})
+    path = keep_benched(host, device, ["train", "--token=secret"], [replace(FOUR, copies=2)])
     assert path.stat().st_mode & 0o777 == 0o600
-    assert directory.stat().st_mode & 0o777 == 0o700
-    assert find_benched(host, device, ["train", "--token=secret"], 2) == cap
+    assert path.parent.stat().st_mode & 0o022 == 0
+    assert "secret" not in str(path)
+    assert find_benched(host, device, ["train", "--token=secret"], 2) == replace(FOUR, copies=2)
