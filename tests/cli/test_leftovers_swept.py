@@ -8,20 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import Host, make_private_directory
 from gpushare.host.records import sweep_leftovers
 from gpushare.mps.home import home_of
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
-LEVEL = "timeslice", "gpu.json"
+LEVEL = "lent", "gpu.json"
+MODE = "mode", "gpu.json"
+NAMES = "names", "names.json"
 DAEMON = "mps", "daemon.json"
+
+
+def _top(host: Host, room: str) -> Path:
+    return host.state_directory if room == "names" else host.run_directory
 
 
 def left(world: World, room: str, name: str) -> Path:
     """Leave what `replace_file` leaves when it is killed."""
     host = world.host
-    directory = home_of(host.run_directory, world.uuid()).directory if room == "mps" else host.run_directory / room
+    directory = home_of(host.run_directory, world.uuid()).directory if room == "mps" else _top(host, room) / room
     make_private_directory(directory)
     path = directory / f".{Path(name).stem}-abcd_123"
     path.write_text("half of")
@@ -33,6 +39,8 @@ def left(world: World, room: str, name: str) -> Path:
     [
         (LEVEL, ("timeslice", "reset"), 0),
         (LEVEL, ("timeslice", "set", "default"), 0),
+        (MODE, ("timeslice", "reset"), 0),
+        (NAMES, ("timeslice", "reset"), 0),
         (DAEMON, ("mps", "stop"), 6),
         (DAEMON, ("mps", "stop", "-g", "0"), 6),
     ],
@@ -47,7 +55,7 @@ def test_a_leftover_is_removed_where_there_is_nothing_to_do(
     assert not path.exists()
 
 
-@pytest.mark.parametrize("where", [LEVEL, DAEMON])
+@pytest.mark.parametrize("where", [LEVEL, NAMES, DAEMON])
 def test_what_somebody_is_writing_stays(world: World, where: tuple[str, str]) -> None:
     path = left(world, *where)
     descriptor = os.open(path, os.O_RDWR)

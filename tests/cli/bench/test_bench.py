@@ -84,8 +84,8 @@ def test_a_farm_takes_the_cap_that_was_found(cli: Cli) -> None:
 def test_caps_that_cannot_be_kept_fail_no_benchmark(cli: Cli, world: World, in_the_way: str) -> None:
     command = job(40)
     device = select_one(None, world.host.nvml.sweep())
-    cap = BenchedCap(threads_percent=None, best=True, date="2026-11-20", driver=None)
-    kept = keep_benched(world.host, device, command[1:], {8: cap})
+    cap = BenchedCap(copies=8, threads_percent=None, best=True, date="2026-11-20", driver=None)
+    kept = keep_benched(world.host, device, command[1:], [cap])
     kept.unlink()
     if in_the_way == "benched":
         kept.parent.rmdir()

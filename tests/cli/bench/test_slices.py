@@ -14,7 +14,7 @@ from gpushare.model import TimeSlice
 from gpushare.selection import Device
 from gpushare.sim.current import changing
 from gpushare.sim.state import StateFile
-from gpushare.timeslice.policy import left_level, lent_level
+from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level
 from gpushare.timeslice.slices import slice_records
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -117,7 +117,7 @@ def killed(world: World) -> Iterator[None]:
     # Its end is not reached before that of the test.
     lent = lent_level(world.host, Device(gpu=gpu), TimeSlice.SHORT)
     lent.__enter__()
-    (path,) = (world.host.run_directory / "timeslice").glob("*.lent.json")
+    (path,) = left(world)
     record = json.loads(path.read_text())
     assert (record["level"], record["before"]) == ("SHORT", "DEFAULT")
     path.write_text(json.dumps({**record, "started": record["started"] - 1}))
@@ -127,7 +127,7 @@ def killed(world: World) -> Iterator[None]:
 
 
 def left(world: World) -> list[Any]:
-    return list((world.host.run_directory / "timeslice").glob("*.lent.json"))
+    return list((world.host.run_directory / "lent").glob("*.json"))
 
 
 @pytest.mark.usefixtures("killed")
@@ -174,12 +174,27 @@ def test_what_a_living_one_has_set_is_left(world: World) -> None:
     assert (level(world), left(world)) == (TimeSlice.DEFAULT, [])
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"pid": 1, "started": 1, "level": "QUICK", "before": "DEFAULT"}', "[1]"])
-def test_a_broken_note_of_a_level_is_no_note(world: World, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (" ", {}),
+        ("{}", {}),
+        ("[1]", {}),
+        ("", {"level": "QUICK"}),
+        ("", {"before": None}),
+        ("", {"pid": "1"}),
+        ("", {"started": None}),
+        ("", {"schema": 2}),
+    ],
+)
+def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dict[str, Any]) -> None:
     (gpu,) = world.host.nvml.sweep()
-    directory = world.host.run_directory / "timeslice"
-    directory.mkdir(parents=True, mode=0o700)
-    (directory / f"{gpu.uuid}.lent.json").write_text(text)
+    path = LENT.path(world.host, gpu.uuid)
+    killed = LentLevel(pid=999999, started=1, level=TimeSlice(level(world)), before=TimeSlice.LONG, path=path)
+    LENT.write(killed)
+    # Itself it is one: else the test would show nothing.
+    assert left_level(world.host, gpu) is TimeSlice.LONG
+    path.write_text(text or json.dumps({**json.loads(path.read_text()), **wrong}))
     assert left_level(world.host, gpu) is None
 
 

@@ -74,7 +74,9 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
 def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
     pid = int(cli("sim", "add").ok().out)
     assert value(samples(cli), "opportunistic_pauses") is None
-    note_pauses(world.host, Pauses(pid=pid, started=None, gpu_uuid=world.uuid(), pauses=7, paused=True))
+    identity = world.host.processes.identity(pid)
+    assert identity is not None
+    note_pauses(world.host, Pauses(**identity._asdict(), gpu_uuid=world.uuid(), pauses=7, paused=True))
     found = samples(cli)
     assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
     assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1

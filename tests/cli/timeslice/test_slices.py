@@ -126,7 +126,7 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
     assert "nothing to do" in world.run("timeslice", "reset", str(pid)).ok().err
     # The next record removes those of processes that have ended.
     stale = path.with_name("999999.json")
-    stale.write_text(json.dumps(record))
+    stale.write_text(json.dumps({**record, "pid": 999999}))
     world.run("timeslice", "set", "600us", str(pid)).ok()
     assert not stale.exists()
 

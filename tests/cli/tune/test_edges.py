@@ -128,14 +128,6 @@ def test_a_hint_names_the_option_that_is_wrong(
     assert hint in refused("tune", *PAIR, *words, code=code, exit_code=2)
 
 
-def test_caps_on_production_are_not_searched_any_more(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch)
-    answer = cli("tune", *PAIR, *QUICK, "--caps", "60", "--production-caps", "70,60", output="json").ok()
-    assert "--production-caps is not used any more" in answer.err
-    assert {one["production_threads_percent"] for one in answer.data["trials"]} == {None}
-    assert "--production-caps" not in cli("tune", *PAIR, *QUICK, "--caps", "60", "--production-caps", "none").ok().err
-
-
 def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:
     admin.set_mig(world.spec, "0", ["1g.18gb"])
     lines = refused("tune", *PAIR, code="mig_mode", exit_code=3, host=H200)
