@@ -167,3 +167,40 @@ def test_names_say_what_a_thing_is() -> None:
 
 def test_every_file_says_at_its_top_what_it_is() -> None:
     assert [module for module, tree in trees().items() if tree.body and not ast.get_docstring(tree)] == []
+
+
+# Who reads JSON, and what it is. Records are read by their store alone.
+JSON_READERS = {
+    "gpushare.cli.capture": "the schema that gpushare brings along",
+    "gpushare.gpu_models": "the catalogue that gpushare brings along",
+    "gpushare.host.channels": "what its own helper answers",
+    "gpushare.host.store": "records",
+    "gpushare.measure.bench_data": "a result that the user names",
+    "gpushare.measure.dcgm": "what dcgmi prints",
+    "gpushare.measure.recording": "a recording that the user names",
+}
+
+
+def test_only_the_store_reads_records() -> None:
+    readers = {
+        module
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in {"load", "loads", "JSONDecoder"}
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "json"
+    }
+    assert {module for module in readers if not module.startswith("gpushare.sim.")} == set(JSON_READERS)
+
+
+def test_json_is_imported_whole() -> None:
+    """`from json import loads` would hide a reader from the test above."""
+    hidden = [
+        f"{module}:{node.lineno}"
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and node.module == "json")
+        or (isinstance(node, ast.Import) and any(one.name == "json" and one.asname for one in node.names))
+    ]
+    assert hidden == []
