@@ -53,8 +53,7 @@ _VARIES: Final = frozenset(
         "set_at",
         "started",
         "memory_peak_bytes",
-        "keeper_pid",
-        "keeper_started",
+        "keeper",
         "out_seconds",
         # Whether it was taken back in between.
         "restored",
@@ -355,7 +354,7 @@ class World:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = json.loads(path.read_text(encoding="utf-8"))
                 if record["state"] == "paused":
-                    found.add(int(record["keeper_pid"]))
+                    found.add(int(record["keeper"][0]))
         return found
 
     def end_all(self) -> None:
