@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from gpushare.host.store import RecordStore
@@ -100,6 +100,7 @@ def _different(one: some.SearchStrategy[Any], most: int) -> some.SearchStrategy[
 
 
 @KINDS
+@settings(max_examples=25)
 @given(some.data())
 def test_what_was_written_is_read_as_it_was(kind: Any, data: some.DataObject) -> None:
     value = data.draw(values(kind))
@@ -118,6 +119,7 @@ _JUNK = (
 
 
 @KINDS
+@settings(max_examples=25)
 @given(some.data())
 def test_junk_in_any_place_is_refused_or_valid_and_crashes_nothing(kind: Any, data: some.DataObject) -> None:
     document = json.loads(json.dumps(plain(data.draw(values(kind)))))
