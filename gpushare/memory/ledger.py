@@ -139,13 +139,13 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
     roots = {process.pid for one in found for process in one.claim.processes[1:]} if gone else set()
     out: set[tuple[int, int | None]] = set()
-    for one in gone:
+    for swap in gone:
         # To root, the word of a user is about the claims of that user.
-        uid = one.keeper_uid or None
-        out.add((one.pid, uid))
+        uid = swap.keeper_uid or None
+        out.add((swap.pid, uid))
         # The nearest one: a job may have been started by another one.
         out |= {
-            (next((pid for pid in ancestry(host, image) if pid in roots), image), uid) for image, _, _ in one.images
+            (next((pid for pid in ancestry(host, image) if pid in roots), image), uid) for image, _, _ in swap.images
         }
     found = [
         one
