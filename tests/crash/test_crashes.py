@@ -68,7 +68,8 @@ def test_the_tool_sees_what_is_lost(tmp_path: Path) -> None:
         "assert callable(Journal._write)\n"
         "Journal._write = lambda self, entry: None\n"
     )  # fmt: skip
-    words = ("--verb", "mig create, several", "--fault", "kill", "--sample", "8", "--jobs", "1")
+    # Every 4th point: one lies between the first instance and the last, wherever that is.
+    words = ("--verb", "mig create, several", "--fault", "kill", "--every", "4", "--jobs", "1")
     code, said, found = crashes(tmp_path, *words, before=tmp_path)
     assert code == 1, said
     assert "again: python -m benchmarks.crashes --verb 'mig create, several' --at " in said

@@ -59,8 +59,8 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
 def benched(world: World, *command: str, copies: int = 4, driver: str | None = None) -> None:
     device = select_one(None, world.host.nvml.sweep())
     known = driver or world.host.nvml.driver_version()
-    cap = BenchedCap(threads_percent=40.0, best=True, date="2026-11-20", driver=known)
-    keep_benched(world.host, device, command, {copies: cap})
+    cap = BenchedCap(copies=copies, threads_percent=40.0, best=True, date="2026-11-20", driver=known)
+    keep_benched(world.host, device, command, [cap])
 
 
 def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World) -> None:

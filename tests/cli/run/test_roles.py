@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from gpushare.errors import NotSupported
-from gpushare.host import records
-from gpushare.run import jobs
+from gpushare.host import store
 from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.units import GIB
@@ -318,14 +317,14 @@ def test_a_production_job_that_cannot_be_made_known_is_not_started(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nobody would spare it, and its exit code would not tell."""
-    real, done = records.replace_file, tmp_path / "done"
+    real, done = store.replace_file, tmp_path / "done"
 
     def full(path: Path, text: str, **named: Any) -> None:
         if path.parent.name == "jobs":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path, text, **named)
 
-    monkeypatch.setattr(jobs, "replace_file", full)
+    monkeypatch.setattr(store, "replace_file", full)
     answer = cli("run", "--production", "web", "--", "touch", str(done))
     assert answer.code == 1
     (said,) = answer.lines("error")
