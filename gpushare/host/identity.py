@@ -41,6 +41,12 @@ def identity_of(pid: int) -> Identity | None:
     return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
 
 
+def identity_of_child(pid: int) -> Identity | None:
+    """Return the child of this process that has a PID, also if it has ended and was not waited for; None: not visible."""
+    fields = _stat(pid)
+    return None if fields is None else Identity(pid, int(fields[19]))
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
     fields = _stat(pid)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.capabilities import user_name
-from gpushare.host.identity import Identity, identity_of
+from gpushare.host.identity import Identity, identity_of, identity_of_child
 from gpushare.host.process import Announce, Processes, ProcessInfo, Spawned, Streams
 from gpushare.sim.activity import Resident
 from gpushare.sim.current import changing, current
@@ -241,7 +241,8 @@ class SimulatedProcesses(Processes):
         from gpushare.sim import clients
 
         child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams, announce)
-        identity = identity_of(child.pid)
+        # A short program may have ended by now; it was on the GPU all the same.
+        identity = identity_of_child(child.pid)
         if identity is None:
             return child
         with changing(self._state_file) as (state, lines):
