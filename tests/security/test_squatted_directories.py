@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import NotFound
-from gpushare.host.host import Host, make_private_directory
+from gpushare.host.host import Host
 from gpushare.hostfile.load import keep_applied, kept_entries
+from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.journal import Journal
 from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
 from gpushare.run.jobs import JobRecord, productions, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.selection import Device
-from gpushare.timeslice.policy import _record, _recorded_mode
-from gpushare.timeslice.slices import SliceRecord, _note, slice_records
+from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
+from gpushare.timeslice.slices import RECORDS, SliceRecord, slice_records
 from tests.cli.drive import World
 from tests.security.conftest import Stranger, gpushare
 
@@ -34,25 +36,23 @@ def fill(host: Host, device: Device) -> None:
     home = home_of(host.run_directory, device.uuid)
     home.create()
     (home.pipe / "control").touch()
-    record = DaemonRecord(device_uuid=device.uuid, pid=os.getpid(), started=None, uid=0)
+    me = host.processes.identity(os.getpid())
+    assert me is not None
+    # One that has ended.
+    record = DaemonRecord(device_uuid=device.uuid, pid=me.pid, started=me.started + 1, uid=0)
     home.write(record)
     set_aside(home, record, None)
-    started = host.processes.describe(os.getpid())
-    assert started is not None
-    note_pauses(host, Pauses(pid=os.getpid(), started=started.started, gpu_uuid=device.uuid))
-    write_record(host, JobRecord(name="web", pid=os.getpid(), started=1, device_uuid=device.uuid))
-    identity = host.processes.identity(os.getpid())
-    assert identity is not None
-    _note(
-        host,
-        SliceRecord(pid=os.getpid(), started=identity.started, slice_us=500, before=("1:2=2048",), set_at=1.0),
-    )
-    make_private_directory(_record(host, device).parent)
-    _record(host, device).write_text('{"previous_compute_mode": "EXCLUSIVE_PROCESS"}')
-    _record(host, device).chmod(0o644)
-    keep_benched(
-        host, device, ["true"], {1: BenchedCap(threads_percent=50.0, best=True, date="2026-01-01", driver=None)}
-    )
+    note_pauses(host, Pauses(**me._asdict(), gpu_uuid=device.uuid))
+    write_record(host, JobRecord(name="web", **me._asdict(), device_uuid=device.uuid))
+    slices = SliceRecord(**me._asdict(), slice_us=500, before=("1:2=2048",), set_at=1.0)
+    RECORDS.write(replace(slices, path=RECORDS.path(host, me.pid)))
+    MODES.write(FoundMode(mode=ComputeMode.EXCLUSIVE_PROCESS, path=MODES.path(host, device.uuid)))
+    # Of one that was killed.
+    lent = LentLevel(pid=me.pid, started=me.started + 1, level=TimeSlice.DEFAULT, before=TimeSlice.LONG)
+    LENT.write(replace(lent, path=LENT.path(host, device.uuid)))
+    keep_profile(host, device, ["true"], Profile(memory_bytes=1))
+    cap = BenchedCap(copies=1, threads_percent=50.0, best=True, date="2026-01-01", driver=None)
+    keep_benched(host, device, ["true"], [cap])
     keep_tuned(
         host,
         Tuned(
@@ -77,7 +77,9 @@ READERS: dict[str, Reader] = {
     "pauses": lambda host, device: noted_pauses(host),
     "production": lambda host, device: productions(host),
     "slices": lambda host, device: slice_records(host),
-    "timeslice": lambda host, device: _recorded_mode(_record(host, device)),
+    "mode": lambda host, device: MODES.read(MODES.path(host, device.uuid)),
+    "lent": lambda host, device: left_level(host, device.gpu, TimeSlice.DEFAULT),
+    "peaks": lambda host, device: find_profile(host, device, ["true"]),
     "benched": lambda host, device: find_benched(host, device, ["true"], 1),
     "tuned": lambda host, device: find_tuned(host, "web"),
     "applied": lambda host, device: kept_entries(host, ())[1],
@@ -87,7 +89,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-DIRECT = {("middle", "names"), ("middle", "applied")}
+DIRECT = {("middle", "applied")}
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def filled() -> tuple[Host, Device]:
     return world.host, device
 
 
-# Names and the applied file lie in the directory itself.
+# The applied file lies in the directory itself.
 @pytest.mark.parametrize(
     ("kind", "what"),
     [(kind, what) for kind in ("squatted", "middle") for what in READERS if (kind, what) not in DIRECT],
