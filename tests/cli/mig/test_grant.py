@@ -202,12 +202,12 @@ def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli:
         cli("mig", *words, host=A100).ok()
     host = connect(A100)
     homes = host.run_directory / "mps" / "mig-1"
-    for directory in (host.run_directory / "mig", homes, host.state_directory):
+    for directory in (host.run_directory / "mig", homes, host.state_directory / "names"):
         directory.mkdir(parents=True, exist_ok=True)
     left = [
         host.run_directory / "mig" / ".journal-abcdefgh",
         homes / ".aside-abcdefgh",
-        host.state_directory / ".mig-names-abcdefgh",
+        host.state_directory / "names" / ".mig-abcdefgh",
     ]
     another = host.state_directory / ".another-abcdefgh"
     for path in (*left, another):
