@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -159,11 +160,14 @@ def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
     assert cli(*words, "--pause", "-n", "--", "true").ok().err.count("not supported") == 0
 
 
-def test_a_damaged_or_foreign_record_is_no_record(world: World) -> None:
-    directory = world.host.run_directory / "jobs"
-    directory.mkdir(parents=True)
-    for text in ("", "[]", "{}", '{"name": "web", "pid": -1, "started": null, "device_uuid": "x"}', "[" * 5000):
-        (directory / "web.json").write_text(text)
+def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) -> None:
+    recorded(world, running)
+    path = world.host.run_directory / "jobs" / "web.json"
+    true = json.loads(path.read_text())
+    assert find_record(world.host, "web") is not None
+    wrong = (json.dumps({**true, **part}) for part in ({"pid": -1}, {"started": None}, {"device_uuid": None}))
+    for text in ("", "[]", "{}", *wrong, "[" * 5000):
+        path.write_text(text)
         assert find_record(world.host, "web") is None
 
 

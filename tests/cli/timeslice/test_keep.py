@@ -152,7 +152,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
     text = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="plain").ok().out
     assert "\x1b" not in text
     assert slice_of(world, pid) == DEFAULT
-    assert not (world.directory / "run" / "timeslice").exists()
+    assert not (world.directory / "run" / "keep").exists()
 
 
 @pytest.mark.parametrize(

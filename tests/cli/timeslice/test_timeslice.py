@@ -103,7 +103,10 @@ def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     assert data["dry_run"]
     assert [step["command"].split()[1] for step in data["steps"]] == ["-i", "compute-policy"]
     assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.PROHIBITED)
-    assert not list(world.directory.rglob("timeslice"))
+    assert not list(world.host.run_directory.glob("mode"))
+    # Without -n the note is there.
+    cli("timeslice", "set", "short").ok()
+    assert list(world.host.run_directory.glob("mode/*.json"))
 
 
 def test_gpu_without_time_slice(refused: Callable[..., str]) -> None:
