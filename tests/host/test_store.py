@@ -116,6 +116,9 @@ def test_a_record_of_an_earlier_boot_says_nothing_and_is_swept(host: Host) -> No
     assert (NOTES.all(host), NOTES.unread(host)) == ([], [])
     NOTES.sweep(host)
     assert not path.exists()
+    # Of any version.
+    path.write_text(json.dumps({"schema": 2, "boot": "earlier"}))
+    assert NOTES.unread(host) == []
 
 
 def test_one_that_outlives_reboots_says_so_after_one(host: Host) -> None:

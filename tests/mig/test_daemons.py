@@ -478,7 +478,7 @@ def test_a_strangers_record_is_not_believed(world: World, monkeypatch: pytest.Mo
     record = home.read()
     assert record is not None
     mps_aside.set_aside(home, record, None)
-    assert mps_aside.aside(home) == (record, None)
+    assert mps_aside.aside(home) == record
     real = os.fstat
 
     def stranger(descriptor: int) -> Any:

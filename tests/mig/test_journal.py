@@ -17,7 +17,8 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import OperationFailed
-from gpushare.host import identity
+from gpushare.host import identity, store
+from gpushare.host.identity import boot_id, pid_space
 from gpushare.mig import journal as mig_journal
 from gpushare.mig.journal import Journal
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
@@ -117,9 +118,11 @@ def broken() -> Iterator[tuple[str, bytes]]:
     good = {
         "title": "x",
         "pid": 1,
-        "boot_id": mig_journal.boot_id(),
-        "before": [],
-        "after": [],
+        "started": 1,
+        "boot": boot_id(),
+        "space": pid_space(),
+        "was": [],
+        "planned": [],
         "names": [],
         "step": None,
         "schema": 1,
@@ -131,12 +134,20 @@ def broken() -> Iterator[tuple[str, bytes]]:
     yield "a number", b"7"
     yield "null", b"null"
     yield "deep", b"[" * 100_000
-    for key in ("title", "before", "after", "names", "boot_id"):
+    for key in ("title", "was", "planned", "schema", "pid"):
         yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
     yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
-    yield "a shape that is none", json.dumps({**good, "before": ["GPU-1"]}).encode()
-    yield "an instance that is none", json.dumps({**good, "before": [{"uuid": "u", "instances": [3]}]}).encode()
-    yield "a shape with more", json.dumps({**good, "after": [{"uuid": "u", "more": 1, "instances": []}]}).encode()
+    yield "a shape that is none", json.dumps({**good, "was": ["GPU-1"]}).encode()
+    yield (
+        "an instance that is none",
+        json.dumps({**good, "was": [{"uuid": "u", "index": 0, "mig_enabled": True, "instances": [3]}]}).encode(),
+    )
+    yield (
+        "a shape with more",
+        json.dumps(
+            {**good, "planned": [{"uuid": "u", "index": 0, "mig_enabled": True, "more": 1, "instances": []}]}
+        ).encode(),
+    )
 
 
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
@@ -151,7 +162,7 @@ def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, 
 
 
 def test_a_newer_journal_of_another_boot_is_over(journal: Journal, path: Path) -> None:
-    path.write_text(json.dumps({"schema": 2, "boot_id": "another", "more": 1}))
+    path.write_text(json.dumps({"schema": 2, "boot": "another", "more": 1}))
     assert journal.left() is None
     assert journal.begun() is None
 
@@ -197,7 +208,7 @@ def test_of_another_user_it_is_not_taken_for_none(
             return getattr(self._found, name)
 
     monkeypatch.setattr(mig_journal.os, "fstat", lambda number: Foreign(real(number)))
-    with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
+    with pytest.raises(OperationFailed, match="belongs to another user") as caught:
         journal.left()
     assert caught.value.code == "journal_unreadable"
 
@@ -221,16 +232,16 @@ def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
 def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     host = World.new(H200)
     before, written = host.look(), 0
-    real = mig_journal.replace_file
+    real = store.replace_file
 
-    def full_at_the_fourth(path: Path, text: str, *, durable: bool) -> None:
+    def full_at_the_fourth(path: Path, text: str, *, durable: bool, mode: int) -> None:
         nonlocal written
         written += 1
         if written == 4:
             raise OSError(28, "No space left on device")
-        real(path, text, durable=durable)
+        real(path, text, durable=durable, mode=mode)
 
-    monkeypatch.setattr(mig_journal, "replace_file", full_at_the_fourth)
+    monkeypatch.setattr(store, "replace_file", full_at_the_fourth)
     said = host.run("mig", "apply", "3g.71gb*2")
     assert (said.code, said.error["code"]) == (1, "journal_unwritable")
     assert said.error["message"].endswith("everything is as before")
@@ -345,13 +356,13 @@ def test_each_word_of_the_journal_and_its_end_are_on_the_disk(
 ) -> None:
     """Else a crash of the machine would bring an entry back that is done, or lose the step that was begun."""
     durable: list[str] = []
-    real = mig_journal.replace_file
+    real = store.replace_file
 
-    def replaced(path: Path, text: str, *, durable: bool) -> None:
+    def replaced(path: Path, text: str, *, durable: bool, mode: int) -> None:
         assert durable
-        real(path, text, durable=durable)
+        real(path, text, durable=durable, mode=mode)
 
-    monkeypatch.setattr(mig_journal, "replace_file", replaced)
+    monkeypatch.setattr(store, "replace_file", replaced)
     monkeypatch.setattr(mig_journal, "sync_directory", lambda path: durable.append(path.name))
     with journal.locked():
         journal.begin("apply", [BEFORE], [AFTER])

@@ -15,14 +15,14 @@ from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
     GpuShape,
+    KeptShape,
     differences,
-    from_json,
-    proof_from_json,
-    proof_to_json,
+    kept_shape,
     restoration,
+    shape_from,
     shape_of,
-    to_json,
 )
+from gpushare.typed import parsed, plain
 from tests.mig.boards import SHAPES, SOMEBODY
 
 BOARDS = [profiles_of(model) for model in SHAPES]
@@ -126,30 +126,28 @@ def carried_out(layout: Layout, plan: GpuPlan) -> Model:
 def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
     one = shape_of(found[0], mig_enabled=mode)
     one = replace(one, instances=tuple(replace(part, name=name or None) for part in one.instances))
-    kept = json.loads(json.dumps(to_json(one)))
-    found_again = from_json(kept)
-    assert to_json(found_again) == kept
+    kept = parsed(KeptShape, json.loads(json.dumps(plain(kept_shape(one)))))
+    found_again = shape_from(kept)
+    assert kept_shape(found_again) == kept
     assert replace(found_again, instances=()) == replace(one, instances=())
     assert model_of(found_again.instances) == model_of(one.instances)
     assert [part.name for part in found_again.instances] == [part.name for part in one.instances]
     assert differences(one, found_again) == differences(found_again, one) == ()
 
 
-def test_what_the_journal_of_the_first_version_has_is_read() -> None:
-    compute = [{"slices": 2, "start": 0}, {"slices": 1, "start": None}]
-    instance = {"profile": "3g.71gb", "start": 4, "size": 4, "compute": compute, "name": "train"}
-    raw = {"uuid": "GPU-1", "index": 1, "mig_enabled": True, "instances": [instance]}
-    expected = told("3g.71gb", 4, 4, [(2, 0), (1, None)], "train")
-    assert from_json(raw) == GpuShape(uuid="GPU-1", index=1, mig_enabled=True, instances=(expected,))
-    assert to_json(from_json(raw)) == raw
-
-
 @pytest.mark.parametrize(
-    "raw", [{}, {"instances": [{}]}, {"uuid": "u", "instances": []}, {"instances": None}, {"instances": [1]}]
-)
-def test_what_is_no_shape_is_refused(raw: dict[str, object]) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        from_json(raw)
+    "change",
+    [
+        {"uuid": 1}, {"index": None}, {"index": 4096}, {"mig_enabled": 1}, {"instances": None}, {"instances": [1]},
+        {"instances": [["x", 0, 1, [], None]]}, {"instances": [["1g", -1, 1, [], None]]},
+        {"instances": [["1g", 0, 1, [[1]], None]]}, {"instances": [["1g", 0, 1, [], 7]]}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_what_is_no_shape_is_refused(change: dict[str, object]) -> None:
+    whole = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": [["1g.10gb", 0, 1, [[1, None]], None]]}
+    assert parsed(KeptShape, whole)
+    with pytest.raises(ValueError):
+        parsed(KeptShape, {**whole, **change})
 
 
 @given(gpus(2))
@@ -286,13 +284,3 @@ def test_a_profile_that_is_offered_no_more_is_named() -> None:
     plan, lost = restoration(empty, before, before)
     assert not plan.changes
     assert lost == ("GPU 0: 9g.1gb:0 'x' has no room",)
-
-
-def test_what_the_journal_of_the_first_version_has_of_a_proof_is_read() -> None:
-    made = {"gpu": "u", "profile": "1g.10gb", "start": 4, "instance": 7, "compute": None, "uuid": None}
-    part = {**made, "compute": 0, "uuid": "MIG-1"}
-    begun = {"gpu": "u", "profile": "1g.10gb", "start": 5, "instance": 8, "slices": 1, "there": [0, 1]}
-    for raw in ({"made": [made, part], "begun": begun}, {"made": [], "begun": None}):
-        assert json.loads(json.dumps(proof_to_json(proof_from_json(raw)))) == raw
-    with pytest.raises(TypeError):
-        proof_from_json({"made": [begun], "begun": None})

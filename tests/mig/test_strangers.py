@@ -132,11 +132,6 @@ def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: World) -> 
     host.journal.write_text(json.dumps({**entry, "pid": me.pid, "started": me.started + 1}))
     with stranger(look):
         assert answer() == {"running": False, "left": True}
-    # An older gpushare's does not tell when it started.
-    old = {key: value for key, value in entry.items() if key != "started"}
-    host.journal.write_text(json.dumps({**old, "pid": me.pid}))
-    with stranger(look):
-        assert answer() == {"running": True, "left": False}
 
 
 def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: World) -> None:

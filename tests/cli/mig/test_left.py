@@ -13,12 +13,12 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.errors import OperationFailed
-from gpushare.mig import grant, journal, names, recover
+from gpushare.host import store
+from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.journal import Journal
 from gpushare.mig.recover import left_behind, missing
 from gpushare.mig.shape import GpuShape, Proof
-from gpushare.mps import home
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Answer, World
@@ -48,7 +48,7 @@ def newer(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
 
 
-BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, "JSON"), (newer, "newer gpushare")])
+BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, "JSON"), (newer, "another version")])
 
 
 @BROKEN
@@ -239,7 +239,8 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         patched.setattr(change, "perform", in_use)
         said = host.run("mig", "apply", "1g.10gb*3")
     assert "could not be undone" in said.error["message"]
-    assert said.error["hint"].startswith("restore it: gpushare mig recover; or by hand: gpushare mig apply")
+    assert said.error["hint"].startswith("restore it: gpushare mig recover; or by hand: ")
+    assert "then: gpushare mig disable -g 0 --destroy" in said.error["hint"]
     assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     for pid in host.pids():
         admin.end_process(host.spec, pid)
@@ -341,8 +342,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    for module in (journal, names, home, home):
-        monkeypatch.setattr(module, "replace_file", refuse)
+    monkeypatch.setattr(store, "replace_file", refuse)
 
 
 def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

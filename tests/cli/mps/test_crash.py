@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpushare.host import store
 from gpushare.host.nvml import NvmlReader
 from gpushare.model import ComputeMode
-from gpushare.mps import home
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
 from gpushare.sim.programs import SimulatedPrograms
@@ -54,7 +54,7 @@ def killed(cli: Cli, number: int, *words: str) -> bool:
             for owner, name in (
                 (SimulatedPrograms, "run"),
                 (NvmlReader, "set_compute_mode"),
-                (home, "replace_file"),
+                (store, "replace_file"),
                 (os, "unlink"),
                 (os, "mkdir"),
             ):

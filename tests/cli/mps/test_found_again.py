@@ -13,9 +13,8 @@ import pytest
 from gpushare.errors import TimedOut
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
-from gpushare.model import old_device_key
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import DaemonHome, home_of, old_pipe_directory, pipe_directory
+from gpushare.mps.home import pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
 from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
@@ -27,54 +26,16 @@ def shown(cli: Cli) -> dict[str, Any]:
     return dict(daemon)
 
 
-@pytest.fixture
-def older(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> DaemonHome:
-    """Return the home of a daemon that an earlier version started, which still runs."""
-    with monkeypatch.context() as patched:
-        patched.setattr("gpushare.mps.home.device_key", old_device_key)
-        cli("mps", "start", "--threads", "25", "--exclusive").ok()
-        home = home_of(world.host.run_directory, world.uuid())
-    assert home.directory.name == old_device_key(world.uuid())
-    return home
-
-
-def test_a_daemon_of_an_earlier_version_is_used_and_stopped(cli: Cli, world: World, older: DaemonHome) -> None:
-    record = older.read()
-    assert record is not None
-    assert (shown(cli)["ours"], shown(cli)["pipe_directory"]) == (True, str(older.pipe))
-    cli("mps", "set", "--threads", "50").ok()
-    assert world.state.daemons[0].threads == 50.0
-    assert f"CUDA_MPS_PIPE_DIRECTORY={older.pipe}" in cli("mps", "env").ok().out
-    assert str(older.pipe) in cli("export", "docker", "-g", "0").ok().out
-    cli("run", "--", "true").ok()
-    assert len(world.state.daemons) == 1
-    cli("mps", "stop").ok()
-    assert (world.state.daemons, older.read(), world.state.gpus[0].compute_mode) == ([], None, 0)
-    # The next one has the new name.
-    cli("mps", "start").ok()
-    assert world.state.daemons[0].pipe_directory == str(home_of(world.host.run_directory, world.uuid()).pipe)
-    assert world.state.daemons[0].pipe_directory != str(older.pipe)
-
-
-def test_a_daemon_of_an_earlier_version_without_a_record(cli: Cli, world: World, older: DaemonHome) -> None:
-    (older.directory / "daemon.json").unlink()
-    assert shown(cli)["ours"] is True
-    cli("mps", "stop").ok()
-    assert world.state.daemons == []
-
-
-def test_units_of_both_names_are_known(world: World) -> None:
+def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> None:
     gpus = world.host.nvml.sweep()
     uuid = world.uuid()
-    (daemon,) = [_found(world, pipe_directory(uuid), uuid)]
-    assert unit_device(world.host, daemon, gpus) == uuid
+    daemon = _found(world, pipe_directory(uuid), uuid)
+    assert unit_device(daemon, gpus) == uuid
+    # Anybody can say that it listens there.
+    assert unit_device(dataclasses.replace(daemon, trusted=False), gpus) is None
     world.send(daemon.daemon.pid or 0, signal.SIGKILL)
-    older = _found(world, old_pipe_directory(uuid), uuid)
-    assert unit_device(world.host, older, gpus) == uuid
-    # Of a twin with the same first digits it is not this device's; and anybody can say that it listens there.
-    world.send(older.daemon.pid or 0, signal.SIGKILL)
-    assert unit_device(world.host, _found(world, old_pipe_directory(uuid), "0"), gpus) is None
-    assert unit_device(world.host, dataclasses.replace(daemon, trusted=False), gpus) is None
+    other = _found(world, pipe_directory("GPU-ffffffff-0000-0000-0000-000000000000"), "0")
+    assert unit_device(other, gpus) is None
 
 
 def _found(world: World, pipe: str, visible: str) -> Any:
