@@ -189,7 +189,7 @@ def test_what_a_living_one_has_set_is_left(world: World) -> None:
 )
 def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dict[str, Any]) -> None:
     (gpu,) = world.host.nvml.sweep()
-    path = LENT.path(world.host, gpu.uuid)
+    path = LENT.path(world.host, gpu.uuid or "")
     killed = LentLevel(pid=999999, started=1, level=TimeSlice(level(world)), before=TimeSlice.LONG, path=path)
     LENT.write(killed)
     # Itself it is one: else the test would show nothing.
