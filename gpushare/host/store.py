@@ -243,11 +243,16 @@ class RecordStore(Generic[T]):
         except (ValueError, RecursionError):
             # UnicodeDecodeError is a ValueError, too.
             raise ValueError("it is not JSON" if text else "it is empty") from None
-        if not self._lasting and isinstance(raw, dict) and raw.pop("boot", boot_id()) != boot_id():
+        boot = boot_id()
+        if not self._lasting and isinstance(raw, dict):
+            boot = raw.pop("boot", None)
+        if isinstance(boot, str) and boot != boot_id():
             # Of any version.
             raise _Void("it is from before the last boot")
         if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
             raise ValueError("it is of another version")
+        if boot != boot_id():
+            raise ValueError("it does not say of which boot it is")
         space = pid_space() if self._lasting else raw.pop("space", None)
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):

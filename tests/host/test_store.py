@@ -85,6 +85,8 @@ def test_a_record_is_read_as_it_was_written_and_forgotten(host: Host) -> None:
         (b"\xff\xfe", "it is not JSON"),
         ({"schema": 2}, "it is of another version"),
         ({"schema": None}, "it is of another version"),
+        ({"boot": None}, "it does not say of which boot it is"),
+        ({"boot": 7}, "it does not say of which boot it is"),
         ({"pid": 0}, "0 is not a valid value"),
         ({"started": -1}, "-1 is not a valid value"),
         ({"since": 1e12}, "1000000000000.0 is not a valid value"),
