@@ -19,7 +19,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +28,7 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, identity_of, lives
 from gpushare.host.records import clear_leftovers, open_lock, sync_directory, writing
 from gpushare.host.store import Elsewhere, Kept, RecordStore
-from gpushare.mig.shape import KeptShape, Proof, kept_shape, shape_from
+from gpushare.mig.shape import NOTHING, KeptShape, Proof, kept_shape, shape_from
 from gpushare.typed import Count, Pid
 from gpushare.values import dataclass
 
@@ -47,12 +47,12 @@ class JournalEntry(Kept):
     was: tuple[KeptShape, ...]
     planned: tuple[KeptShape, ...]
     # The names that the change gives.
-    names: tuple[str, ...] = ()
-    step: str | None = None
+    names: tuple[str, ...]
+    step: str | None
     # What the change has created.
-    proof: Proof = field(default_factory=Proof)
+    proof: Proof
     # An undo was tried and the driver refused it: after a second failure the entry is kept apart.
-    tried: bool = False
+    tried: bool
 
     @property
     def before(self) -> tuple[GpuShape, ...]:
@@ -209,6 +209,9 @@ class Journal:
             was=tuple(map(kept_shape, before)),
             planned=tuple(map(kept_shape, after)),
             names=tuple(names),
+            step=None,
+            proof=NOTHING,
+            tried=False,
             path=self._path,
         )
         self._write(self._entry)
@@ -217,8 +220,8 @@ class Journal:
         """Drop the proof of kept entries for GPUs that change now: the driver reuses ids."""
         gpus = {shape.uuid for shape in changing}
         for _, entry in self.not_restored():
-            if entry is not None and entry.proof != Proof() and gpus & {shape.uuid for shape in entry.was}:
-                self._write(replace(entry, proof=Proof()))
+            if entry is not None and entry.proof != NOTHING and gpus & {shape.uuid for shape in entry.was}:
+                self._write(replace(entry, proof=NOTHING))
 
     @property
     def proof(self) -> Proof | None:

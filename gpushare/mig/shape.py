@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from gpushare.mig.plan import GpuPlan, InstanceChange, whole
 from gpushare.mig.planner import gpu_plan, inside
@@ -113,12 +113,12 @@ class Creation:
 class Proof:
     """All that a change knows to have made; ``begun`` is a creation whose end is not known."""
 
-    made: tuple[Creation, ...] = ()
-    begun: Creation | None = None
+    made: tuple[Creation, ...]
+    begun: Creation | None
 
     def with_made(self, one: Creation) -> Proof:
         """Return it with one more, and nothing begun."""
-        return Proof(made=(*self.made, one))
+        return Proof(made=(*self.made, one), begun=None)
 
     def with_begun(self, one: Creation | None) -> Proof:
         """Return it with a creation that is begun."""
@@ -148,6 +148,9 @@ class Proof:
         if begun is None or (begun.gpu, begun.instance, begun.slices) != (gpu, one.id, part.profile.slices):
             return False
         return begun.there is not None and part.id not in begun.there
+
+
+NOTHING: Final = Proof(made=(), begun=None)
 
 
 # -- making it again -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -114,8 +115,8 @@ def test_two_who_ask_at_once_do_not_take_each_other_for_a_change(path: Path) -> 
         os.close(asking)
 
 
-def broken() -> Iterator[tuple[str, bytes]]:
-    good = {
+def whole() -> dict[str, Any]:
+    return {
         "title": "x",
         "pid": 1,
         "started": 1,
@@ -125,8 +126,14 @@ def broken() -> Iterator[tuple[str, bytes]]:
         "planned": [],
         "names": [],
         "step": None,
+        "proof": {"made": [], "begun": None},
+        "tried": False,
         "schema": 1,
     }
+
+
+def broken() -> Iterator[tuple[str, bytes]]:
+    good = whole()
     yield "empty", b""
     yield "torn", json.dumps(good).encode()[:-20]
     yield "not JSON", b"\x00\xff\xfe"
@@ -134,7 +141,7 @@ def broken() -> Iterator[tuple[str, bytes]]:
     yield "a number", b"7"
     yield "null", b"null"
     yield "deep", b"[" * 100_000
-    for key in ("title", "was", "planned", "schema", "pid"):
+    for key in sorted(good.keys() - {"space"}):
         yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
     yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
     yield "a shape that is none", json.dumps({**good, "was": ["GPU-1"]}).encode()
@@ -152,6 +159,8 @@ def broken() -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
 def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, what: str, content: bytes) -> None:
+    path.write_text(json.dumps(whole()))
+    assert journal.left() is not None
     path.write_bytes(content)
     for look in (journal.left, journal.begun):
         with pytest.raises(OperationFailed) as caught:
@@ -207,8 +216,11 @@ def test_of_another_user_it_is_not_taken_for_none(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._found, name)
 
-    monkeypatch.setattr(mig_journal.os, "fstat", lambda number: Foreign(real(number)))
-    with pytest.raises(OperationFailed, match="belongs to another user") as caught:
+    def foreign_file(found: os.stat_result) -> Any:
+        return Foreign(found) if stat.S_ISREG(found.st_mode) else found
+
+    monkeypatch.setattr(mig_journal.os, "fstat", lambda number: foreign_file(real(number)))
+    with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
         journal.left()
     assert caught.value.code == "journal_unreadable"
 

@@ -220,12 +220,17 @@ def broken(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         ("a pid that is none", {**entry, "pid": "1"}),
         ("a start of it that is none", {**entry, "started": "1"}),
         ("a proof that is none", {**entry, "proof": {"made": [1], "begun": None}}),
-        ("a proof with none", {**entry, "proof": {"made": None}}),
-        ("a proof with more", {**entry, "proof": {"made": [], "begun": {"gpu": 1}}}),
+        ("a proof with none", {**entry, "proof": {"made": None, "begun": None}}),
+        ("a proof without", {**entry, "proof": {}}),
+        ("no proof", {key: value for key, value in entry.items() if key != "proof"}),
+        (
+            "a proof with more",
+            {**entry, "proof": {"made": [], "begun": {"gpu": "u", "profile": "1g.10gb", "start": 0, "more": 1}}},
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(18))
 def test_a_journal_that_contradicts_itself_cannot_be_read_and_crashes_nothing(host: World, number: int) -> None:
     host.fault("crash-step", 3)
     assert host.run_apart("mig", "create", "1g.10gb:5 1g.10gb:6") == CRASHED

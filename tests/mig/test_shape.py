@@ -14,8 +14,11 @@ from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
+    NOTHING,
+    Creation,
     GpuShape,
     KeptShape,
+    Proof,
     differences,
     kept_shape,
     restoration,
@@ -148,6 +151,38 @@ def test_what_is_no_shape_is_refused(change: dict[str, object]) -> None:
     assert parsed(KeptShape, whole)
     with pytest.raises(ValueError):
         parsed(KeptShape, {**whole, **change})
+
+
+@pytest.mark.parametrize("key", ["uuid", "index", "mig_enabled", "instances"])
+def test_what_is_no_whole_shape_is_refused(key: str) -> None:
+    whole = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": []}
+    assert parsed(KeptShape, whole)
+    with pytest.raises(ValueError, match=f"{key} is missing"):
+        parsed(KeptShape, {name: value for name, value in whole.items() if name != key})
+
+
+def test_a_shape_has_no_more_in_the_journal_than_does_not_change_by_itself() -> None:
+    one = told("3g.71gb", 4, 4, [(2, 0), (1, None)], "train")
+    shape = GpuShape(uuid="GPU-1", index=1, mig_enabled=True, instances=(one,))
+    kept = {
+        "uuid": "GPU-1",
+        "index": 1,
+        "mig_enabled": True,
+        "instances": [["3g.71gb", 4, 4, [[2, 0], [1, None]], "train"]],
+    }
+    assert json.loads(json.dumps(plain(kept_shape(shape)))) == json.loads(json.dumps(kept))
+    assert shape_from(parsed(KeptShape, kept)) == shape
+
+
+def test_a_proof_is_read_back_as_it_was_kept() -> None:
+    made = Creation(gpu="u", profile="1g.10gb", start=4, instance=7)
+    part = replace(made, compute=0, uuid="MIG-1")
+    begun = Creation(gpu="u", profile="1g.10gb", start=5, instance=8, slices=1, there=(0, 1))
+    for proof in (NOTHING, Proof(made=(made, part), begun=begun)):
+        assert parsed(Proof, json.loads(json.dumps(plain(proof)))) == proof
+    for wrong in ({"made": [plain(begun) | {"more": 1}], "begun": None}, {"made": [[0]], "begun": None}, {}):
+        with pytest.raises(ValueError):
+            parsed(Proof, wrong)
 
 
 @given(gpus(2))
