@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host import records
@@ -29,6 +31,7 @@ from gpushare.mps.home import (
     homes_in,
 )
 from gpushare.mps.limits import Limits
+from gpushare.typed import parsed
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 GOOD = {"device_uuid": UUID, "pid": 7, "started": 1, "uid": 0}
@@ -174,6 +177,21 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
 def test_a_corrupt_record_is_none(home: DaemonHome, text: str) -> None:
     put(home, text)
     assert home.read() is None
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*GOOD, "limits", "transient", "attached"]),
+        st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2)),
+    )
+)
+def test_any_record_is_read_or_refused(fields: dict[str, object]) -> None:
+    try:
+        found = parsed(DaemonRecord, {**GOOD, **fields})
+    except ValueError:
+        return
+    assert found.pid is None or found.pid > 0
+    assert found.limits == Limits()
 
 
 def test_the_record_of_another_user_is_not_believed(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
