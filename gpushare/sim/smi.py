@@ -1,19 +1,38 @@
-"""nvidia-smi of a simulated host: its argv, output and exit code.
+"""nvidia-smi of a simulated host: the commands that gpushare runs or prints, with their output and exit code.
 
-Errors go to stdout too, all but one. Texts: an H200 with driver 580.159.04, and what the programs of drivers 535, 550, 555 and
-580 say to each wrong argument on NVIDIA's mocked NVML.
+Any other option is answered as a wrong one. Texts: an H200 with driver 580.159.04, and what the programs of drivers 550
+and 580 say to wrong arguments on NVIDIA's mocked NVML. Errors go to stdout too, all but one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Final
 
-from gpushare.gpu_models import model_of
 from gpushare.host.program import Completed
+from gpushare.sim import activity
 from gpushare.sim.current import changing, current
-from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, NO_VALUE, VALUE, Wrong, parse, read_number, table
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
+from gpushare.sim.mps_servers import binary_version
+from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused, Target
+from gpushare.sim.smi_options import (
+    CHANGING,
+    HELP,
+    NO_COMMAND,
+    NO_VALUE,
+    SHOWING,
+    SUBCOMMAND,
+    VALUE,
+    Wrong,
+    choose,
+    lost_text,
+    number,
+    parse,
+    require_root,
+    supports,
+    table,
+)
+from gpushare.sim.state import SimulatedHostState, StateFile
+from gpushare.units import MIB
 
 _NO_LIBRARY = (
     "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure that the NVIDIA Display "
@@ -24,51 +43,35 @@ _NO_DRIVER = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
     "NVIDIA driver is installed and running.\n\n"
 )
-_CHANGING = {"-c", "--compute-mode", "-mig", "--multi-instance-gpu", "--set-timeslice"}
 _LEVELS = ("Default", "Short", "Medium", "Long")
-_POLICY_OPTIONS: Final = {
-    "-h": ("--help", NO_VALUE),
-    "-i": ("--id", VALUE),
-    "-l": ("--list", NO_VALUE),
-    "--set-timeslice": ("", VALUE),
+_COMPUTE_MODES = ("DEFAULT", "EXCLUSIVE_THREAD", "PROHIBITED", "EXCLUSIVE_PROCESS")
+# What the value of each option sets: a name or its number.
+_MODES = {
+    option: {text: place for place, name in enumerate(names) for text in (name, str(place))}
+    for option, names in (("-c", _COMPUTE_MODES), ("-mig", ("DISABLED", "ENABLED")))
 }
-_POLICY_HELP = """
-    Compute Policy -- Control and list compute policies.
-
-    Usage: nvidia-smi compute-policy [options]
-
-    Options include:
-    [-i | --id]: GPU device ID's. Provide comma
-                 separated values for more than one device
-
-    [-l | --list]: List all compute policies
-
-    [ | --set-timeslice]: Set timeslice config for a GPU:
-                          0=DEFAULT, 1=SHORT, 2=MEDIUM, 3=LONG
-
-    [-h | --help]: Display help information
-
-
-"""
+_EARLY = "Terminating early due to previous errors.\n"
+_WARNING = "Treating as warning and moving on.\n"
+_DEPRECATED = "Warning: EXCLUSIVE_THREAD mode is deprecated and will be removed in future releases.\n"
 
 
 def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     """Run the program; ``argv`` with its name. It never blocks."""
-    name, words = tuple(argv), list(argv[1:])
+    words = list(argv[1:])
     state = current(state_file)
     failed = _cannot_start(state)
     if failed is not None:
-        return Completed(name, *failed, "")
+        return Completed(tuple(argv), *failed, "")
     try:
-        if _changes(words):
+        if words[:1] == ["mig"] or {"--set-timeslice", *_MODES} & {word.partition("=")[0] for word in words}:
             with changing(state_file) as (changed, _):
-                answer = _run(changed, words)
+                code, text = _run(changed, words)
         else:
-            answer = _run(state, words)
+            code, text = _run(state, words)
     except Wrong as wrong:
         # Raised before anything changes.
-        answer = wrong.code, wrong.text
-    return Completed(name, *answer[:2], answer[2] if len(answer) > 2 else "")
+        code, text = wrong.code, wrong.text
+    return Completed(tuple(argv), code, text, _DEPRECATED if code == 0 and "EXCLUSIVE_THREAD" in words else "")
 
 
 def _cannot_start(state: SimulatedHostState) -> tuple[int, str] | None:
@@ -84,87 +87,187 @@ def _cannot_start(state: SimulatedHostState) -> tuple[int, str] | None:
     return None
 
 
-def _changes(words: Sequence[str]) -> bool:
-    return words[:1] == ["mig"] or any(word.partition("=")[0] in _CHANGING for word in words)
-
-
-def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple[int, str, str]:
-    # Loaded late: every look at a host asks for the time slice, few for more.
+def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     if words[:1] == ["compute-policy"]:
         return _compute_policy(state, words[1:])
     if words[:1] == ["mig"]:
+        # Loaded late: every look at a host asks for the time slice, few for MIG.
         from gpushare.sim import smi_mig
 
         return smi_mig.run(state, words[1:])
-    from gpushare.sim import smi_gpus
-
-    return smi_gpus.run_change(state, words)
+    if "-L" in words:
+        return _listing(state, words)
+    if _MODES.keys() & {word.partition("=")[0] for word in words}:
+        return _change(state, words)
+    return _show(state, words)
 
 
 def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[int, str]:
-    """Carry out the words after ``compute-policy`` on the state; return exit code and output."""
-    given = parse(words, _POLICY_OPTIONS)
-    level = None
-    for option, value in given:
-        if option == "--set-timeslice":
-            level = read_number(value or "0")
-            if level is None:
-                raise Wrong(2, f'Option "{value}" is invalid for "--set-timeslice".\n')
-    names = [option for option, _ in given]
-    commands = [name for name in names if name in {"-l", "--set-timeslice"}]
-    if "-h" in names or not commands:
-        return 0, _POLICY_HELP
-    if len(commands) > 1 or names.count("-i") > 1:
-        return 2, "One, and only one, compute-policy command allowed at a time\n"
-    ids = dict(given).get("-i")
-    if ids == "":
-        return BAD_IDS
-    wanted = None if ids is None else [part.strip() for part in ids.split(",")]
-    chosen = [(index, gpu) for index, gpu in enumerate(state.gpus) if wanted is None or _matches(wanted, index, gpu)]
-    if not chosen:
-        return NO_DEVICES
-    return _list(chosen) if level is None else _set(state, chosen, level % (1 << 32))
-
-
-def _list(chosen: list[tuple[int, SimulatedGpu]]) -> tuple[int, str]:
-    code, rows, errors = 0, [], ""
-    for index, gpu in chosen:
-        error = _unsupported(gpu)
-        if error is not None:
-            code = error[0]
-            errors += f"Failed to get compute policies for GPU {index} : {error[1]}\n"
+    given = parse(words, {"-i": VALUE, "-l": NO_VALUE, "--set-timeslice": VALUE}, SUBCOMMAND)
+    text = dict(given).get("--set-timeslice")
+    level = number(text)
+    if text is not None and level is None:
+        return 2, f'Option "{text}" is invalid for "--set-timeslice".\n'
+    commands = [name for name, _ in given if name != "-i"]
+    if len(commands) != 1:
+        return (2, "One, and only one, compute-policy command allowed at a time\n") if commands else NO_COMMAND
+    task = "get compute policies"
+    if level is not None:
+        task = f"set timeslice policy with value {_LEVELS[level] if level < len(_LEVELS) else 'Unknown'}"
+    code, rows, said = Code.SUCCESS, [], ""
+    for one in choose(state, dict(given).get("-i"), lost=True):
+        index, refusal = one.handle.index, _policy_refusal(state, one, level)
+        if refusal is not None:
+            code, said = refusal, f"{said}Failed to {task} for GPU {index} : {ERROR_TEXTS[refusal]}\n"
+        elif level is None:
+            rows.append([f"{index:>4}   {'Timeslice':<16}{_LEVELS[one.gpu.time_slice]}"])
         else:
-            rows.append([f"{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]}"])
-    if not rows:
-        return code, errors
-    return code, table("GPU compute policies:", [" GPU     Name           Value        "], rows, 37) + errors
+            one.gpu.time_slice = level
+            said += f"Successfully {task} for GPU {index}\n"
+    listed = table("GPU compute policies:", [" GPU     Name           Value        "], rows, 37) if rows else ""
+    return int(code), listed + said
 
 
-def _set(state: SimulatedHostState, chosen: list[tuple[int, SimulatedGpu]], level: int) -> tuple[int, str]:
-    code, text = 0, ""
+def _policy_refusal(state: SimulatedHostState, one: Target, level: int | None) -> Code | None:
+    if one.gpu.lost:
+        return Code.GPU_IS_LOST
+    if one.model.time_slice is False or "compute-policy" in one.gpu.not_supported:
+        return Code.NOT_SUPPORTED
+    if level is not None and not state.root:
+        return Code.NO_PERMISSION
     # nvidia-smi checks no number, the driver does.
-    known = level < len(_LEVELS)
-    title = _LEVELS[level] if known else "Unknown"
-    for index, gpu in chosen:
-        error = _unsupported(gpu) or ((4, "Insufficient Permissions") if not state.root else None)
-        if error is None and not known:
-            error = (2, "Invalid Argument")
-        if error is not None:
-            code = error[0]
-            text += f"Failed to set timeslice policy with value {title} for GPU {index} : {error[1]}\n"
-        else:
-            gpu.time_slice = level
-            text += f"Successfully set timeslice policy with value {title} for GPU {index}\n"
-    return code, text
+    return Code.INVALID_ARGUMENT if level is not None and level >= len(_LEVELS) else None
 
 
-def _unsupported(gpu: SimulatedGpu) -> tuple[int, str] | None:
-    if gpu.lost:
-        return 15, "GPU is lost"
-    if model_of(gpu.model).time_slice is False or "compute-policy" in gpu.not_supported:
-        return 3, "Not Supported"
-    return None
+def _listing(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
+    """Return ``nvidia-smi -L``: GPUs and their MIG devices with UUIDs."""
+    other = next((word for word in words if word != "-L"), None)
+    if other is not None:
+        return 2, f"ERROR: Option {other} is not valid for this command.{HELP}"
+    text = ""
+    for one in (found := choose(state, None, lost=True)):
+        text += lost_text(one) if one.gpu.lost else f"GPU {one.handle.index}: {one.model.name} (UUID: {one.gpu.uuid})\n"
+        for place, instance in enumerate(one.gpu.mig if one.mig_enabled and not one.gpu.lost else []):
+            name = activity.device_name(one, instance)
+            text += f"  MIG {name:<11} Device {place:>2}: (UUID: {instance.uuid})\n"
+    return (15 if any(one.gpu.lost for one in found) else 0), text
 
 
-def _matches(ids: list[str], index: int, gpu: SimulatedGpu) -> bool:
-    return any(one in {str(index), gpu.uuid} or one.upper().endswith(gpu.pci_bus_id.upper()) for one in ids)
+def _change(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
+    """Carry out ``-c MODE`` or ``-mig MODE``."""
+    given = parse(words, dict.fromkeys(("-i", *_MODES), VALUE), CHANGING)
+    options = dict(given)
+    for option, value in given:
+        if option in _MODES and value not in _MODES[option]:
+            return 2, f"ERROR: Option {value} is invalid for {option}.{HELP}"
+    if len(options) < len(given) or options.keys() >= _MODES.keys():
+        return 2, "Invalid combination of input arguments. Only one device modification may be done at a time.\n\n"
+    option = "-c" if "-c" in options else "-mig"
+    wanted, output = _MODES[option][options[option] or ""], ""
+    for one in choose(state, options.get("-i")):
+        try:
+            output += _set_mode(state, one, option, wanted)
+        except Refused as refused:
+            verb = "set the compute mode" if option == "-c" else f"{('disable', 'enable')[wanted]} MIG Mode"
+            if option == "-c" and one.mig_enabled and refused.code == Code.NOT_SUPPORTED:
+                output += (
+                    f"Setting compute mode to {_COMPUTE_MODES[wanted]} is not supported on a MIG-enabled device.\n"
+                )
+            output += f"Unable to {verb} for GPU {one.gpu.pci_bus_id}: {ERROR_TEXTS[refused.code]}\n"
+            if refused.code != Code.NOT_SUPPORTED:
+                return int(refused.code), output + _EARLY
+            output += _WARNING
+    return 0, output + "All done.\n"
+
+
+def _set_mode(state: SimulatedHostState, one: Target, option: str, wanted: int) -> str:
+    if option == "-mig":
+        from gpushare.sim import smi_mig
+
+        return smi_mig.set_mode(state, one, wanted)
+    gpu, title = one.gpu, _COMPUTE_MODES[wanted]
+    if title == "EXCLUSIVE_THREAD":
+        return f"Exclusive_Thread was deprecated! Use value 3:Exclusive_Process instead.\n{_WARNING}"
+    if gpu.compute_mode == wanted:
+        return f"Compute mode is already set to {title} for GPU {gpu.pci_bus_id}.\n"
+    require_root(state)
+    if one.mig_enabled or not supports(one, "nvmlDeviceSetComputeMode"):
+        raise Refused(Code.NOT_SUPPORTED)
+    gpu.compute_mode = wanted
+    return f"Set compute mode to {title} for GPU {gpu.pci_bus_id}.\n"
+
+
+def _show(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
+    """Return the table of ``nvidia-smi``, or the compute modes: ``--query-gpu=compute_mode --format=csv,noheader``."""
+    known = ("-i", "--query-gpu", "--format") if any(word.startswith("--query-gpu") for word in words) else ("-i",)
+    options = dict(parse(words, dict.fromkeys(known, VALUE), SHOWING))
+    field, form = options.get("--query-gpu"), (options.get("--format") or "csv").split(",")
+    if set(form) - {"csv", "noheader"}:
+        return 2, "Format modifier is not recognized.\n"
+    if field not in {None, "compute_mode"}:
+        return 2, f'Field "{field}" is not a valid field to query.\n\n'
+    chosen = choose(state, options.get("-i"))
+    if field is None:
+        return 0, _summary(state, chosen)
+    lines = [] if "noheader" in form else [field]
+    return 0, "".join(
+        f"{line}\n" for line in [*lines, *(_COMPUTE_MODES[one.gpu.compute_mode].title() for one in chosen)]
+    )
+
+
+_WIDE = f"+{'-' * 89}+\n"
+_RULE = "+-----------------------------------------+------------------------+----------------------+\n"
+_HEAD = """\
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+"""
+_PROCESS_HEAD = """\
+| Processes:                                                                              |
+|  GPU   GI   CI              PID   Type   Process name                        GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+"""
+
+
+def _summary(state: SimulatedHostState, chosen: list[Target]) -> str:
+    """Return the table of ``nvidia-smi`` without arguments, but for its part of the MIG devices (see ``-L``)."""
+    binary = binary_version(state.driver)
+    cuda = f"{binary // 1000}.{binary % 1000 // 10}"
+    title = f"| NVIDIA-SMI {state.driver:<22} Driver Version: {state.driver:<14} CUDA Version: {cuda:<8} |\n"
+    text = time.strftime("%a %b %e %H:%M:%S %Y") + "       \n" + _WIDE + title + _RULE + _HEAD
+    text += "".join(_gpu_rows(state, one) + _RULE for one in chosen) + "\n" + _WIDE + _PROCESS_HEAD
+    return text + (_process_rows(state, chosen) or f"|{'  No running processes found':<89}|\n") + _WIDE
+
+
+def _gpu_rows(state: SimulatedHostState, one: Target) -> str:
+    gpu, memory, percent = one.gpu, "N/A /       N/A", "N/A"
+    if one.model.memory_bytes is not None and supports(one, "nvmlDeviceGetMemoryInfo"):
+        total, _, used = activity.memory_of(state, one)
+        memory = f"{used // MIB}MiB /{f'{total // MIB}MiB':>10}"
+    if not one.mig_enabled and supports(one, "nvmlDeviceGetUtilizationRates"):
+        percent = f"{round(activity.utilization(state, one))}%"
+    watts, celsius = activity.power_watts(state, one), activity.temperature_celsius(state, one)
+    power = f"{'N/A':>16} /{'N/A':>6}" if watts is None else f"{round(watts):>15}W /{one.model.power_limit_watts:>5}W"
+    mode = _COMPUTE_MODES[gpu.compute_mode].title().replace("Exclusive_", "E. ")
+    mig = "N/A" if gpu.mig_mode is None else ("Disabled", "Enabled")[gpu.mig_mode]
+    persistence, ecc = "On" if gpu.persistence else "Off", "On" if one.mig_enabled else "0"
+    return (
+        f"|{one.handle.index:>4}  {one.model.name[:27]:<27}{persistence:>6}  |   {gpu.pci_bus_id} Off |{ecc:>21} |\n"
+        f"| N/A  {celsius:>3}C    P0{power} |{memory:>23} |{percent:>8}{mode:>13} |\n"
+        f"|{'':41}|{'':24}|{mig:>21} |\n"
+    )
+
+
+def _process_rows(state: SimulatedHostState, chosen: list[Target]) -> str:
+    names, text = activity.process_names(state), ""
+    for one in chosen:
+        # NVML in another PID namespace lists none.
+        shown = state.pid_namespace_is_host and supports(one, "nvmlDeviceGetComputeRunningProcesses")
+        for each in activity.residents(state, one) if shown else []:
+            gi, ci = ("N/A" if i is None else f"{i:>2} " for i in (each.gpu_instance_id, each.compute_instance_id))
+            kind = "G" if each.graphics else "M+C" if each.mps_client else "C"
+            name, used = names.get(each.pid, "[Not Found]")[:36], f"{each.memory_bytes // MIB}MiB"
+            text += f"|{one.handle.index:>5}   {gi}  {ci}{each.pid:>16}{kind:>7}   {name:<36}{used:>10} |\n"
+    return text

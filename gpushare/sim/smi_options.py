@@ -1,4 +1,4 @@
-"""What the subcommands of nvidia-smi share: their options, what they say of wrong ones, and their tables."""
+"""What the commands of the simulated nvidia-smi share: options, what is said of wrong ones, the GPUs they name, tables."""
 
 from __future__ import annotations
 
@@ -6,57 +6,89 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-NO_DEVICES: Final = (6, "No devices were found\n")
-BAD_IDS: Final = (255, "Failed to parse device string on command line")
+from gpushare.gpu_models import model_of
+from gpushare.sim.nvml_abi import Code, Handle, HandleKind, Refused, Target
+from gpushare.sim.state import SimulatedHostState
+
+HELP: Final = " Please run 'nvidia-smi -h' for help.\n\n"
+_MISSING = f"ERROR: Option {{}} is missing its value.{HELP}"
+NO_COMMAND: Final = (2, f"Invalid combination of input arguments.{HELP}")
+# Exit code, and what is said of an unknown option and of one without its value.
+SHOWING: Final = (255, "ERROR: Option {} is not recognized. Please run 'nvidia-smi -h'.\n\n", _MISSING)
+CHANGING: Final = (255, f"ERROR: Option {{}} is not recognized.{HELP}", _MISSING)
+SUBCOMMAND: Final = (2, 'Option "{}" is not recognized.\n', 'Option "{}" is missing its value.\n')
 # How an option takes a value.
 NO_VALUE, VALUE, MAYBE = "no", "yes", "maybe"
-_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
 class Wrong(Exception):
-    """The arguments are wrong: what the program prints for it, and its exit code."""
+    """The command failed: its exit code, and what the program prints for it."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code, self.text = code, text
 
 
-def parse(words: Sequence[str], options: Mapping[str, tuple[str, str]]) -> list[tuple[str, str | None]]:
-    """Return the options of a subcommand by their short names, with their values."""
-    long = {name: short for short, (name, _) in options.items() if name}
+def parse(words: Sequence[str], options: Mapping[str, str], said: tuple[int, str, str]) -> list[tuple[str, str | None]]:
+    """Return the options with their values."""
+    code, unknown, missing = said
     found: list[tuple[str, str | None]] = []
     rest = list(words)
     while rest:
-        word, equals, text = rest.pop(0).partition("=")
-        option = long.get(word, word)
-        if option not in options:
-            raise Wrong(2, f'Option "{word}" is not recognized.\n')
-        takes, value = options[option][1], text if equals else None
-        if takes == NO_VALUE and equals:
-            rest.insert(0, text)
-        elif takes != NO_VALUE and not equals:
-            # Another option is no value; "-1" is one.
-            known = bool(rest) and long.get(name := rest[0].partition("=")[0], name) in options
-            if rest and not known:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        value = text if equals else None
+        if name not in options or (equals and options[name] == NO_VALUE):
+            raise Wrong(code, unknown.format(word))
+        if options[name] != NO_VALUE and not equals:
+            # To a subcommand, another option is no value.
+            if rest and not (said is SUBCOMMAND and rest[0].partition("=")[0] in options):
                 value = rest.pop(0)
-            elif takes == VALUE:
-                raise Wrong(2, f'Option "{word}" is missing its value.\n')
-        found.append((option, value))
+            elif options[name] == VALUE:
+                raise Wrong(code, missing.format(word))
+        found.append((name, value))
     return found
 
 
-def read_number(text: str) -> int | None:
-    """Return a whole number as C's strtol reads it, in any of its bases; None when something else is in it."""
-    match = _NUMBER.fullmatch(text)
-    if match is None:
-        return None
-    sign, digits = match.groups()
-    base = 16 if digits[:2] in {"0x", "0X"} else 8 if digits.startswith("0") else 10
-    try:
-        number = int(digits[:40], base)
-    except ValueError:
-        return None
-    return -number if sign == "-" else number
+def number(text: str | None) -> int | None:
+    """Return a whole number; None for anything else."""
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def choose(state: SimulatedHostState, ids: str | None, *, lost: bool = False) -> list[Target]:
+    """Return the GPUs that ``-i`` names by index or UUID, with commas; all when it is not given.
+
+    Raises:
+        Wrong: there is none, or one of them fell off the bus and ``lost`` is not set.
+    """
+    if ids == "":
+        raise Wrong(255, "Failed to parse device string on command line")
+    wanted = None if ids is None else {part.strip() for part in ids.split(",")}
+    gpus = (Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model)) for index, gpu in enumerate(state.gpus))
+    found = [one for one in gpus if wanted is None or wanted & {str(one.handle.index), one.gpu.uuid}]
+    if not found:
+        raise Wrong(6, "No devices were found\n")
+    gone = [] if lost else [one for one in found if one.gpu.lost]
+    if gone:
+        raise Wrong(15, lost_text(gone[0]))
+    return found
+
+
+def lost_text(one: Target) -> str:
+    """Return what is said of a GPU that fell off the bus."""
+    where = f"GPU{one.handle.index}: {one.gpu.pci_bus_id}"
+    return f"Unable to determine the device handle for {where}: GPU is lost.  Reboot the system to recover this GPU\n"
+
+
+def supports(one: Target, entry_point: str) -> bool:
+    """Return whether an NVML entry point works on this GPU (fault ``not-supported``)."""
+    return not any(name.startswith(entry_point) for name in one.gpu.not_supported)
+
+
+def require_root(state: SimulatedHostState) -> None:
+    """Refuse a change to any user but root."""
+    if not state.root:
+        raise Refused(Code.NO_PERMISSION)
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:

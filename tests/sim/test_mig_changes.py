@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.sim import admin, smi_gpus
+from gpushare.sim import admin, smi
 from gpushare.sim import mig as mig_layout
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
 from tests.sim.nvml_host import add_process, initialised, new_host
@@ -371,7 +371,7 @@ def test_partial_compute_instances_show_their_part() -> None:
         assert shown == [(32, 3, 2, 71424), (16, 3, 1, 71424)]
         capacity = [nvml.nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance, one) for one in (C1, C2, C3)]
         assert capacity == [0, 0, 0]
-        listed = smi_gpus.gpu_listing(smi_gpus.choose(state_of(file), None)).splitlines()[1:]
+        listed = smi.main(("nvidia-smi", "-L"), file).stdout.splitlines()[1:]
         assert [line.split(":")[0] for line in listed] == [
             "  MIG 2c.3g.71gb  Device  0",
             "  MIG 1c.3g.71gb  Device  1",

@@ -1,4 +1,4 @@
-"""nvidia-smi -mig and nvidia-smi mig of a simulated host: the tables of an H200 and an H100, changes, refusals."""
+"""nvidia-smi -mig and nvidia-smi mig of a simulated host: changes, refusals, and what a GPU instance offers."""
 
 from __future__ import annotations
 
@@ -9,40 +9,10 @@ from gpushare.sim import admin, open_simulated, smi
 from gpushare.sim.state import SimulatedGpu
 
 SPEC = "sim:h200"
-LGI = """\
-+---------------------------------------------------------+
-| GPU instances:                                          |
-| GPU   Name               Profile  Instance   Placement  |
-|                            ID       ID       Start:Size |
-|=========================================================|
-|   0  MIG 1g.10gb           19       13          6:1     |
-+---------------------------------------------------------+
-|   0  MIG 3g.40gb            9        1          0:4     |
-+---------------------------------------------------------+
-|   0  MIG 1g.10gb+me        20       11          4:1     |
-+---------------------------------------------------------+
-"""
-LCI = """\
-+--------------------------------------------------------------------+
-| Compute instances:                                                 |
-| GPU     GPU       Name             Profile   Instance   Placement  |
-|       Instance                       ID        ID       Start:Size |
-|         ID                                                         |
-|====================================================================|
-|   0     13       MIG 1g.10gb          0         0          0:1     |
-+--------------------------------------------------------------------+
-|   0      1       MIG 1c.3g.40gb       0         0          2:1     |
-+--------------------------------------------------------------------+
-|   0     11       MIG 1g.10gb          0         0          0:1     |
-+--------------------------------------------------------------------+
-"""
-LGIP = """\
-|   0  MIG 1g.10gb         19     1/7        9.75       No     16     1     0   |
-|                                                               1     1     0   |
-+-------------------------------------------------------------------------------+
-|   0  MIG 1g.10gb+me      20     0/1        9.75       No     16     1     0   |
-|                                                               1     1     1   |
-+-------------------------------------------------------------------------------+
+LCIP = """\
+|   0      1       MIG 1c.3g.40gb       0      2/3           16        3     0     0   |
+|                                                                      3     3         |
++--------------------------------------------------------------------------------------+
 """
 
 
@@ -56,36 +26,31 @@ def gpu(spec: str = SPEC) -> SimulatedGpu:
     return state.gpus[0]
 
 
-def test_the_tables_of_a_mixed_h100_are_the_captured_ones() -> None:
+def test_what_a_gpu_instance_offers() -> None:
     admin.set_mig("sim:h100", "0", ["3g.40gb:0", "1g.10gb+me:4", "1g.10gb:6"])
-    assert run("mig", "-dci", "-gi", "1", spec="sim:h100").exit_code == 0
-    made = run("mig", "-cci", "1c.3g.40gb", "-gi", "1", spec="sim:h100")
+    assert run("mig", "-i", "0", "-dci", "-gi", "1", "-ci", "0", spec="sim:h100").exit_code == 0
+    made = run("mig", "-i", "0", "-cci", "0:2", "-gi", "1", spec="sim:h100")
     assert made.stdout == (
         "Successfully created compute instance ID  0 on GPU  0 GPU instance ID  1 using profile MIG 1c.3g.40gb (ID  0)\n"
     )
-    assert run("mig", "-lgi", spec="sim:h100").stdout == LGI
-    assert run("mig", "-lci", spec="sim:h100").stdout == LCI
-    assert LGIP in run("mig", "-lgip", spec="sim:h100").stdout
+    assert gpu("sim:h100").mig[0].compute_start == 2
+    listed = run("mig", "-i", "0", "-gi", "1", "-lcip", spec="sim:h100").stdout
+    assert LCIP in listed
+    assert {len(line) for line in listed.splitlines()} == {88}
 
 
-def test_older_drivers_have_narrower_tables_and_535_lists_nothing_with_mig_off() -> None:
-    admin.set_fault(SPEC, "driver", value="550.163.01")
-    assert (
-        "|   0  MIG 7g.141gb       0     1/1        140.00     No     132    7     0   |\n"
-        in run("mig", "-lgip").stdout
-    )
-    off = run("mig", "-lgi")
-    assert (off.exit_code, off.stdout) == (0, "No MIG-enabled devices found.\n")
-    admin.set_fault(SPEC, "driver", value="535.261.03")
-    for words in ("-lgip", "-lgipp", "-lgi", "-lci"):
-        done = run("mig", words)
-        assert (words, done.exit_code, done.stdout) == (words, 6, "No MIG-enabled devices found.\n")
+def test_a_compute_instance_for_each_bare_gpu_instance() -> None:
+    admin.set_mig(SPEC, "0", ["3g.71gb:0", "3g.71gb:4"])
+    run("mig", "-dci")
+    assert gpu().mig == []
+    assert run("mig", "-i", "0", "-gi", "1,2", "-cci").stdout.count("Successfully created compute instance ID  0") == 2
+    assert [one.gpu_instance_id for one in gpu().mig] == [1, 2]
 
 
 def test_a_whole_way() -> None:
     bus = gpu().pci_bus_id
     assert run("-i", "0", "-mig", "1").stdout == f"Enabled MIG Mode for GPU {bus}\nAll done.\n"
-    assert run("mig", "-lgi").stdout == "No GPU instances found: Not Found\n"
+    assert run("mig", "-dgi").stdout == "No GPU instances found: Not Found\n"
     made = run("mig", "-cgi", "9,3g.71gb:0", "-C")
     assert made.stdout == (
         "Successfully created GPU instance ID  2 on GPU  0 using profile MIG 3g.71gb (ID  9)\n"
@@ -156,6 +121,6 @@ def test_only_root_changes_mig(words: list[str], text: str) -> None:
 
 
 def test_a_gpu_without_mig() -> None:
-    done = run("mig", "-lgi", spec="sim:t4")
+    done = run("mig", "-dgi", spec="sim:t4")
     assert (done.exit_code, done.stdout) == (6, "No MIG-supported devices found.\n")
     assert "Not Supported\nTreating as warning and moving on.\nAll done.\n" in run("-mig", "1", spec="sim:t4").stdout

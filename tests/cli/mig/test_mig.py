@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.cli import main
+from gpushare.connect import connect
 from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
@@ -76,6 +77,26 @@ def test_an_exact_layout_keeps_what_is_busy(cli: Cli) -> None:
     commands = [step["command"] for step in done.json["data"]["steps"]]
     assert commands[:2] == ["nvidia-smi mig -i 0 -dci -gi 2 -ci 0", "nvidia-smi mig -i 0 -dgi -gi 2"]
     assert not any("-gi 7" in command for command in commands)
+
+
+def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: Cli) -> None:
+    cli("--host", "sim:h100", "sim", "mig", "1g.10gb:0", "3g.40gb:4")
+
+    def run(command: str) -> int:
+        return connect("sim:h100").programs.run(command.split()).exit_code
+
+    def places() -> list[tuple[str, int]]:
+        return sorted((one["profile"], one["start"]) for one in admin.describe("sim:h100")["gpus"][0]["mig"])
+
+    plan = ("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
+    before, steps = places(), cli(*plan).json["data"]["steps"]
+    gone = [step for step in steps if "-cgi" not in step["command"]]
+    assert [run(step["command"]) for step in gone] == [0, 0]
+    assert [run(step["undo"]) for step in reversed(gone)] == [0, 0]
+    assert places() == before
+    steps = cli(*plan).json["data"]["steps"]
+    assert [run(step["command"]) for step in steps] == [0] * len(steps)
+    assert cli(*plan).json["data"]["steps"] == []
 
 
 @pytest.mark.parametrize(
