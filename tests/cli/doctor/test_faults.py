@@ -733,14 +733,22 @@ def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: 
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
 
 
-def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(cli: Cli, world: World) -> None:
+def _idle_for_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what does nothing have done nothing for long; the machine itself may have started a minute ago."""
     from gpushare.sim.current import changing
 
-    pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook")
-    display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
+    monkeypatch.setattr("gpushare.doctor.examine._IDLE_SECONDS", 1.0)
     with changing(world.file) as (state, _):
         for one in state.processes:
-            one.started -= 7200 * 100
+            one.started -= 200
+
+
+def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook")
+    display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
+    _idle_for_long(world, monkeypatch)
     (found,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
     assert found["remedy"].startswith(f"gpushare swap out {pid}; ")
     assert str(display) not in found["seen"]
@@ -751,16 +759,12 @@ def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(cli: Cli, world:
     assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"end it: kill {pid} (driver 550 cannot copy")
 
 
-def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World) -> None:
-    from gpushare.sim.current import changing
-
+def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook", user="nobody")
     small = admin.add_process(world.spec, memory_bytes=1 << 29, sm_percent=0)
     busy = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=50)
     assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
-    with changing(world.file) as (state, _):
-        for one in state.processes:
-            one.started -= 7200 * 100
+    _idle_for_long(world, monkeypatch)
     found = finding(cli, "gpu.idle_memory")
     assert found["verdict"] == "warn"
     assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in found["seen"]
