@@ -521,7 +521,7 @@ class _Instances:
 
     def _restore(self) -> None:
         if self._begun:
-            self.left_alone = restore(self._host, self._change.before, self._change.after, self._journal.proof)
+            self.left_alone = restore(self._host, self._change.before, self._journal.proof)
 
 
 def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:

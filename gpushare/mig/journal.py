@@ -224,9 +224,9 @@ class Journal:
                 self._write(replace(entry, proof=NOTHING))
 
     @property
-    def proof(self) -> Proof | None:
+    def proof(self) -> Proof:
         """Return what the change has created so far."""
-        return None if self._entry is None else self._entry.proof
+        return NOTHING if self._entry is None else self._entry.proof
 
     def note(self, step: str, begun: Creation | None = None) -> None:
         """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""

@@ -264,9 +264,9 @@ def _is_done(host: Host, entry: JournalEntry) -> bool:
 def _undo(host: Host, entry: JournalEntry) -> list[str]:
     trouble: list[GpushareError] = []
     others: list[str] = []
-    for before, after in zip(entry.before, entry.after, strict=True):
+    for before in entry.before:
         try:
-            others += _undo_gpu(host, before, after, entry.proof)
+            others += _undo_gpu(host, before, entry.proof)
         except GpushareError as error:
             trouble.append(error)
     if trouble:
@@ -280,12 +280,12 @@ def _undo(host: Host, entry: JournalEntry) -> list[str]:
     return others
 
 
-def _undo_gpu(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) -> tuple[str, ...]:
+def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
     changes = MigChanges(host.nvml)
     mode = changes.mode(before.index)
     if before.mig_enabled and mode != (True, True):
         changes.set_mode(before.index, enabled=True)
-    others = restore(host, before, after, proof)
+    others = restore(host, before, proof)
     if before.mig_enabled is False and mode != (False, False):
         host.nvml.restart()
         changes.set_mode(before.index, enabled=False)

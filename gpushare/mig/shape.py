@@ -156,17 +156,13 @@ NOTHING: Final = Proof(made=(), begun=None)
 # -- making it again -------------------------------------------------------------------------------
 
 
-def restoration(
-    layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None = None
-) -> tuple[GpuPlan, tuple[str, ...]]:
+def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan, tuple[str, ...]]:
     """Return the plan from what exists to a shape, and in words what cannot be had.
 
-    ``ours`` is what the change that is undone was about to leave: only its instances are taken away, and of those only
-    what ``proof`` proves to be its own (None: an older gpushare's journal, which has no proof). What somebody else made
-    meanwhile stays, and so does what is busy.
+    Only what ``proof`` proves to be made by the change that is undone is taken away. What somebody else made meanwhile
+    stays, and so does what is busy.
     """
     places = {one.place: one for one in wanted.instances}
-    made = {one.place: one for one in ours.instances}
     kept: list[GpuInstance] = []
     destroyed: list[InstanceChange] = []
     created: list[InstanceChange] = []
@@ -175,9 +171,9 @@ def restoration(
         there = places.pop(one.place, None)
         if there is not None:
             kept.append(one)
-            known = None if proof is None else (layout.uuid, proof)
-            _restore_inside(one, there, made.get(one.place), destroyed, created, lost, known)
-        elif not _is_ours(layout, one, ours, proof):
+            ours = [part for part in one.compute if proof.owns_part(layout.uuid, one, part)]
+            _restore_inside(one, there, ours, destroyed, created, lost)
+        elif not proof.owns(layout.uuid, one):
             kept.append(one)
         elif one.busy:
             kept.append(one)
@@ -197,35 +193,24 @@ def restoration(
     return gpu_plan(layout, kept, destroyed, created), words
 
 
-def _is_ours(layout: Layout, one: GpuInstance, ours: GpuShape, proof: Proof | None) -> bool:
-    """Return whether an instance that is not wanted is what the change made: what is busy counts, too, and is named."""
-    if proof is not None:
-        return proof.owns(layout.uuid, one)
-    return any(made.place == one.place for made in ours.instances)
-
-
-def left_alone(layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None) -> tuple[GpuInstance, ...]:
+def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInstance, ...]:
     """Return the instances that are not wanted, and not known to be made by the change that is undone."""
     places = {one.place for one in wanted.instances}
-    return tuple(one for one in layout.instances if one.place not in places and not _is_ours(layout, one, ours, proof))
+    return tuple(one for one in layout.instances if one.place not in places and not proof.owns(layout.uuid, one))
 
 
 def _restore_inside(
     one: GpuInstance,
     wanted: GpuInstance,
-    ours: GpuInstance | None,
+    ours: Sequence[ComputeInstance],
     destroyed: list[InstanceChange],
     created: list[InstanceChange],
     lost: list[str],
-    proof: tuple[str | None, Proof] | None,
 ) -> None:
-    missing, made, gone = list(wanted.compute), list(ours.compute) if ours is not None else [], []
+    missing, gone = list(wanted.compute), []
     for compute in one.compute:
         # Each counts once: an instance that matches this one matches no other.
-        is_wanted, is_ours = _taken(missing, compute), _taken(made, compute)
-        if proof is not None:
-            is_ours = proof[1].owns_part(proof[0], one, compute)
-        if is_wanted or not is_ours:
+        if _taken(missing, compute) or compute not in ours:
             continue
         if compute.busy:
             lost.append(f"compute instance {compute.id} of {_titled(wanted)} is in use and stays")

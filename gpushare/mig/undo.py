@@ -80,7 +80,7 @@ def look(host: Host, index: int) -> GpuShape:
     return shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
 
 
-def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) -> tuple[str, ...]:
+def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
     """Bring a GPU back to ``before``: destroy what the change created, and create again what is missing.
 
     Goes on after an error, and reads back. Returns in words what stays because nothing proves that this change
@@ -91,8 +91,8 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     """
     host.nvml.restart()
     layout = layouts_of(host, [host.nvml.gpu(before.index)])[0]
-    plan, lost = restoration(layout, before, after, proof)
-    others = left_alone(layout, before, after, proof)
+    plan, lost = restoration(layout, before, proof)
+    others = left_alone(layout, before, proof)
     trouble: list[str] = list(lost)
     made: dict[int, int] = {}
     refused = False
