@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.host.host import home_directory
 from gpushare.values import dataclass
 
 
@@ -78,7 +79,7 @@ def install() -> str:
 def _directory(shell: str) -> Path:
     variable, otherwise = ("XDG_CONFIG_HOME", ".config") if shell == "fish" else ("XDG_DATA_HOME", ".local/share")
     given = os.environ.get(variable, "")
-    return Path(given) if os.path.isabs(given) else Path.home() / otherwise
+    return Path(given) if os.path.isabs(given) else home_directory() / otherwise
 
 
 def _text(shell: _Shell) -> str:

@@ -207,7 +207,15 @@ def local_state_directory(uid: int) -> Path:
     if uid == 0:
         return SYSTEM_STATE_DIRECTORY
     state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "gpushare"
+    return (Path(state) if state else home_directory() / ".local" / "state") / "gpushare"
+
+
+def home_directory() -> Path:
+    """Return the user's home; of a user without HOME whom nobody has named, where Debian says that there is none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
 
 
 def _make(path: Path, mode: int) -> None:

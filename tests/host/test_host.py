@@ -16,6 +16,7 @@ from gpushare.host.host import (
     is_trusted_directory,
     local_host,
     local_run_directory,
+    local_state_directory,
     make_private_directory,
 )
 
@@ -206,3 +207,13 @@ def test_a_directory_that_is_a_strangers_link_is_not_trusted(sim_dir: Path) -> N
     assert not is_trusted_directory(link, "mps")
     os.chown(sim_dir / "there" / "mps", 4242, -1)
     assert not is_trusted_directory(sim_dir / "there", "mps")
+
+
+def test_a_user_whom_nobody_has_named_and_without_home_has_a_place_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOME", "XDG_STATE_HOME", "GPUSHARE_STATE_DIR", "GPUSHARE_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2_000_111)
+    assert str(local_state_directory(2_000_111)) == "/nonexistent/.local/state/gpushare"
+    assert str(local_run_directory(2_000_111)) == "/tmp/gpushare-2000111"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -422,7 +421,7 @@ def test_the_record_names_what_was_set(desk: Callable[..., Desk]) -> None:
     assert record.runs
     (kept,) = record.processes
     (kept_slice,) = kept.slices
-    assert (kept.pid, kept.uid, kept_slice[2:]) == (pid, os.geteuid(), (DEFAULT, 500, DEFAULT))
+    assert (kept.pid, kept.uid, kept_slice[2:]) == (pid, 0, (DEFAULT, 500, DEFAULT))
     assert kept_slice.handle == COMPUTE_GROUP
     path = one.host.run_directory / "keep" / "keep.json"
     assert json.loads(path.read_text())["schema"] == 1
