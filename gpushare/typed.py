@@ -49,6 +49,9 @@ Pid = Annotated[int, Within(1, 2**31 - 1)]
 Count = Annotated[int, Within(0, 2**63 - 1)]
 Percent = Annotated[float, Within(0, 100)]
 Shown = Annotated[str, is_shown]
+# A letter comes first: no name is taken for a PID.
+JOB_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
+JobName = Annotated[str, JOB_NAME.fullmatch]
 
 _SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
     # JSON may have a float without a decimal point.

@@ -55,7 +55,19 @@ def out(job: JobArgument) -> Any:
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
     from gpushare.memory.room import room_kept
-    from gpushare.memory.swap import BACK, LOST, OUT, check_host, find_swap, go_out, guarded, is_back, leaving, locked
+    from gpushare.memory.swap import (
+        BACK,
+        LOST,
+        OUT,
+        check_host,
+        find_swap,
+        go_out,
+        guarded,
+        is_back,
+        is_on_its_way,
+        leaving,
+        locked,
+    )
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job, processes_to_swap
     from gpushare.units import format_bytes
@@ -66,8 +78,13 @@ def out(job: JobArgument) -> Any:
     check_host(host)
     _repair(host)
     before = find_swap(host, found.pid, found.name)
-    # The record of another user, which is not corrected here.
-    if before is not None and before.state != BACK and not is_back(host, before, host.open_checkpoint()):
+    # The record of another user, which is not corrected here; if he is swapping it now, `go_out` waits for him.
+    if (
+        before is not None
+        and before.state != BACK
+        and not is_on_its_way(before)
+        and not is_back(host, before, host.open_checkpoint())
+    ):
         raise _already(before)
     processes = processes_to_swap(host, found)
     losses = consent_to(host, found, "swaps out", [one.pid for one in processes])

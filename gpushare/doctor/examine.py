@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
@@ -571,21 +572,41 @@ def _records(seen: Examination) -> Iterator[Check]:
         *(NAMES, TUNED, BENCHED, PROFILES),
     ):
         records: RecordStore[Any] = kind
-        for path, uid, why in records.unread(seen.host)[:_AT_MOST]:
+        unread = records.unread(seen.host)
+        # Nobody's bad records hide those of others.
+        counts: Counter[int] = Counter()
+        for path, uid, why in unread:
             number += 1
+            counts[uid] += 1
+            if counts[uid] > _AT_MOST:
+                continue
             whose = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield Check.warning(
                 "records.unread",
                 seen=f"{records.what}, {path}{whose}, is not believed: {why}",
                 why="no command sees what it was about",
-                remedy=_remedy(records, path),
+                remedy=_remedy(seen.host, records, path, uid),
             )
+        for uid, count in counts.items():
+            if count > _AT_MOST:
+                yield Check.warning(
+                    "records.unread",
+                    seen=f"{count - _AT_MOST} more of these records of {user_name(uid)} are not believed",
+                    why="no command sees what they were about",
+                    remedy="first the ones that are named",
+                )
     if not number:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _remedy(records: RecordStore[Any], path: Path) -> str:
-    """Return what to do about a record: the driver knows what became of a process that was swapped out or paused."""
+def _remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
+    """Return what to do about a record: the driver knows what became of a process that was swapped out or paused.
+
+    A file of another user is nothing to act on as root: its name may be any PID, and its directory a link by then.
+    """
+    if uid != host.uid:
+        remove = f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
+        return remove if host.root else f"tell {user_name(uid)}, whose it is"
     verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
     remove = f"remove it: rm {shlex.quote(str(path))}"
     return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove
@@ -671,7 +692,7 @@ def _swaps(seen: Examination) -> Iterator[Check]:
                 "swap.long",
                 seen=f"{one.title} has been out of the GPU for {counted(int(age // 86400), 'day')}",
                 why="it does no work and keeps its host memory",
-                remedy=f"{'sudo ' if one.keeper_uid == 0 else ''}gpushare swap in {one.selector}; or end it",
+                remedy=f"{_as_keeper(one.keeper_uid, one.path, f'swap in {one.pid}')}; or end it",
             )
         if finding is not None:
             wrong = True

@@ -174,7 +174,8 @@ def local_run_directory(uid: int) -> Path:
     if uid == 0:
         return SYSTEM_RUN_DIRECTORY
     places = _places(uid)
-    return Path(next((one for one in places if _can_have(one, uid)), places[0]))
+    # Where a directory is, records are: another place that has become free since is not taken.
+    return Path(next((place for can in (_has, _can_have) for place in places if can(place, uid)), places[0]))
 
 
 def _places(uid: int) -> list[str]:
@@ -182,12 +183,17 @@ def _places(uid: int) -> list[str]:
     return [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare", str(local_state_directory(uid) / "run")]
 
 
-def _can_have(place: str, uid: int) -> bool:
-    """Return whether a user has a directory there, or may make one."""
+def _has(place: str, uid: int) -> bool:
     try:
         return os.lstat(place).st_uid == uid
     except OSError:
-        pass
+        return False
+
+
+def _can_have(place: str, uid: int) -> bool:
+    """Return whether a user may make a directory there."""
+    if os.path.lexists(place):
+        return _has(place, uid)
     parent = os.path.dirname(place)
     # In the home directory the way there may not be made yet.
     while not os.path.lexists(parent):

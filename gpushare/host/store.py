@@ -35,6 +35,7 @@ SCHEMA: Final = 1
 # What root reads of another user, of one kind; and what everybody reads of himself and of root.
 USERS_FILES, USERS_FILE_BYTES, USERS_BYTES = 256, 64 << 10, 1 << 20
 FILES, FILE_BYTES = 1000, 4 << 20
+_MOST_NAMED: Final = 1024
 # What says of the future, as the end of a pause does, lies at most so far ahead.
 MOST_SECONDS: Final = 30 * 86400.0
 
@@ -95,16 +96,32 @@ def any_lives(host: Host, value: Any) -> bool:
     return any(host.processes.identity(process.pid) == process for process in named_processes(value))
 
 
-def _lie(host: Host, value: Any, uid: int) -> str | None:
-    """Return why a record of a user says nothing: it speaks of another user, or of what has ended."""
-    if getattr(value, "uid", uid) != uid:
-        return f"it says that it is of user {value.uid}"
-    living = [each for each in named_processes(value) if host.processes.identity(each.pid) == each]
-    for process in living:
-        info = host.processes.describe(process.pid)
-        if info is not None and uid not in {info.uid, namespace_owner(process.pid)}:
-            return f"it names process {process.pid}, which belongs to another user"
-    return None if living else "none of the processes that it names runs"
+class _Word:
+    """What the records of one kind of one user may speak of: living processes of that user, each in one record."""
+
+    def __init__(self, host: Host, uid: int) -> None:
+        self._host, self._uid = host, uid
+        self._named: set[Identity] = set()
+
+    def lie(self, value: Any) -> str | None:
+        """Return why a record says nothing, or None: it speaks of another user, of what has ended, or as another does.
+
+        So no process is looked up for more than one record, however many name it.
+        """
+        if getattr(value, "uid", self._uid) != self._uid:
+            return f"it says that it is of user {value.uid}"
+        named = named_processes(value)
+        if (again := next(iter(named & self._named), None)) is not None:
+            return f"it names process {again.pid}, which another record names, too"
+        if len(self._named) + len(named) > _MOST_NAMED:
+            return f"with those before it names more than {_MOST_NAMED} processes"
+        self._named |= named
+        living = [each for each in named if self._host.processes.identity(each.pid) == each]
+        for process in living:
+            info = self._host.processes.describe(process.pid)
+            if info is not None and self._uid not in {info.uid, namespace_owner(process.pid)}:
+                return f"it names process {process.pid}, which belongs to another user"
+        return None if living else "none of the processes that it names runs"
 
 
 def _whole(text: str) -> int:
@@ -166,7 +183,7 @@ class RecordStore(Generic[T]):
         try:
             with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _trusted()) as inside:
                 text = read_own(path.name, directory=inside, owners=_trusted(), most=FILE_BYTES)
-            return self._value(None, text, path, keeper_uid)
+            return self._value(text, path, keeper_uid)
         except (FileNotFoundError, _Void):
             return None
 
@@ -203,14 +220,23 @@ class RecordStore(Generic[T]):
         """Yield file and owner of each record, with its value or what is wrong with it."""
         for root, keeper_uid in self._roots(host, shared=shared):
             uid = host.uid if keeper_uid is None else keeper_uid
-            with contextlib.suppress(OSError), _opened_root(root) as top:
-                for below in self._directories(top):
-                    with contextlib.suppress(OSError), opened_below(top, below, _trusted()) as inside:
-                        yield from self._files(host, inside, root / below, uid, keeper_uid, _trusted())
+            try:
+                with _opened_root(root) as top:
+                    for below in self._directories(top):
+                        try:
+                            with opened_below(top, below, _trusted()) as inside:
+                                yield from self._files(host, inside, root / below, uid, keeper_uid, _trusted())
+                        except OSError as error:
+                            yield from _closed(root / below, uid, keeper_uid, error)
+            except OSError as error:
+                yield from _closed(root, uid, keeper_uid, error)
         for user in host.user_directories() if shared and users and not self._lasting else ():
-            with contextlib.suppress(OSError), opened_user(user, self.directory) as inside:
-                where, owners = user.path / self.directory, frozenset({user.owner})
-                yield from self._files(host, inside, where, user.uid, user.uid, owners)
+            where, owners = user.path / self.directory, frozenset({user.owner})
+            try:
+                with opened_user(user, self.directory) as inside:
+                    yield from self._files(host, inside, where, user.uid, user.uid, owners)
+            except OSError as error:
+                yield where, user.uid, error
 
     def _directories(self, top: int) -> list[str]:
         above, star, _ = self.directory.partition("*")
@@ -225,6 +251,7 @@ class RecordStore(Generic[T]):
         most, file_bytes, left = (
             (USERS_FILES, USERS_FILE_BYTES, USERS_BYTES) if keeper_uid else (FILES, FILE_BYTES, FILES * FILE_BYTES)
         )
+        word = _Word(host, uid) if keeper_uid else None
         names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
         for number, name in enumerate(names):
             if number == most or left <= 0:
@@ -233,11 +260,11 @@ class RecordStore(Generic[T]):
             try:
                 text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, left))
                 left -= len(text)
-                yield where / name, uid, self._value(host, text, where / name, keeper_uid)
+                yield where / name, uid, self._value(text, where / name, keeper_uid, word)
             except (OSError, ValueError) as error:
                 yield where / name, uid, error
 
-    def _value(self, host: Host | None, text: bytes, path: Path, keeper_uid: int | None) -> T:
+    def _value(self, text: bytes, path: Path, keeper_uid: int | None, word: _Word | None = None) -> T:
         try:
             raw = json.loads(text, parse_int=_whole)
         except (ValueError, RecursionError):
@@ -257,7 +284,7 @@ class RecordStore(Generic[T]):
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
-        if keeper_uid and host is not None and (lie := _lie(host, value, keeper_uid)) is not None:
+        if word is not None and (lie := word.lie(value)) is not None:
             raise ValueError(lie)
         return value
 
@@ -308,6 +335,12 @@ class RecordStore(Generic[T]):
         return directory_locked(self._own(host) / self.directory, f"the lock of {self.what}", waits=waits)
 
 
+def _closed(path: Path, uid: int, keeper_uid: int | None, error: OSError) -> Iterator[tuple[Path, int, OSError]]:
+    """Yield a directory of records that cannot be read; root's may be closed to this user."""
+    if keeper_uid is None or error.errno != errno.EACCES:
+        yield path, uid, error
+
+
 def _trusted() -> frozenset[int]:
     return frozenset({os.geteuid(), 0})
 
@@ -315,6 +348,8 @@ def _trusted() -> frozenset[int]:
 @contextlib.contextmanager
 def _opened_root(root: Path) -> Iterator[int]:
     """Open a run or state directory of this user or root, which they may have made a link. Raises OSError."""
+    if not root.exists():
+        raise FileNotFoundError(errno.ENOENT, "it does not exist", str(root))
     if not is_trusted_directory(root):
         raise PermissionError(errno.EPERM, "others may write it", str(root))
     descriptor = os.open(root, DIRECTORY)

@@ -31,7 +31,7 @@ from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
 from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.pause.record import paused_since
-from gpushare.typed import Count, Most, Pid, Shown
+from gpushare.typed import Count, JobName, Most, Pid, Shown, Within
 from gpushare.units import MIB, format_apart, format_bytes
 from gpushare.values import dataclass
 
@@ -44,6 +44,9 @@ LOCK_SECONDS: Final = 10.0
 # A job that starts processes on the GPU while it goes out is looked at this often.
 _ROUNDS: Final = 3
 # Another swap of this user takes as long as its copy. After a moment the one that waits says so.
+# Root waits so long for a user who says to be swapping the same job.
+_USERS_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 0.1
 _SAY_SECONDS: Final = 2.0
 # What ends a job waits for so long for the swap that another gpushare, or its guard, does.
 _END_SECONDS: Final = 30.0
@@ -79,13 +82,13 @@ class Swap(Kept):
 
     pid: Pid
     started: Count
-    name: Shown | None
+    name: JobName | None
     uid: int | None
     gpu_uuid: Shown
     state: Annotated[str, {LEAVING, OUT, RETURNING, BACK, LOST}.__contains__]
     since: Past
     images: Annotated[tuple[Image, ...], Most(256)]
-    out_seconds: float | None = None
+    out_seconds: Annotated[float, Within(0, 1e6)] | None = None
     restored: bool = False
 
     @property
@@ -442,26 +445,41 @@ def go_out(
 def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
     """Step back if root, or for root the job's user, is swapping it too: each has a lock of its own.
 
-    Both write what they are about to do before they read what the other has written, so never do both go on.
+    Both write what they are about to do before they read what the other has written, so never do both go on. A user's
+    record does not bind root for ever: after `_USERS_SECONDS` the driver alone decides what can be done.
 
     Raises:
         InUse: one does (code ``swap_busy``); the record is as it was before.
     """
-    for other in SWAPS.all(host):
-        if (
-            other.keeper_uid is not None
-            and other.state in {LEAVING, RETURNING}
-            and _same(swap, other)
-            and other.living(host)
-        ):
-            if before is None:
-                _forget(swap)
-            else:
-                SWAPS.write(before)
-            whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
-            raise InUse(
-                f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
-            )
+    # A copy of a large job takes longer: about 2 GB a second (H200).
+    until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9
+    while (other := _swapping_too(host, swap)) is not None:
+        if host.root and other.keeper_uid != 0:
+            if time.monotonic() >= until:
+                return
+            time.sleep(_LOOK_SECONDS)
+            continue
+        if before is None:
+            _forget(swap)
+        else:
+            SWAPS.write(before)
+        whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
+        raise InUse(
+            f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
+        )
+
+
+def _swapping_too(host: Host, swap: Swap) -> Swap | None:
+    """Return the record of another user who says to be swapping the same job now."""
+    records = SWAPS.all(host)
+    return next(
+        (other for other in records if is_on_its_way(other) and _same(swap, other) and other.living(host)), None
+    )
+
+
+def is_on_its_way(swap: Swap) -> bool:
+    """Return whether another user says to be swapping a job now."""
+    return swap.keeper_uid is not None and swap.state in {LEAVING, RETURNING}
 
 
 def taken_over(host: Host, swap: Swap) -> Swap:

@@ -303,6 +303,9 @@ class FoundDaemon:
         """Return the command that stops it."""
         if self.daemon.ours:
             return f"gpushare mps stop -g {self.device}"
+        if not self.trusted:
+            # Its pipe directory is what its user says, and may be that of another daemon.
+            return f"sudo kill {self.daemon.pid}"
         return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')} --yes"
 
     def serves(self, host: Host, gpu: int) -> bool:

@@ -254,7 +254,8 @@ def _refuse_second(host: Host, device: Device) -> None:
             raise _exists(device, daemon.pid)
         if not daemon.ours and found.serves(host, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
-            raise foreign_daemon(found, device.title, device.gpu, f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or ")
+            use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if found.trusted else ""
+            raise foreign_daemon(found, device.title, device.gpu, use)
 
 
 def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:

@@ -6,14 +6,14 @@ is removed after the last one is on again.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.errors import NotSupported
 from gpushare.host.channels import Channels
 from gpushare.host.identity import Identity
 from gpushare.host.store import Ahead, Kept, Past, RecordStore, wall_time
-from gpushare.typed import Count, Most, Pid, Shown
+from gpushare.typed import Count, JobName, Most, Pid
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PausedJob(Kept):
 
     pid: Pid
     started: Count
-    name: Shown | None
+    name: JobName | None
     uid: int | None
     state: Annotated[str, {PAUSING, PAUSED, RESUMING, RUNNING}.__contains__]
     since: Past
@@ -103,7 +103,15 @@ def write(job: PausedJob) -> None:
 
 def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     """Return the jobs with a record that still run, this user's first; with ``shared`` also root's, and for root others'."""
-    return [job for job in PAUSES.all(host, shared=shared) if job.lives(host)]
+    return [_named_after_living(host, job) for job in PAUSES.all(host, shared=shared) if job.lives(host)]
+
+
+def _named_after_living(host: Host, job: PausedJob) -> PausedJob:
+    """Return it with the PID of a process that runs, if its own is another's by now."""
+    if host.processes.identity(job.pid) in {None, (job.pid, job.started)}:
+        return job
+    first = job.living(host)[0]
+    return replace(job, pid=first.pid, started=first.started)
 
 
 def by_root(host: Host) -> set[Identity]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -12,7 +11,7 @@ from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFou
 from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.plan import Loss
-from gpushare.typed import Count, Pid
+from gpushare.typed import JOB_NAME, Count, JobName, Pid
 from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 PRODUCTION: Final = "production"
 OPPORTUNISTIC: Final = "opportunistic"
 PLAIN: Final = "plain"
-_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 
 def check_job_name(name: str) -> str:
     """Return a valid name of a job."""
     # `pause list` lists.
-    if not _NAME.fullmatch(name) or name == "list":
+    if not JOB_NAME.fullmatch(name) or name == "list":
         raise BadUsage(
             f"{quoted(name)} cannot be the name of a job",
             "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",
@@ -60,7 +58,7 @@ class PrintedRate:
 class JobRecord(Kept):
     """One named job: its program, its device, its role, and the most memory that was seen."""
 
-    name: Annotated[str, _NAME.fullmatch]
+    name: JobName
     pid: Pid
     started: Count
     device_uuid: str

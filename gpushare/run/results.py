@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.host.store import Kept, RecordStore
-from gpushare.typed import Count, Shown, Within
+from gpushare.typed import Count, JobName, Within
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Tuned(Kept):
     slice of None is the driver's default.
     """
 
-    name: Shown
+    name: JobName
     date: str
     gpu_name: str | None
     driver: str | None

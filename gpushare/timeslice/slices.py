@@ -17,7 +17,7 @@ from gpushare.host.slice_lock import SLICES, probed, slices_locked
 from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
-from gpushare.typed import Count, Pid, Shown
+from gpushare.typed import Count, JobName, Pid
 from gpushare.units import format_slice
 from gpushare.values import dataclass
 
@@ -70,7 +70,7 @@ class SliceRecord(Kept):
     before: tuple[str, ...]
     # Seconds since boot.
     set_at: Past
-    job: Shown | None = None
+    job: JobName | None = None
 
     def slice_before(self, group: Group) -> int | None:
         """Return the slice that a group had; that of the first group for one that was made later."""

@@ -79,6 +79,15 @@ def test_a_directory_that_another_user_has_made_first_is_not_used(
     assert local_run_directory(places.uid) == places.own
 
 
+def test_a_place_that_has_records_is_kept_when_another_becomes_free(
+    places: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    monkeypatch.setenv("GPUSHARE_STATE_DIR", str(state))
+    monkeypatch.setattr(host_module, "_has", lambda place, _: place == str(state / "run"))
+    assert local_run_directory(places.uid) == state / "run"
+
+
 @pytest.mark.needs_root
 def test_a_link_of_another_user_is_not_followed(places: SimpleNamespace, tmp_path: Path) -> None:
     of_user(places.session, places.uid)

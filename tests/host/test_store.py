@@ -219,7 +219,7 @@ def users(tmp_path: Path) -> Callable[..., Any]:
             user_directories=lambda: directories,
             processes=SimpleNamespace(
                 identity=identity,
-                describe=lambda pid: SimpleNamespace(uid=ALICE if pid < 200 else BOB),
+                describe=lambda pid: SimpleNamespace(uid=BOB if 200 <= pid < 300 else ALICE),
                 parent=lambda _: None,
             ),
         )
@@ -269,13 +269,31 @@ def test_users_records_are_not_looked_up_by_key_nor_without_being_asked_for(user
 
 def test_what_root_reads_of_a_user_is_bounded(users: Any) -> None:
     for number in range(300):
-        plant(users, name=f"{number:03}", pid=100 + number % 50)
+        plant(users, name=f"{number:03}", pid=1000 + number)
     plant(users, number=1, pid=200)
     found = NOTES.all(users())
     assert [one.keeper_uid for one in found].count(ALICE) == 256
     assert [one.keeper_uid for one in found].count(BOB) == 1
     (unread,) = NOTES.unread(users())
     assert unread.why == "44 of its 300 files are too many to be read"
+
+
+def test_a_process_counts_in_one_record_and_is_looked_up_once(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(users, name="1")
+    plant(users, name="2", pid=101, others=[[100, 1]])
+    assert [one.pid for one in NOTES.all(users())] == [100]
+    assert [one.why for one in NOTES.unread(users())] == ["it names process 100, which another record names, too"]
+    monkeypatch.setattr(module, "_MOST_NAMED", 3)
+    plant(users, name="2", pid=101, others=[[102, 1], [103, 1]])
+    assert [one.why for one in NOTES.unread(users())] == ["with those before it names more than 3 processes"]
+
+
+def test_a_directory_that_cannot_be_read_is_said(host: Host) -> None:
+    NOTES.write(note(host))
+    directory = NOTES.path(host, 1).parent
+    directory.chmod(0o775)
+    assert NOTES.all(host) == []
+    assert [one.path for one in NOTES.unread(host)] == [directory]
 
 
 def test_a_large_file_and_many_large_files_are_not_read(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:

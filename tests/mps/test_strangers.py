@@ -125,6 +125,14 @@ def device(host: Host) -> Device:
     return Device(gpu=host.nvml.sweep()[0])
 
 
+def test_a_stranger_is_ended_by_pid_not_by_the_directory_that_it_names(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
+    (found,) = find_daemons(with_table(host, daemon(17, tmp_path / "roots-pipe")), [device.gpu], deep=False)
+    assert not found.trusted
+    assert found.stop_command == "sudo kill 17"
+
+
 def with_table(host: Host, *rows: tuple, programs: Daemon | None = None) -> Host:  # type: ignore[type-arg]
     return dataclasses.replace(host, processes=Table(*rows), programs=programs or host.programs)
 

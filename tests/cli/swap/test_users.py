@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from gpushare.errors import InUse
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
-from gpushare.memory.swap import LEAVING, SWAPS, find_swap, swaps
+from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
 from gpushare.run.jobs import record_of, write_record
 from gpushare.selection import select
 from gpushare.sim import admin
@@ -150,20 +151,68 @@ def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> 
     assert listed(cli) == [(pid, "out", "nobody", "root")]
 
 
-def test_of_two_who_swap_a_job_at_the_same_time_one_steps_back(cli: Cli, world: World) -> None:
+def swapped_once(cli: Cli, world: World, keeper: int) -> tuple[int, Swap]:
+    """Return a job of nobody's, which is on the GPU, and the record that ``keeper`` has of it."""
     pid = job(world)
-    become(world, NOBODY)
-    host = world.host
+    become(world, keeper)
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
-    (swap,) = swaps(host)
+    (swap,) = swaps(world.host)
+    return pid, swap
+
+
+def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> None:
+    pid, swap = swapped_once(cli, world, 0)
     SWAPS.write(replace(swap, state=LEAVING))
-    become(world, 0)
+    become(world, NOBODY)
     mine = replace(swap, state=LEAVING, path=SWAPS.path(world.host, pid))
-    with pytest.raises(InUse, match="nobody is swapping"):
+    with pytest.raises(InUse, match="root is swapping"):
         module.go_out(world.host, mine, world.host.open_checkpoint())
     assert checkpoint(world, pid) == RUNNING
     assert not SWAPS.path(world.host, pid).exists()
+
+
+@pytest.mark.parametrize("state", [LEAVING, RETURNING])
+def test_a_users_record_keeps_root_from_swapping_the_job_for_a_while_only(
+    cli: Cli, world: World, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, swap = swapped_once(cli, world, NOBODY)
+    SWAPS.write(replace(swap, state=state, images=tuple(image._replace(memory_bytes=0) for image in swap.images)))
+    become(world, 0)
+    monkeypatch.setattr(module, "_USERS_SECONDS", 0.3)
+    monkeypatch.setattr(Swap, "memory_bytes", 0)
+    began = time.monotonic()
+    cli("swap", "out", str(pid)).ok()
+    assert time.monotonic() - began >= 0.3
+    assert checkpoint(world, pid) == CHECKPOINTED
+    cli("swap", "in", str(pid)).ok()
+    assert checkpoint(world, pid) == RUNNING
+
+
+def test_a_name_of_digits_is_no_name(cli: Cli, world: World) -> None:
+    mine, others = job(world), job(world, uid=1)
+    become(world, NOBODY)
+    cli("swap", "out", str(mine)).ok()
+    path = record(world, NOBODY, mine)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "name": str(others)}))
+    become(world, 1)
+    cli("swap", "out", str(others)).ok()
+    become(world, 0)
+    assert [row[0] for row in listed(cli)] == [others]
+    cli("swap", "in", str(others)).ok()
+    assert checkpoint(world, others) == RUNNING
+
+
+def test_doctor_has_root_do_nothing_in_the_name_of_a_users_file(cli: Cli, world: World) -> None:
+    victim = job(world, uid=1)
+    job(world)
+    path = record(world, NOBODY, victim)
+    path.parent.mkdir(parents=True)
+    path.write_text("x")
+    become(world, 0)
+    checks = cli("doctor", output="json").data["checks"]
+    (found,) = [check for check in checks if check["id"] == "records.unread"]
+    assert found["remedy"] == f"sudo -u nobody rm {path}"
 
 
 def record(world: World, uid: int, pid: int) -> Path:
