@@ -175,7 +175,7 @@ def test_a_file_of_json(tmp_path: Path, raw: str) -> None:
         one_error(lambda: read_recording(path))
         one_error(lambda: read_bench(str(path)))
         with contextlib.suppress(ValueError):
-            JOBS._value(None, path.read_bytes(), path, None)
+            JOBS._value(path.read_bytes(), path, None)
 
 
 # Every option with a number or a word of its own, as a user types it.

@@ -245,10 +245,11 @@ def test_a_user_has_one_run_directory_and_nobody_else_gets_into_it(
     runtime: Path, sticky: Path, alice: Stranger, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = own(runtime, alice)
-    alice.does(lambda: write(session / "gpushare"))
     place = sticky / f"gpushare-{alice.uid}"
     assert shells(runtime, sticky, alice, monkeypatch) == [str(place)] * 2
     alice.does(lambda: (os.umask(0), host.make_private_directory(place / "mps" / "x" / "pipe")))
+    alice.does(lambda: write(session / "gpushare"))
+    assert shells(runtime, sticky, alice, monkeypatch) == [str(place)] * 2
     assert [stat.S_IMODE(one.stat().st_mode) for one in (place, place / "mps" / "x" / "pipe")] == [0o700, 0o755]
     with pytest.raises(AssertionError, match="Permission"):
         mallory.does(lambda: os.listdir(place / "mps"))
@@ -263,6 +264,11 @@ def test_a_name_that_another_user_has_made_first_keeps_nobody_from_working(
     place = sticky / f"gpushare-{alice.uid}"
     mallory.does(lambda: write(place))
     assert shells(runtime, sticky, alice, monkeypatch) == [str(session / "gpushare")] * 2
+    # When the name is free again, its records are still known.
+    alice.does(lambda: write(session / "gpushare"))
+    shutil.rmtree(place)
+    assert shells(runtime, sticky, alice, monkeypatch) == [str(session / "gpushare")] * 2
+    mallory.does(lambda: write(place))
     # Without a session it is in the home directory.
     shutil.rmtree(session)
     assert shells(runtime, sticky, alice, monkeypatch) == [f"{alice.home}/.local/state/gpushare/run"] * 2
