@@ -790,7 +790,7 @@ def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, m
     assert finding(cli, "swap.lost")["verdict"] == "pass"
     (swap,) = swaps(world.host)
     with monkeypatch.context() as patched:
-        patched.setattr(examine, "uptime", lambda: swap.since + 3 * 86400)
+        patched.setattr(examine, "uptime", lambda: swap.since + 3 * 86400 + 60)
         assert "3 days" in finding(cli, "swap.long")["seen"]
     SWAPS.write(replace(swap, state="returning"))
     assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "swap.interrupted"]
