@@ -458,7 +458,7 @@ def signals(run: Run, one: Job, other: Job) -> dict[str, Any]:
 
 
 def opportunistic(run: Run) -> dict[str, Any]:
-    """`run --opportunistic --pause` next to a job of short requests: how it is paused, and what it costs them."""
+    """`run --opportunistic --yield pause` next to a job of short requests: how it is paused, and what it costs them."""
     serve = Job(run, "serve")
     serve.wait()
     time.sleep(0.5)
@@ -473,7 +473,7 @@ def opportunistic(run: Run) -> dict[str, Any]:
         "-g",
         "0",
         "--opportunistic",
-        "--pause",
+        "--yield", "pause",
         "--for",
     ]
     batch = Job(run, "chain", [*argv, str(serve.pid), "--grace", "5", "--"])

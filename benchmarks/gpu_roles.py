@@ -170,7 +170,7 @@ def together(part: Part) -> dict[str, Any]:
         serve = Started(part, "serve", "--production", "web", "--slice", "16ms")
         serve.wait()
         serve.hold(True)
-        trains = [Started(part, "train", "--opportunistic", "--for", "web", "--way", "slices") for _ in range(2)]
+        trains = [Started(part, "train", "--opportunistic", "--for", "web", "--yield", "slices") for _ in range(2)]
         for one in trains:
             one.hold(True)
         for one in trains:

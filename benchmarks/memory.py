@@ -2,7 +2,7 @@
 
 Run it as root on a machine with PyTorch and one NVIDIA GPU that nobody else uses. Parts, in this order:
 
-- ``limit``: allocators that fork under ``--job-memory``; how far and how long they are above, and what a neighbour notices.
+- ``limit``: allocators that fork under ``--memory``; how far and how long they are above, and what a neighbour notices.
 - ``queue``: 24 mixed jobs, one after another; all at once; in a fixed number of slots; and with ``run --wait``.
 - ``turns``: two jobs that may not be on the GPU together (by their reservations) take turns.
 - ``swaps``: a training that goes out and in again many times, its losses compared bit by bit with an undisturbed run.
@@ -75,7 +75,7 @@ class Bench:
 
     def alone(self, command: list[str]) -> list[str]:
         """Return a command as it is started without gpushare; a simulated host has no programs but those of gpushare."""
-        return self.gpushare("run", "--swappable", "--", *command) if self.simulated else command
+        return self.gpushare("run", "--swap", "request", "--", *command) if self.simulated else command
 
     def gpushare(self, *words: str) -> list[str]:
         where = ["-g", str(self.gpu)] if words[0] == "run" else []
@@ -144,11 +144,11 @@ def limit(bench: Bench) -> dict[str, Any]:
     )
     until(lambda: "rate=" in bench.text("neighbour"))
     rows = []
-    for way, words in (("MPS", []), ("time-slicing", ["--swappable"])):
+    for way, words in (("MPS", []), ("time-slicing", ["--swap", "request"])):
         name = f"grow-{len(rows)}"
         job = bench.start(
             bench.gpushare(
-                *("run", "--job-memory", "8G", "--grace", "1", *words, "--"),
+                *("run", "--memory", "8G", "--grace", "1", *words, "--"),
                 *bench.program("grow", gib=6, processes=3, step_mib=512, every=0.25, seconds=10),
             ),
             name,
@@ -218,7 +218,7 @@ def queue(bench: Bench, seconds: float) -> dict[str, Any]:
     found = {
         "wait": makespan(
             JOBS,
-            lambda number: bench.gpushare("run", "--wait", "--job-memory", words(number)[1], "--", *words(number)[0]),
+            lambda number: bench.gpushare("run", "--wait", "--memory", words(number)[1], "--", *words(number)[0]),
             "wait",
         ),
         "all at once, time-slicing": makespan(JOBS, lambda number: bench.alone(words(number)[0]), "once"),
@@ -243,7 +243,7 @@ def turns(bench: Bench, *, gib: float, seconds: float, turn: float | None, reser
     jobs = [
         bench.start(
             bench.gpushare(
-                "run", "--turns", "auto" if turn is None else f"{turn:g}", "--job-memory", reserve, "--", *program
+                "run", "--swap", "turns" if turn is None else f"{turn:g}", "--memory", reserve, "--", *program
             ),
             f"turn-{number}",
         )
@@ -281,7 +281,7 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
     plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=5)), "plain")
     words = (
         "run",
-        "--swappable",
+        "--swap", "request",
         "--name",
         "train",
         "--",
@@ -324,7 +324,7 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
     job = bench.start(
         bench.gpushare(
             "run",
-            "--swappable",
+            "--swap", "request",
             "--name",
             "train",
             "--",
@@ -364,7 +364,7 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
 def idle(bench: Bench, gib: float) -> dict[str, Any]:
     """Let a program do nothing for long enough, three times, and measure its first call of CUDA after each."""
     program = bench.program("notebook", gib=gib, cells=3, seconds=15, every=15)
-    job = bench.start(bench.gpushare("run", "--idle", "5s", "--", *program), "idle")
+    job = bench.start(bench.gpushare("run", "--swap", "idle=5s", "--", *program), "idle")
     least = None
     while job.poll() is None:
         held = sum(size for pid, size in bench.used() if _is_below(pid, job.pid))
@@ -386,13 +386,13 @@ def idle(bench: Bench, gib: float) -> dict[str, Any]:
 def production(bench: Bench, total_gib: float) -> dict[str, Any]:
     """Start production where an opportunistic job has the memory; then let production grow next to one."""
     gib = total_gib * 0.3
-    batch = ("run", "--opportunistic", "--swap", "--job-memory", f"{gib + 2:.1f}G", "--")
+    batch = ("run", "--opportunistic", "--yield", "swap", "--memory", f"{gib + 2:.1f}G", "--")
     # Waits for room: more than the batch job leaves.
     other = bench.start(bench.gpushare(*batch, *bench.program("work", gib=gib, seconds=120, blocks=64)), "batch")
     until(lambda: "rate=" in bench.text("batch"))
     began = time.monotonic()
     size = f"{total_gib * 0.75:.1f}G"
-    words = ("run", "--production", "web", "--wait", "--wait-timeout", "120", "--job-memory", size, "--")
+    words = ("run", "--production", "web", "--wait", "--timeout", "120", "--memory", size, "--")
     first = bench.start(bench.gpushare(*words, *bench.program("work", gib=4, seconds=10)), "waits")
     until(lambda: "rate=" in bench.text("waits"), 120)
     waited = time.monotonic() - began
@@ -405,7 +405,7 @@ def production(bench: Bench, total_gib: float) -> dict[str, Any]:
     other.wait(60)
     # Grows: more than is free next to the batch job.
     small = total_gib * 0.1
-    batch = ("run", "--opportunistic", "--swap", "--job-memory", f"{small + 2:.1f}G", "--")
+    batch = ("run", "--opportunistic", "--yield", "swap", "--memory", f"{small + 2:.1f}G", "--")
     other = bench.start(bench.gpushare(*batch, *bench.program("work", gib=small, seconds=200, blocks=64)), "batch-2")
     until(lambda: "rate=" in bench.text("batch-2"))
     most = total_gib - small / 2 - 2

@@ -1,6 +1,6 @@
 """A production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
 
-The production job and, through ``gpushare run --opportunistic --pause``, the other one run all the time. From cycle to
+The production job and, through ``gpushare run --opportunistic --yield pause``, the other one run all the time. From cycle to
 cycle gpushare and its program are stopped as a whole and go on in turn, while production rests: its cycles alone and
 those next to the other alternate within one process, because processes and minutes differ more than what is measured.
 For the same reason it is ``membw``, whose rate the GPU alone decides: that of a job that is bound by launches moved by a fifth
@@ -66,7 +66,7 @@ class Beside:
         for line in lines:
             self.seen.listen(line.decode(errors="replace"), time.monotonic())
         if self.child.poll() is not None:
-            raise SystemExit(f"gpushare run --pause ended with exit code {self.child.returncode}")
+            raise SystemExit(f"gpushare run --yield pause ended with exit code {self.child.returncode}")
 
     def stand_still(self) -> None:
         """Stop gpushare, and then its program: nobody pauses or resumes anybody meanwhile."""
@@ -168,9 +168,9 @@ def _wait(several: Several, beside: Beside, condition: Any, seconds: float) -> N
 
 @contextlib.contextmanager
 def _beside(bench: Bench, pid: int) -> Iterator[Beside]:
-    """Run the opportunistic job through ``gpushare run --pause``."""
+    """Run the opportunistic job through ``gpushare run --yield pause``."""
     argv = [sys.executable, "-m", "gpushare", "--host", bench.host.spec, "run", "-g", str(bench.device.gpu.index)]
-    argv += ["--opportunistic", "--pause", "--for", str(pid), "--", *bench.job("big")]
+    argv += ["--opportunistic", "--yield", "pause", "--for", str(pid), "--", *bench.job("big")]
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(argv, stdout=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         beside = Beside(child, output, bench.host.processes)

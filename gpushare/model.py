@@ -258,7 +258,7 @@ class WaitingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitedJob:
-    """A job whose processes together have a limit of memory (`gpushare run --job-memory`).
+    """A job whose processes together have a limit of memory (`gpushare run --memory`).
 
     ``above`` is what happens above it: the driver refuses it (``refuse``), or gpushare adds up what the processes hold and
     will ``end`` it, ``warn``, or ``pause`` it.

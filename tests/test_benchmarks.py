@@ -241,7 +241,7 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
 
 def test_the_document_has_the_figures_of_memory() -> None:
     second, last = (json.loads((BENCHMARKS / f"memory-h200-{number}.json").read_text()) for number in (2, 7))
-    (line,) = document_lines("`--job-memory 8G`")
+    (line,) = document_lines("`--memory 8G`")
     assert f"at most {max(row['most_gib'] for row in last['limit']['rows']):.2f} GiB" in line
     mps, sliced = (row["seconds_over"] for row in last["limit"]["rows"])
     assert f"for {mps:.2f} s under MPS, {sliced:.2f} s under time-slicing" in line
@@ -273,10 +273,10 @@ def test_the_document_has_the_figures_of_memory() -> None:
     out, back = pair["out_seconds"], pair["back_seconds"]
     assert f"{out[0]} and {out[1]} s out, {back[0]} and {back[1]} s back" in line
     assert f"both {pair['seconds']:.1f} s: {pair['reached']:.3f}".replace("0.", ".") in line
-    (line,) = document_lines("`run --idle 5s`")
+    (line,) = document_lines("`run --swap idle=5s`")
     assert f"took {last['idle']['first_call_seconds'][1]:.1f} and {last['idle']['first_call_seconds'][2]:.1f} s" in line
     assert last["idle"]["least_gib_held"] == 0
-    (line,) = document_lines("`run --opportunistic --swap`")
+    (line,) = document_lines("`run --opportunistic --yield swap`")
     served = last["production"]
     assert f"started after {served['production_started_after_seconds']:.1f} s" in line
     assert f"back {served['batch_back_after_seconds']:.1f} s after" in line

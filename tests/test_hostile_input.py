@@ -187,7 +187,7 @@ COMMANDS = [
     ("mps", "kill"),
     ("mps", "logs", "-n"),
     ("timeslice", "set"),
-    ("run", "--copies"),
+    ("farm", "--copies"),
     ("run", "--grace"),
     ("run", "--threads"),
     ("bench", "--copies"),

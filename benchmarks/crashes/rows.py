@@ -306,9 +306,9 @@ def _run_rows() -> list[Row]:
     stop = ("mps", "stop", "-g", "0")
     running = _after(("mps", "start", "-g", "0", "--threads", "80"), first=_foreign_mps)
     copies = ("run", "-g", "0", "--copies", "2", "--", *PROGRAM)
-    limited = ("run", "-g", "0", "--copies", "2", "--job-memory", "4G", "--", *PROGRAM)
+    limited = ("run", "-g", "0", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
     mig = _run("--mig", "2g.20gb")
-    waits = _run("--wait", "--mig", "2g.20gb", "--job-memory", "4G")
+    waits = _run("--wait", "--mig", "2g.20gb", "--memory", "4G")
     named = _run("--mig", "idle", "--threads", "50")
     production = _run("-g", "0", "--production", "web")
     opportunistic = _run("-g", "0", "--opportunistic")
@@ -319,8 +319,8 @@ def _run_rows() -> list[Row]:
         row(name="run with limits", command=limits, then=[limits]),
         row(name="run under MPS", prepare=running, command=limits, then=[limits, stop]),
         row(name="run under MPS, its guard too", prepare=running, command=limits, then=[limits], guard_after=3),
-        row(name="run --copies", command=copies, then=[copies, stop]),
-        row(name="run --copies --job-memory", command=limited, then=[limited, stop]),
+        row(name="farm --copies", command=copies, then=[copies, stop]),
+        row(name="farm --copies --memory", command=limited, then=[limited, stop]),
         row(name="run --production", command=production, then=[production]),
         row(name="run --opportunistic", command=opportunistic, then=[opportunistic]),
         inside(name="run --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig]),
@@ -426,19 +426,19 @@ def _limiting_driver(world: World) -> None:
 
 def _ledger_rows() -> list[Row]:
     row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True)
-    wait = _run("--wait", "--job-memory", "4G", "-g", "0")
-    held = _run("--job-memory", "4G", "-g", "0")
-    turns = _run("--turns", "0.1s", "--job-memory", "4G", "-g", "0", program=LONG_PROGRAM)
-    idle = _run("--idle", "0.1s", "-g", "0", program=LONG_PROGRAM)
-    yields = _run("--opportunistic", "--swap", "--job-memory", "1G", "-g", "0", program=LONG_PROGRAM)
+    wait = _run("--wait", "--memory", "4G", "-g", "0")
+    held = _run("--memory", "4G", "-g", "0")
+    turns = _run("--swap", "turns=0.1s", "--memory", "4G", "-g", "0", program=LONG_PROGRAM)
+    idle = _run("--swap", "idle=0.1s", "-g", "0", program=LONG_PROGRAM)
+    yields = _run("--opportunistic", "--yield", "swap", "--memory", "1G", "-g", "0", program=LONG_PROGRAM)
     stop = ("mps", "stop", "-g", "0")
     return [
         row(name="run --wait", command=wait, then=[wait, stop]),
         row(name="run --wait, its guard too", command=wait, then=[wait, stop], guard_after=3),
-        row(name="run --job-memory", command=held, then=[held, stop]),
-        row(name="run --job-memory, by the driver", prepare=_limiting_driver, command=held, then=[held, stop]),
+        row(name="run --memory", command=held, then=[held, stop]),
+        row(name="run --memory, by the driver", prepare=_limiting_driver, command=held, then=[held, stop]),
         row(
-            name="run --job-memory, by the driver, its guard too",
+            name="run --memory, by the driver, its guard too",
             prepare=_limiting_driver,
             command=held,
             then=[held, stop],
@@ -447,20 +447,20 @@ def _ledger_rows() -> list[Row]:
         row(name="run --turns", prepare=_somebody_waits, command=turns, then=[turns]),
         row(name="run --turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40),
         row(name="run --idle", command=idle, then=[idle]),
-        row(name="run --opportunistic --swap", prepare=_production_grows, command=yields, then=[yields]),
+        row(name="run --opportunistic --yield swap", prepare=_production_grows, command=yields, then=[yields]),
     ]
 
 
 def _slice_rows() -> list[Row]:
     row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
     production = _run("--production", "web", "--slice", "16ms", "-g", "0", program=_FOR_A_WHILE)
-    group = _run("--opportunistic", "--for", "{job}", "--way", "slices", "-g", "0", program=_FOR_A_WHILE)
+    group = _run("--opportunistic", "--for", "{job}", "--yield", "slices", "-g", "0", program=_FOR_A_WHILE)
     named = _run("-g", "0", "--name", "train")
     keep = ("timeslice", "keep", "-f", "{rules}")
     running = _after(("mps", "start", "-g", "0"), first=_resting_job)
     return [
         row(name="run --production --slice", command=production, then=[production]),
-        row(name="run --opportunistic --way slices", prepare=running, command=group, then=[group]),
+        row(name="run --opportunistic --yield slices", prepare=running, command=group, then=[group]),
         row(name="run --name", prepare=_foreign_mps, command=named, then=[named, ("mps", "stop", "-g", "0")]),
         row(name="timeslice keep", prepare=_rules, command=keep, then=[keep]),
     ]

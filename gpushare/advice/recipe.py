@@ -622,7 +622,7 @@ def _by_room(situation: Situation) -> Recipe:
     """Return the lines that start each program when the GPU has room for it."""
     # What can be swapped is not limited by the driver itself.
     stays = cannot_leave(situation) or Isolation.QUOTA in situation.isolation
-    how = ["--wait"] if stays else ["--wait", "--swappable"]
+    how = ["--wait"] if stays else ["--wait", "--swap request"]
     lines = _off_first(situation)
     for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
         if one.running:
@@ -642,7 +642,7 @@ def _run_in(situation: Situation, what: str, one: Workload, *how: str) -> Line:
     anywhere = len(situation.gpus_to_have) > 1 and one.role is not Role.PRODUCTION
     gpu = "any" if anywhere else situation.gpu.selector
     # The limit counts the CUDA context, too.
-    size = [] if one.memory is None else [f"--job-memory {-(-(one.memory + situation.plain.context_bytes) // MIB)}M"]
+    size = [] if one.memory is None else [f"--memory {-(-(one.memory + situation.plain.context_bytes) // MIB)}M"]
     return Line(what, " ".join(["gpushare run -g", gpu, *how, *size, "--", _program(one)]))
 
 
@@ -662,9 +662,9 @@ def _turns_lines(situation: Situation) -> Recipe:
     lines = _off_first(situation)
     for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
         lines.append(
-            _run_in(situation, _which(count, _label(one), f"in turns{_each_user(situation)}"), one, "--turns auto")
+            _run_in(situation, _which(count, _label(one), f"in turns{_each_user(situation)}"), one, "--swap turns")
         )
-    total = "the total time of all, and of one after another (--wait instead of --turns auto): turns lose about a tenth"
+    total = "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
     return Recipe(lines=tuple(lines), undo=(_BROUGHT_BACK,), measure=(_LISTED, total))
 
 
@@ -696,17 +696,15 @@ def _swap_lines(situation: Situation) -> Recipe:
             lines.append(_as_it_is(one, count))
         elif one.role is Role.PRODUCTION:
             number += 1
-            # Without an MPS program, production runs outside MPS as well.
             role = f"--production {_service(one, number)}"
-            role += "" if situation.host.mps_program else f" --slice {_PRODUCTION_SLICE}"
             how = f"starts when the other job has left{leaving}{whose}"
             lines.append(_run_in(situation, _which(count, _label(one), how), one, role, "--wait"))
         else:
             how = f"out while production has the GPU{whose}"
             # Production that runs already waits for nobody: only its growth tells.
-            out = "--turns 60s" if foreign and not running else "--opportunistic --swap"
+            out = "--swap turns=60s" if foreign and not running else "--opportunistic --yield swap"
             lines.append(_run_in(situation, _which(count, _label(one), how), one, out))
-    first = "" if running else "if production stays: start it first, without --wait and --job-memory. "
+    first = "" if running else "if production stays: start it first, without --wait and --memory. "
     grows = (
         f"{first}The other job leaves in time for steady growth of production; a large allocation at once, before it has "
         f"left{leaving}, is refused"
@@ -718,7 +716,7 @@ def _swap_lines(situation: Situation) -> Recipe:
     )
 
 
-_IDLE: Final = ("--wait", "--idle 10m")
+_IDLE: Final = ("--wait", "--swap idle=10m")
 
 
 def _paused(situation: Situation) -> Recipe:
@@ -729,7 +727,7 @@ def _paused(situation: Situation) -> Recipe:
     spared, gpu = next(iter(names.values())), f"-g {situation.gpu.selector}"
     lines = _off_first(situation)
     for one in ones:
-        role = f"--production {names[id(one)]}" if id(one) in names else f"--opportunistic --for {spared} --pause"
+        role = f"--production {names[id(one)]}" if id(one) in names else f"--opportunistic --for {spared} --yield pause"
         how = None if id(one) in names else f"paused while {spared} works"
         lines.append(
             Line(_which(one.processes or 1, _label(one), how), f"gpushare run {gpu} {role} -- {_program(one)}")
@@ -912,9 +910,9 @@ def _slices(situation: Situation) -> Recipe:
             undo = (Line("restore the slice of each", "gpushare timeslice reset PID"),)
             continue
         if one.role is Role.PRODUCTION:
-            role, said = f"--production {_service(one, number)} --slice {_PRODUCTION_SLICE}", whose
+            role, said = f"--production {_service(one, number)}", whose
         else:
-            role = f"--opportunistic --for {'PID' if by_pid else _service(production, 1)} --way slices"
+            role = f"--opportunistic --for {'PID' if by_pid else _service(production, 1)} --yield slices"
             said = f"{whose}; PID is that of {_label(production)}" if by_pid else whose
         lines.append(Line(f"{what}{said}", f"gpushare run {gpu} {role} -- {_program(one)}"))
     return Recipe(

@@ -35,6 +35,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Share": {
         "run": "Run a program inside a share of a GPU.",
+        "farm": "Run many copies of a program, as many at a time as fit.",
         "mps": "Start, limit, watch and stop MPS daemons.",
         "mig": "Show, plan and change MIG layouts.",
         "timeslice": "Show and set time-slices, per process or per GPU.",

@@ -273,7 +273,7 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
         return ["no limits of users (memory) are in force any more: this file has none"] if gone else []
     if not host.root:
         return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
-    return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --job-memory"]
+    return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory"]
 
 
 def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:

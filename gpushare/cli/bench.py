@@ -398,7 +398,7 @@ def measured(
 
 
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
-    """Keep the caps for `gpushare run --copies`; a failure to do so does not fail the benchmark."""
+    """Keep the caps for `gpushare farm`; a failure to do so does not fail the benchmark."""
     from gpushare.measure.bench_data import best_caps
     from gpushare.run.results import keep_benched
 
@@ -408,7 +408,7 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
     try:
         keep_benched(host, device, command, caps)
     except GpushareError as error:
-        note(f"the caps are not kept for gpushare run --copies: {error.message}")
+        note(f"the caps are not kept for gpushare farm: {error.message}")
 
 
 def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:

@@ -19,10 +19,9 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
-        "Share": "gpu mig slice weight threads memory priority strict container",
-        "Memory, and waiting for room": "job-memory memory-action wait wait-timeout requeue swappable idle turns swap",
-        "Production and opportunistic jobs": "production opportunistic for way adapt keep metric lower-is-better log pause",
-        "Several copies": "copies logs restart stall bench",
+        "Share": "gpu mig threads memory over priority slice weight strict container",
+        "Waiting for room": "wait timeout requeue swap",
+        "Production and opportunistic jobs": "production metric lower-is-better opportunistic for yield keep",
     },
     "bench": {
         "What is measured": "copies ways repeat gpu for timeout",
@@ -48,10 +47,13 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
-        ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
-        ("When a GPU has room", "run --wait -g any --job-memory 20G -- python train.py"),
-        ("A notebook that gives its memory back", "run --idle 10m -- jupyter lab"),
+        ("When a GPU has room", "run --wait -g any --memory 20G -- python train.py"),
+        ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
+    ),
+    "farm": (
+        ("Eight trainings with their numbers as seeds", "farm --copies 8 --logs logs -- python train.py --seed {}"),
+        ("At most 10 GiB each", "farm --copies 100 --memory 10G -- python train.py {}"),
     ),
     "pause": (
         ("For ten minutes at most", "pause 4711 --timeout 10m"),

@@ -558,6 +558,17 @@ ClientMemory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Device memory that each process may allocate: 4G, 1500M."),
 ]
+JobMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Device memory of the whole job on each of its GPUs, reserved and limited: 20G, 80%.",
+    ),
+]
+OverAction = Annotated[
+    str | None, typer.Option("--over", metavar="ACTION", help="Above --memory: end, warn or pause. [default: end]")
+]
 PriorityOption = Annotated[
     str | None, typer.Option("--priority", metavar="LEVEL", help="Client priority: normal or low.")
 ]

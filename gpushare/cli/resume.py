@@ -31,7 +31,7 @@ def resume(
     """Put a job that `gpushare pause` took off the GPU back, where its kernels stopped.
 
     It needs nothing but the record of the pause, even if the guard or gpushare was killed. `--all` leaves jobs that root
-    paused, and those that a `gpushare run --pause` pauses and resumes by itself.
+    paused, and those that a `gpushare run --yield pause` pauses and resumes by itself.
     """
     if everything and job is not None:
         raise BadCombination("--all cannot be combined with JOB", "gpushare resume --all")

@@ -135,9 +135,7 @@ def back_in(
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the GPU has room, first come first served.")] = False,
     wait_timeout: Annotated[
         str | None,
-        typer.Option(
-            "--wait-timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"
-        ),
+        typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
     ] = None,
 ) -> Any:
     """Bring a job back to its GPU and let it continue.
@@ -153,7 +151,7 @@ def back_in(
     from gpushare.units import format_bytes, parse_seconds
 
     if wait_timeout is not None and not wait:
-        raise BadCombination("--wait-timeout belongs to --wait", "gpushare swap in JOB --wait --wait-timeout 10m")
+        raise BadCombination("--timeout belongs to --wait", "gpushare swap in JOB --wait --timeout 10m")
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
     host = settings.connect()
     gone = ended_swap(host, job)

@@ -122,7 +122,7 @@ def tune(
     process. Slices are set while both run. For each cap the opportunistic job is started and killed, the safe way: stop,
     drain, kill; caps start at 60 with low priority. CMD runs without a shell; to use one: sh -c '...'.
 
-    Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --pause.
+    Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield pause.
     The peak memory of both jobs and what they use of the GPU are kept for run --wait.
     """
     from gpushare.cli.options import positive
@@ -295,7 +295,7 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     elif result.stopped is not None:
         return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
     elif result.outcome.best is None:
-        pause = f"gpushare run --opportunistic --pause {where} -- {shlex.join(options.opportunistic)}"
+        pause = f"gpushare run --opportunistic --yield pause {where} -- {shlex.join(options.opportunistic)}"
         notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
 

@@ -823,7 +823,7 @@ def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -
         return f"end it: {end} ({error.message})"
     if process.pid in paused_since(seen.host):
         return f"let it continue: gpushare resume {process.pid}; or end it: {end}"
-    return f"{root}gpushare swap out {process.pid}; next time: gpushare run --idle 10m -- CMD; or end it"
+    return f"{root}gpushare swap out {process.pid}; next time: gpushare run --swap idle=10m -- CMD; or end it"
 
 
 def _rules(seen: Examination) -> Iterator[Check]:

@@ -299,7 +299,7 @@ def memory_warning(dram_alone: float | None, dram_production: float | None) -> s
         why = "all that the other job reads is taken from it"
     else:
         return None
-    return f"{what}: {why}; pause the other while production works (run --opportunistic --pause), or use MIG"
+    return f"{what}: {why}; pause the other while production works (run --opportunistic --yield pause), or use MIG"
 
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:

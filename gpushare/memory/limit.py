@@ -336,7 +336,7 @@ class JobMemory:
         if self.over is not None:
             raise OperationFailed(
                 f"{self.over}: ended",
-                "give it more: --job-memory SIZE; or let it go on: --memory-action warn",
+                "give it more: --memory SIZE; or let it go on: --over warn",
                 code="memory_limit",
             )
 

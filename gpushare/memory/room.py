@@ -504,7 +504,7 @@ def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> N
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
-        "give it less: --job-memory SIZE; or ask the administrator: memory in gpushare.yaml",
+        "give it less: --memory SIZE; or ask the administrator: memory in gpushare.yaml",
         code="over_user_limit",
     )
 
@@ -527,7 +527,7 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
     largest = max(lines, key=lambda line: line.room.memory_bytes)
     return BadUsage(
         f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
-        "give it less: --job-memory SIZE; or name a larger GPU: -g GPU",
+        "give it less: --memory SIZE; or name a larger GPU: -g GPU",
         code="never_fits",
     )
 
@@ -545,11 +545,11 @@ def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: S
     if seconds <= 0:
         return InUse(
             f"there is no room for {want} now: {free}",
-            "wait for it: --wait, or --wait --wait-timeout 10m; see who holds the memory: gpushare status",
+            "wait for it: --wait, or --wait --timeout 10m; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(
         f"there was no room for {want} within {format_duration(seconds)}: {free}",
-        "wait longer: --wait-timeout TIME; see who holds the memory: gpushare status",
+        "wait longer: --timeout TIME; see who holds the memory: gpushare status",
         code="no_room",
     )

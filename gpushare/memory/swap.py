@@ -275,7 +275,7 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     if mps is not None:
         raise NotSupported(
             f"{title} cannot be swapped: process {mps.pid} is a client of MPS",
-            "start it outside MPS: gpushare run --swappable -- CMD",
+            "start it outside MPS: gpushare run --swap request -- CMD",
             code="under_mps",
         )
     gpus = sorted({gpu for one in processes for gpu in one.gpus})
@@ -288,7 +288,7 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     if any(job.holds(one.pid) for job in host.open_cgroups().jobs() for one in processes):
         raise NotSupported(
             f"{title} cannot be swapped: the driver limits its memory, and would lose it where it refuses a restore",
-            "start it so that gpushare limits it: gpushare run --swappable --job-memory SIZE -- CMD",
+            "start it so that gpushare limits it: gpushare run --swap request --memory SIZE -- CMD",
             code="limited_by_driver",
         )
     _check_stopped(host, title, processes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from gpushare.errors import BadUsage, NotFound
 from gpushare.model import Priority
 from gpushare.units import (
+    MIB,
     format_bytes,
     mps_memory,
     mps_percentage,
@@ -37,6 +38,15 @@ class _Limited(Protocol):
     def memory_limit_bytes(self) -> int | None: ...
     @property
     def priority(self) -> Priority | None: ...
+
+
+# What a CUDA context takes in addition to a program's allocations; the pinned memory limit does not count it.
+CONTEXT_BYTES: Final = 512 * MIB
+
+
+def client_memory(job_bytes: int) -> int:
+    """Return what each client of MPS may allocate of the memory of its job: all but one context; of a small job, half."""
+    return max(job_bytes - CONTEXT_BYTES, job_bytes // 2) // MIB * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,21 +154,20 @@ class Limits:
         return words if self.priority is None else [*words, "--priority", self.priority.title]
 
 
-def check_memory(device: Device, limit: int | None, option: str = "--memory") -> None:
-    """Raise unless a memory limit fits the device; MPS itself takes any number.
+def check_memory(device: Device, limit: int | None, *, job: bool = False) -> None:
+    """Raise unless a memory limit of a client, or of a whole job, fits the device; MPS itself takes any number.
 
     Raises:
         BadUsage: the limit is above the device's memory.
     """
     total = device.memory_total_bytes
-    if total is not None and device.mig is None and option != "--memory":
-        # Of the whole job: what the driver has reserved is for nobody.
+    if total is not None and device.mig is None and job:
+        # What the driver has reserved is for nobody.
         total -= device.gpu.memory_reserved_bytes or 0
     if limit is not None and total is not None and limit > total:
         raise BadUsage(
-            f"{'the memory limit' if option == '--memory' else option} {format_bytes(limit)} is above the"
-            f" {format_bytes(total)} of {device.title}",
-            f"give at most {option} {size_option(total)}",
+            f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
+            f"give at most --memory {size_option(total)}",
             gpu=str(device.gpu.index),
             code="limit_above_gpu",
         )

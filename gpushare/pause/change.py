@@ -286,7 +286,7 @@ def _under_mps(pid: int) -> NotSupported:
 
 
 def paused_by_run(job: PausedJob) -> InUse:
-    """Return the error for a job that `gpushare run --pause` pauses and resumes by itself."""
+    """Return the error for a job that `gpushare run --yield pause` pauses and resumes by itself."""
     run = job.keeper.pid if job.keeper is not None else "PID"
     return InUse(
         f"{job.title} is paused and resumed by gpushare run (process {run}), as production works",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # A record of so many can be read again.
 _MOST_GROUPS: Final = 8192
-# States of a record. `running`: a job of `gpushare run --pause` between two pauses.
+# States of a record. `running`: a job of `gpushare run --yield pause` between two pauses.
 PAUSING: Final = "pausing"
 PAUSED: Final = "paused"
 RESUMING: Final = "resuming"

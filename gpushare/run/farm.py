@@ -1,4 +1,4 @@
-"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log.
+"""`gpushare farm`: many copies of one program under MPS, each with its share, its number and its log.
 
 Each copy is a job in the ledger of memory: its limit is reserved while it runs, and what other jobs have reserved is not free.
 """
@@ -20,7 +20,7 @@ from gpushare.errors import BadUsage, GpushareError, InUse, OperationFailed
 from gpushare.memory.ledger import Lapses, Line, Place, Request, line_of, not_around, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction
 from gpushare.memory.room import check_limit
-from gpushare.mps.limits import Limits
+from gpushare.mps.limits import CONTEXT_BYTES, Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.program import command_line, step_of_run
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# What a CUDA context takes in addition to a program's allocations; the pinned memory limit does not count it.
-CONTEXT_BYTES: Final = 512 * MIB
 # Left free as a margin, against fragmentation for example.
 _MARGIN: Final = 0.02
 
@@ -165,10 +163,9 @@ def no_room(device: Device, free: Free, copies: int, options: FarmOptions | None
         there = f"{format_bytes(allowed)} that you may still reserve on {device.title}"
     elif free.reserved_bytes:
         there += f" ({format_bytes(free.reserved_bytes)} more are reserved by other jobs)"
-    option = "--memory" if options is None or options.job_bytes is None else "--job-memory"
     return InUse(
         f"{wanted} not fit into the {there}",
-        f"see what holds it: gpushare status; or give fewer --copies, or a smaller {option}",
+        "see what holds it: gpushare status; or give fewer --copies, or a smaller --memory",
         gpu=str(device.gpu.index),
         code="memory_does_not_fit",
     )

@@ -487,7 +487,7 @@ class GroupShare(MpsShare):
             if roles.is_under_mps(self.host, self.device, one.pid):
                 raise InUse(
                     f"production job '{one.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
-                    f"use caps: --way caps; or start it outside MPS: gpushare run --production {one.name} --slice 16ms -- CMD",
+                    f"use caps: --yield caps; or start it outside MPS: gpushare run --production {one.name} -- CMD",
                     gpu=str(self.device.gpu.index),
                     code="production_under_mps",
                 )

@@ -17,6 +17,7 @@ from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from gpushare.host.host import Host
     from gpushare.memory.swap import OnGpu
@@ -75,6 +76,11 @@ class JobRecord(Kept):
         if self.log is None or self.metric is None:
             return None
         return PrintedRate(self.log, self.metric, self.higher_is_better)
+
+
+def output_path(host: Host, name: str) -> Path:
+    """Return the file in the state directory that keeps the output of a job."""
+    return host.state_directory / "output" / f"{name}.log"
 
 
 # Other users read them too, to spare a production job.

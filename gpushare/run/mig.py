@@ -275,12 +275,12 @@ def _none_in_time(text: str, why: str, seconds: float) -> InUse:
     if seconds <= 0:
         return InUse(
             f"no instance ({quoted(text)}) is free now: {why}",
-            "wait for it: --wait, or --wait --wait-timeout 10m; see who holds them: gpushare mig status",
+            "wait for it: --wait, or --wait --timeout 10m; see who holds them: gpushare mig status",
             code="no_room",
         )
     return InUse(
         f"no instance ({quoted(text)}) was free within {seconds:g} s: {why}",
-        "wait longer: --wait-timeout TIME; see who holds them: gpushare mig status",
+        "wait longer: --timeout TIME; see who holds them: gpushare mig status",
         code="no_room",
     )
 

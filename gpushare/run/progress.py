@@ -66,7 +66,7 @@ class Progress:
         self._file, self._rest = None, b""
 
     def _open(self) -> None:
-        hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --log FILE --metric REGEX -- CMD"
+        hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --metric REGEX -- CMD"
         try:
             file = os.open(self.path, _SAFE)
         except FileNotFoundError:

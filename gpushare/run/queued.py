@@ -30,6 +30,7 @@ from gpushare.memory.room import (
     size_text,
     wait_for_room,
 )
+from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns, short_turns
@@ -68,7 +69,7 @@ _LONG_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """``--job-memory``, ``--memory-action``, ``--wait``, ``--wait-timeout`` and ``--requeue``; and who swaps it when.
+    """``--memory``, ``--over``, ``--wait``, ``--timeout`` and ``--requeue``; and when it is swapped.
 
     ``idle_seconds``: it leaves the GPU after so long without work. ``turns``: it takes turns with others, of
     ``turn_seconds`` (None: by the measured switch). ``for_production``: it leaves when production needs room, whichever
@@ -114,10 +115,8 @@ def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
     held = "" if peak_bytes is None else f" (it held {format_bytes(peak_bytes)} at most)"
     size = format_bytes(limit_bytes)
     if short:
-        return (
-            f"it ran out of GPU memory at its limit of {size}, set in the driver{held}; give it more: --job-memory SIZE"
-        )
-    return f"if it ran out of GPU memory: its limit is {size}, set in the driver{held}; to raise it: --job-memory SIZE"
+        return f"it ran out of GPU memory at its limit of {size}, set in the driver{held}; give it more: --memory SIZE"
+    return f"if it ran out of GPU memory: its limit is {size}, set in the driver{held}; to raise it: --memory SIZE"
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -217,13 +216,12 @@ class Queued:
             size = more
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
 
-    def _grown(self, size: int | None) -> Limits:
-        """Return the limits of the program, which grow with what it reserves: else it would run out of memory again."""
-        limits, first = self.options.limits, self.memory.job_bytes or self.options.limits.memory_limit_bytes
-        given = limits.memory_limit_bytes
-        if given is None or first is None or size is None or size <= first:
+    def _limits(self, limit_bytes: int | None) -> Limits:
+        """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
+        limits = self.options.limits
+        if limit_bytes is None or not self.client:
             return limits
-        return replace(limits, memory_limit_bytes=int(given * size / first) // MIB * MIB)
+        return replace(limits, memory_limit_bytes=client_memory(limit_bytes))
 
     def _more_that_fits(self, size: int) -> int | None:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
@@ -270,7 +268,12 @@ class Queued:
 
             before.append(step_of_run(words(limit_bytes), command(where, limit_bytes)))
         meanwhile = tuple(step_of_run(one) for one in self._meanwhile(size, by_driver=by_driver))
-        options = replace(self.options, before=(*self.options.before, *before), meanwhile=meanwhile)
+        options = replace(
+            self.options,
+            limits=self._limits(limit_bytes),
+            before=(*self.options.before, *before),
+            meanwhile=meanwhile,
+        )
         return where, options, found, {one.uuid: what for one, what in ordered}
 
     def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
@@ -335,16 +338,14 @@ class Queued:
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""
-        given = self.memory.job_bytes or self.options.limits.memory_limit_bytes
+        given = self.memory.job_bytes
         if given is not None or not self.memory.wait:
             # What does not wait, and has no size, reserves nothing.
             return given or 0
         known = [find_profile(self.host, device, self.command) for device in self.devices]
         peaks = [(one.memory_bytes, one.short) for one in known if one is not None and one.memory_bytes is not None]
         if not peaks:
-            self.say(
-                "its memory is not known: it waits for a GPU without other jobs; to share one, give --job-memory SIZE"
-            )
+            self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
             return None
         most, short = max(peaks)
         size = _more(most) if short else most
@@ -405,7 +406,7 @@ class Queued:
                 tail = ErrorTail(self.options.log)
             options = replace(
                 self.options,
-                limits=self._grown(size),
+                limits=self._limits(limit),
                 meter=meter,
                 stderr=None if tail is None else tail.descriptor,
             )
@@ -457,9 +458,9 @@ class Queued:
         try:
             place = Place(self.host, request)
         except GpushareError:
-            if self.memory.wait or self.memory.swappable or self.memory.job_bytes is not None:
+            if self.memory != MemoryOptions():
                 raise
-            # MPS holds the limit of --memory without it.
+            # It only had the choice of several devices.
             return devices[0], None
         if not self.memory.wait:
             try:

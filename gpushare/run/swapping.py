@@ -331,7 +331,7 @@ def short_turns(seconds: float, switch_seconds: float) -> str | None:
     loss = 100 * (1 - kept_share(seconds, switch_seconds))
     return (
         f"turns of {seconds:g} s lose about {loss:.0f} % of the time to switches of {switch_seconds:.1f} s; "
-        f"give --turns {math.ceil(TURN_FACTOR * switch_seconds)}s or more"
+        f"give --swap turns={math.ceil(TURN_FACTOR * switch_seconds)}s or more"
     )
 
 
@@ -568,7 +568,7 @@ class Swapping:
             raise InUse(
                 f"the copies of this job ({format_bytes(look.held_bytes)}) and of the next ({format_bytes(look.next_bytes)}) "
                 f"do not both fit into host memory ({format_bytes(free)} available), so it stays on the GPU",
-                "free host memory, or run them one after another: --wait instead of --turns",
+                "free host memory, or run them one after another: --wait instead of --swap turns",
                 code="host_memory",
             )
 

@@ -34,7 +34,7 @@ VERBS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "mig enable": ((), ("mig", "enable", "-y")),
     "mig name": ((("mig", "enable", "-y"), ("mig", "create", "1g.18gb", "-y")), ("mig", "name", "a", "1g.18gb:6")),
     "run": ((), ("run", "--", *JOB)),
-    "run --copies": ((), ("run", "--copies", "2", "--", *JOB)),
+    "farm --copies": ((), ("farm", "--copies", "2", "--", *JOB)),
     "run --production": ((), ("run", "--production", "web", "--", *JOB)),
     "capture": ((("mps", "start"),), ("capture",)),
     "doctor": ((("mps", "start"),), ("doctor",)),

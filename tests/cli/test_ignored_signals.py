@@ -60,7 +60,7 @@ def gone(world: World) -> None:
     until(lambda: world.state.daemons == [] and world.pids() == [], "all is gone")
 
 
-@pytest.mark.parametrize("verb", ["run --", "run --copies 2 --"])
+@pytest.mark.parametrize("verb", ["run --", "farm --copies 2 --"])
 def test_nohup_outlives_the_terminal(
     verb: str,
     screens: list[Screen],  # noqa: F811
@@ -105,7 +105,7 @@ def test_a_closed_terminal_ends_the_program_the_safe_way(
     gone(world)
 
 
-@pytest.mark.parametrize("verb", ["run --", "run --copies 2 --"])
+@pytest.mark.parametrize("verb", ["run --", "farm --copies 2 --"])
 def test_a_terminal_that_is_gone_ends_nothing_where_its_signal_is_ignored(
     verb: str,
     screens: list[Screen],  # noqa: F811
@@ -154,7 +154,7 @@ def test_a_background_job_of_a_script_ignores_ctrl_c(world: World, marks: Marks)
 def test_what_is_ignored_is_ignored_in_each_copy_and_an_end_is_quick(
     real: Callable[..., Started], world: World, marks: Marks
 ) -> None:
-    started = real("run", "--copies", "2", "--", *marks.command.split(), preexec_fn=ignore_interrupts)
+    started = real("farm", "--copies", "2", "--", *marks.command.split(), preexec_fn=ignore_interrupts)
     assert marks.ignored() == "SIGINT SIGUSR1"
     until(lambda: len(world.attached()) == 2, "both are clients")
     started.signal(signal.SIGINT)

@@ -91,5 +91,5 @@ def test_without_a_driver_the_time_slice_says_so_too(cli: Cli, refused: Callable
 
 
 def test_a_copy_that_a_signal_ended_has_the_exit_code_of_run(cli: Cli) -> None:
-    done = cli("-o", "json", "run", "--copies", "1", "--", "sh", "-c", "kill -9 $$")
+    done = cli("-o", "json", "farm", "--copies", "1", "--", "sh", "-c", "kill -9 $$")
     assert [copy["exit_code"] for copy in done.json["data"]["copies"]] == [137]

@@ -72,7 +72,7 @@ def test_logs_go_into_own_files_only(
     directory = tmp_path / "logs"
     directory.mkdir()
     plant(directory / "copy-1.log", target)
-    answer = cli("run", "--copies", "2", "--logs", str(directory), "--", "echo", "hello")
+    answer = cli("farm", "--copies", "2", "--logs", str(directory), "--", "echo", "hello")
     assert answer.code == 1
     assert "unexpected" not in answer.err
     assert f"cannot write {directory}/copy-1.log" in answer.err
@@ -83,7 +83,7 @@ def test_logs_go_into_own_files_only(
 
 def test_logs_of_an_earlier_farm_are_written_anew(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "copy-0.log").write_text("much longer than what comes now")
-    cli("run", "--copies", "1", "--logs", str(tmp_path), "--", "echo", "hello").ok()
+    cli("farm", "--copies", "1", "--logs", str(tmp_path), "--", "echo", "hello").ok()
     assert (tmp_path / "copy-0.log").read_text() == "hello\n"
 
 
@@ -178,7 +178,7 @@ def test_root_puts_nothing_where_another_may_change_it(
     answer = cli("export", "slurm", "--node", "n1", "--to", target)
     assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (4, 1, 1)
     assert f"it is a directory {whose}" in answer.err or f"below a directory {whose}" in answer.err
-    answer = cli("run", "--copies", "1", "--logs", target, "--", "echo", "hello")
+    answer = cli("farm", "--copies", "1", "--logs", target, "--", "echo", "hello")
     assert (answer.code, whose in answer.err) == (4, True)
     assert list(theirs.iterdir()) == []
     assert world.state.daemons == []
@@ -311,6 +311,6 @@ def test_a_directory_of_logs_that_is_swapped_keeps_its_logs(cli: Cli, tmp_path: 
     logs, moved, elsewhere = tmp_path / "logs", tmp_path / "moved", tmp_path / "elsewhere"
     elsewhere.mkdir()
     swap = f"[ -e {moved} ] && exit 0; mv {logs} {moved}; ln -s {elsewhere} {logs}; exit 1"
-    cli("run", "--copies", "1", "--restart", "1", "--logs", str(logs), "--", "sh", "-c", swap).ok()
+    cli("farm", "--copies", "1", "--restart", "1", "--logs", str(logs), "--", "sh", "-c", swap).ok()
     assert os.listdir(elsewhere) == []
     assert sorted(os.listdir(moved)) == ["copy-0.1.log", "copy-0.log"]

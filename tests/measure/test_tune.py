@@ -237,7 +237,7 @@ def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
     result = tune(host, device_of(host), options(production, other, goal=Goal(keep=0.8), grid=(60.0,)), TuneReporter())
     assert result.warning is not None
     assert "draws 90 % of the memory bandwidth" in result.warning
-    assert "run --opportunistic --pause" in result.warning
+    assert "run --opportunistic --yield pause" in result.warning
     # Together they want 150 percent of what there is.
     assert all(one.trial.kept == pytest.approx(2 / 3, abs=0.05) for one in result.trials)
 

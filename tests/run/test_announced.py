@@ -58,7 +58,7 @@ child.Child.__init__ = init
 POINTS = {"before it is told": BEFORE_IT_IS_TOLD, "after it is told": AFTER_IT_IS_TOLD, "when it runs": WHEN_IT_RUNS}
 VERBS = {
     "run": ["run", "--"],
-    "copies": ["run", "--copies", "2", "--"],
+    "copies": ["farm", "--copies", "2", "--"],
     "bench": ["bench", "--ways", "mps", "--copies", "2", "--for", "30s", "--metric", "([0-9]+)", "--"],
 }
 

@@ -188,7 +188,7 @@ def test_turns_that_are_too_short_warn_once_with_the_loss() -> None:
     turns = Turns(3.0, said.append)
     for _ in range(4):
         turns.switched(0.5)
-    assert said == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --turns 9s or more"]
+    assert said == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --swap turns=9s or more"]
 
 
 def test_the_turn_of_the_warning_is_long_enough() -> None:
@@ -196,7 +196,7 @@ def test_the_turn_of_the_warning_is_long_enough() -> None:
     turns = Turns(3.0, said.append)
     for _ in range(2):
         turns.switched(0.18)
-    assert said[0].endswith("give --turns 4s or more")
+    assert said[0].endswith("give --swap turns=4s or more")
 
 
 def test_production_that_waits_or_grows_gets_the_memory() -> None:

@@ -101,7 +101,7 @@ BAD = {
     "place": ("mig", "plan", "1g.10gb:" + DIGITS),
     "sum": ("mig", "plan", *["1c.7g*1024"] * 16),
     "slices": ("mig", "plan", f"{DIGITS}g"),
-    "copies": ("run", "--copies", DIGITS, "--", "true"),
+    "copies": ("farm", "--copies", DIGITS, "--", "true"),
     "uuid": ("status", "-g", "GPU-" + "x" * 15_000),
     "instance": ("mig", "destroy", "x" * 15_000, "-y"),
     "name": ("mig", "name", "n" * 15_000, "1g.10gb:0", "-y"),

@@ -42,7 +42,7 @@ def test_an_export_waits_for_no_fifo(mallory: Stranger, sticky: Path) -> None:
 
 
 def run_copies(logs: Path) -> int:
-    return gpushare("run", "--copies", "2", "--logs", str(logs), "--", "echo", "hello", seconds=60).code
+    return gpushare("farm", "--copies", "2", "--logs", str(logs), "--", "echo", "hello", seconds=60).code
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link"])

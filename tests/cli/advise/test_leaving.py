@@ -129,19 +129,19 @@ def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str,
     assert verdict["outcome"] == "refused"
     assert rule in {one["rule"] for one in verdict["reasons"] if one["kind"] == "veto"}
     if rule not in {"leaving-host-memory", "leaving-latency"}:
-        assert not any("--swappable" in command for command in commands(data))
+        assert not any("--swap", "request" in command for command in commands(data))
 
 
 def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> None:
     cli("sim", "add", "-g", "0", "--memory", "16G", "--user", "1001", host=A30).ok()
     data = asked(cli, "--processes", "1", "--memory", "16G", "--command", "true")
-    assert commands(data) == ["gpushare run -g 0 --wait --job-memory 16884M -- true"]
+    assert commands(data) == ["gpushare run -g 0 --wait --memory 16884M -- true"]
 
 
 def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
     answer = cli("advise", "-y", *TWO, "--memory", "16G", "--needs", "progress", "--apply", host=A30).ok()
     assert "nothing to set up for turns" in answer.out + answer.err
-    assert "--turns auto" in answer.out + answer.err
+    assert "--swap turns" in answer.out + answer.err
 
 
 # -- what is printed, run ------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_production_that_runs_already_stays_as_it_is(cli: Cli, tmp_path: Path) -
     data = asked(cli, "-f", str(file))
     assert data["winner"] == "swap"
     (batch,) = commands(data)
-    assert "--opportunistic --swap" in batch
+    assert "--opportunistic --yield swap" in batch
     assert any("steady growth" in one["what"] for one in data["commands"])
     file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
     assert asked(cli, "-f", str(file))["winner"] != "swap"
@@ -239,16 +239,16 @@ def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -
     )
     out, said = on_a_terminal(monkeypatch, "steady\nyes\n", *words)
     assert "Does each of them have to advance, instead of one after another?" in said
-    assert "--turns auto" in out
+    assert "--swap turns" in out
 
 
 def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
     words = ("--processes", "5", "--users", "same", "--saturating", "--memory", "16G", "--command", "true")
     queue = asked(cli, *words, host="sim:2xa30")
     assert queue["winner"] == "whole-gpu"
-    assert commands(queue) == ["gpushare run -g any --wait --swappable --job-memory 16884M -- true"]
+    assert commands(queue) == ["gpushare run -g any --wait --swap request --memory 16884M -- true"]
     turns = asked(cli, *words, "--needs", "progress", host="sim:2xa30")
-    assert commands(turns) == ["gpushare run -g any --turns auto --job-memory 16884M -- true"]
+    assert commands(turns) == ["gpushare run -g any --swap turns --memory 16884M -- true"]
     # Two have a GPU each.
     fits = asked(cli, *("2" if word == "5" else word for word in words), host="sim:2xa30")
     assert [command.split("=")[0] for command in commands(fits)] == ["CUDA_VISIBLE_DEVICES"] * 2
@@ -260,4 +260,4 @@ def test_next_to_production_that_runs_only_its_growth_tells(
 ) -> None:
     file = pair(tmp_path, users=users)
     file.write_text(file.read_text().replace("role: production", "role: production, running: yes"))
-    assert "--opportunistic --swap" in commands(asked(cli, "-f", str(file)))[0]
+    assert "--opportunistic --yield swap" in commands(asked(cli, "-f", str(file)))[0]

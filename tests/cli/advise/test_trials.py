@@ -315,7 +315,7 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
     data = advice(cli, *words, host="sim:t4")
     assert data["winner"] == "slices"
     assert lines(data) == [
-        "gpushare run -g 0 --production serve --slice 16ms -- CMD",
+        "gpushare run -g 0 --production serve -- CMD",
         "gpushare run -g 0 --opportunistic --for PID --way slices -- CMD",
     ]
     assert any("does not document these calls" in one for one in data["conditions"])

@@ -795,11 +795,11 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
     assert "limit: 8G" in cli("capture", host=TWO).ok().out
     for wait in ((), ("--wait",)):
-        answer = cli("run", "-g", "0", *wait, "--job-memory", "9G", "--", "true", host=TWO)
+        answer = cli("run", "-g", "0", *wait, "--memory", "9G", "--", "true", host=TWO)
         assert answer.code == 4
         (error,) = answer.lines("error")
         assert "needs 9.0 GiB, and you may reserve 8.0 GiB on a GPU" in error
-    cli("run", "-g", "0", "--wait", "--job-memory", "7G", "--", "true", host=TWO).ok()
+    cli("run", "-g", "0", "--wait", "--memory", "7G", "--", "true", host=TWO).ok()
 
 
 def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:

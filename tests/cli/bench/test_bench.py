@@ -74,10 +74,10 @@ def test_caps_win_where_copies_get_in_each_others_way(cli: Cli) -> None:
 def test_a_farm_takes_the_cap_that_was_found(cli: Cli) -> None:
     command = job(80, "--contention", "20")
     bench(cli, "--copies", "2", "--ways", "mps,mps:100/n", "--repeat", "2", *WINDOW, *command)
-    planned = cli("run", "--copies", "2", "-n", *command).ok()
+    planned = cli("farm", "--copies", "2", "-n", *command).ok()
     assert planned.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50.0") == 2
     assert "gpushare bench found the cap" in planned.err
-    assert cli("run", "--copies", "2", "-n", *job(80)).ok().out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100.0") == 0
+    assert cli("farm", "--copies", "2", "-n", *job(80)).ok().out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100.0") == 0
 
 
 @pytest.mark.parametrize("in_the_way", ["benched", "benched/KEY.json"])
@@ -94,7 +94,7 @@ def test_caps_that_cannot_be_kept_fail_no_benchmark(cli: Cli, world: World, in_t
         (kept / "something").mkdir(parents=True)
     answer = cli("-o", "json", "bench", "--copies", "2", "--ways", "mps", "--repeat", "1", *WINDOW, *command).ok()
     assert answer.data["reason"] == "finished"
-    assert "the caps are not kept for gpushare run --copies: " in answer.err
+    assert "the caps are not kept for gpushare farm --copies: " in answer.err
 
 
 def test_finished_runs_are_counted(cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of `gpushare run --pause`, whose channels are off when somebody dies."""
+"""Jobs of `gpushare run --yield pause`, whose channels are off when somebody dies."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_if_gpushare_dies_the_guard_ends_the_container(real: Callable[..., Start
 def test_a_container_next_to_production_is_paused(real: Callable[..., Started], world: World, engine: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as production:
         try:
-            words = ("--opportunistic", "--pause", "--for", str(production.pid), "--", "image", "sleep", "600")
+            words = ("--opportunistic", "--yield", "pause", "--for", str(production.pid), "--", "image", "sleep", "600")
             started = real("run", "--container", "podman", "--grace", "1", *words)
             pid = container(engine)
             until(lambda: any(one.pid == pid and one.channels_off for one in world.state.processes), "it is paused")
@@ -185,7 +185,7 @@ def test_an_engine_that_fails_has_its_own_exit_code(real: Callable[..., Started]
     [
         (("--container", "lxc", "--", "image"), "bad_engine", 2),
         (("--container", "podman", "--copies", "2", "--", "image"), "bad_combination", 2),
-        (("--container", "podman", "--swappable", "--", "image"), "bad_combination", 2),
+        (("--container", "podman", "--swap", "request", "--", "image"), "bad_combination", 2),
         *(
             (
                 ("--container", "podman", "--threads", "50", "--memory", "1G", "--", *options, "image", "sleep", "1"),
@@ -231,7 +231,7 @@ def test_without_the_engine(refused: Callable[..., str], monkeypatch: pytest.Mon
     refused("run", "--container", "podman", "--", "image", code="command_not_found", exit_code=6)
 
 
-@pytest.mark.parametrize("words", [("--slice", "1ms"), ("--opportunistic", "--pause")])
+@pytest.mark.parametrize("words", [("--slice", "1ms"), ("--opportunistic", "--yield", "pause")])
 def test_what_only_root_may_do_with_a_container_of_docker(
     refused: Callable[..., str], cli: Cli, engine: Path, words: tuple[str, ...]
 ) -> None:

@@ -1,4 +1,4 @@
-"""``gpushare run --job-memory`` where the driver limits the job: driver 615, cgroups, root."""
+"""``gpushare run --memory`` where the driver limits the job: driver 615, cgroups, root."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def running(world: World) -> bool:
 
 
 def test_an_allocation_above_the_limit_fails(cli: Cli, world: World) -> None:
-    answer = cli("run", "--job-memory", "8G", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     # The program's own, which is the simulated CUDA's, goes to the terminal.
     assert answer.lines("error") == []
     (note,) = [line for line in answer.lines("note") if "limit" in line]
     assert note == (
         "note: if it ran out of GPU memory: its limit is 8.0 GiB, set in the driver (it held 512 MiB at most); to raise it: "
-        "--job-memory SIZE"
+        "--memory SIZE"
     )
     assert cgroups(world) == []
 
 
 def test_a_job_within_its_limit_runs(cli: Cli, world: World) -> None:
-    answer = cli("run", "--job-memory", "8G", "--", *SMALL)
+    answer = cli("run", "--memory", "8G", "--", *SMALL)
     assert answer.code == 0, answer
     assert not any("limit is" in line for line in answer.lines("note"))
     assert cgroups(world) == []
 
 
 def test_the_exit_code_is_the_programs(cli: Cli, world: World) -> None:
-    answer = cli("run", "--job-memory", "8G", "--", "sh", "-c", "exit 3")
+    answer = cli("run", "--memory", "8G", "--", "sh", "-c", "exit 3")
     assert answer.code == 3
     assert cgroups(world) == []
 
@@ -69,7 +69,7 @@ def test_the_program_is_in_the_cgroup_before_it_runs(cli: Cli, world: World, tmp
     script = (
         f"cat {root}/gpushare-job-*/cgroup.procs > {out}; echo $$ >> {out}; cat {root}/gpushare-job-*/dmem.max >> {out}"
     )
-    assert cli("run", "--job-memory", "8G", "--", "sh", "-c", script).code == 0
+    assert cli("run", "--memory", "8G", "--", "sh", "-c", script).code == 0
     entered, own, limit = out.read_text().splitlines()
     assert entered == own
     assert limit.endswith(f"/vidmem {8 * GIB}")
@@ -77,7 +77,7 @@ def test_the_program_is_in_the_cgroup_before_it_runs(cli: Cli, world: World, tmp
 
 def test_it_waits_again_for_more(cli: Cli, world: World) -> None:
     answer = cli(
-        "run", "--wait", "--requeue", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "0.2"
+        "run", "--wait", "--requeue", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "0.2"
     )
     assert answer.code == 0, answer
     notes = answer.lines("note")
@@ -90,13 +90,13 @@ def test_it_waits_again_for_more(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--memory-action", "warn"),
-        ("--memory-action", "pause"),
-        ("--swappable",),
+        ("--over", "warn"),
+        ("--over", "pause"),
+        ("--swap", "request",),
     ],
 )
 def test_what_the_driver_cannot_do_is_added_up(cli: Cli, words: tuple[str, ...]) -> None:
-    answer = cli("run", "--job-memory", "8G", *words, "--dry-run", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", *words, "--dry-run", "--", *LARGE)
     assert "added up five times a second" in answer.out
     assert "memory-limits" not in answer.out
 
@@ -104,7 +104,7 @@ def test_what_the_driver_cannot_do_is_added_up(cli: Cli, words: tuple[str, ...])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_driver_that_says_something_else_is_not_believed(cli: Cli, world: World, fault: str) -> None:
     admin.set_fault(H200, "memory-limits", None, fault)
-    answer = cli("run", "--job-memory", "8G", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert any("the driver did not take the limit as asked" in line for line in answer.lines("note"))
@@ -113,7 +113,7 @@ def test_a_driver_that_says_something_else_is_not_believed(cli: Cli, world: Worl
 
 def test_a_user_is_added_up(cli: Cli, world: World) -> None:
     admin.set_fault(H200, "user", None, "1000")
-    answer = cli("run", "--job-memory", "8G", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", "--", *LARGE)
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert cgroups(world) == []
 
@@ -122,7 +122,7 @@ def test_a_wrong_unit_that_nobody_else_shows_is_noticed_later(cli: Cli, world: W
     # Without the kernel's controller there is no second witness.
     (world.host.cgroup_root / "cgroup.controllers").write_text("cpu memory misc\n")
     admin.set_fault(H200, "memory-limits", None, "mib")
-    answer = cli("run", "--job-memory", "8G", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     assert any("the driver does not limit all of the job" in line for line in answer.lines("note"))
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
@@ -131,21 +131,21 @@ def test_a_wrong_unit_that_nobody_else_shows_is_noticed_later(cli: Cli, world: W
 
 def test_a_program_that_cannot_enter_is_added_up(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.host.cgroups.JobCgroup.enter", lambda _self, _pid: None)
-    answer = cli("run", "--job-memory", "8G", "--", *LARGE)
+    answer = cli("run", "--memory", "8G", "--", *LARGE)
     assert any("is not in the job's cgroup" in line for line in answer.lines("note"))
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert cgroups(world) == []
 
 
 def test_a_dry_run_says_who_limits(cli: Cli, world: World) -> None:
-    answer = cli("run", "--job-memory", "8G", "--dry-run", "--", "true").ok()
+    answer = cli("run", "--memory", "8G", "--dry-run", "--", "true").ok()
     assert "let the driver limit it to 8.0 GiB" in answer.out
     assert "--soft-limit 0 --hard-limit 8192 -i 0" in answer.out
     assert cgroups(world) == []
 
 
 def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: World) -> None:
-    job = real("run", "--job-memory", "8G", "--name", "train", "--", *JOB, "--footprint", "4G", "--seconds", "60")
+    job = real("run", "--memory", "8G", "--name", "train", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     (one,) = cli("status", output="json").ok().data["limited_jobs"]
     # The program, as in the list of processes.
@@ -160,7 +160,7 @@ def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: W
 
 def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli, world: World) -> None:
     admin.set_fault(H200, "driver", None, "580.159.04")
-    job = real("run", "--job-memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
+    job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     (one,) = cli("status", output="json").ok().data["limited_jobs"]
     assert (one["above"], one["by_driver"]) == ("end", False)
@@ -172,19 +172,19 @@ def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli
 def test_a_job_that_the_driver_limits_is_not_swapped(
     real: Callable[..., Started], refused: Callable[..., str], world: World
 ) -> None:
-    words = ("--job-memory", "8G", "--name", "train", "--slice", "1ms")
+    words = ("--memory", "8G", "--name", "train", "--slice", "1ms")
     job = real("run", *words, "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     # Nothing of its start may come in between.
     job.says("has a time-slice of 1ms")
     text = refused("swap", "out", "train", code="limited_by_driver", exit_code=3)
-    assert "gpushare run --swappable" in text
+    assert "gpushare run --swap request" in text
     job.signal(signal.SIGINT)
     job.result()
 
 
 def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Started], world: World) -> None:
-    job = real("run", "--job-memory", "8G", "--", "sleep", "60")
+    job = real("run", "--memory", "8G", "--", "sleep", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     job.signal(signal.SIGINT)
     answer = job.result()
@@ -194,7 +194,7 @@ def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Start
 
 
 def test_the_guard_takes_the_limit_off_when_gpushare_is_killed(real: Callable[..., Started], world: World) -> None:
-    job = real("run", "--job-memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
+    job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     job.process.send_signal(signal.SIGKILL)
     until(lambda: world.state.processes == [] and cgroups(world) == [], "the program and its cgroup are gone")
@@ -205,8 +205,8 @@ def test_a_crash_at_each_call_leaves_what_the_next_command_removes(
     real: Callable[..., Started], cli: Cli, world: World, step: str
 ) -> None:
     admin.set_fault(H200, "crash-step", None, step)
-    assert real("run", "--job-memory", "8G", "--", "true").result().code == CRASHED
-    assert cli("run", "--job-memory", "8G", "--", "true").code == 0
+    assert real("run", "--memory", "8G", "--", "true").result().code == CRASHED
+    assert cli("run", "--memory", "8G", "--", "true").code == 0
     assert cgroups(world) == []
 
 
@@ -229,7 +229,7 @@ def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             pytest.skip(f"the cgroup of the tests may not be left: {why}")
         out = tmp_path / "out"
         script = f"grep ^0:: /proc/self/cgroup > {out}; sh -c 'grep ^0:: /proc/self/cgroup' >> {out}; exit 7"
-        answer = cli("run", "--job-memory", "8G", "--", "sh", "-c", script)
+        answer = cli("run", "--memory", "8G", "--", "sh", "-c", script)
         assert answer.code == 7
         assert not any("is not in the job's cgroup" in line for line in answer.lines("note"))
         own, child = out.read_text().splitlines()
@@ -243,5 +243,5 @@ def test_a_container_is_added_up(cli: Cli, tmp_path: Path, monkeypatch: pytest.M
     engine.write_text("#!/bin/sh\n")
     engine.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    answer = cli("run", "--job-memory", "8G", "--container", "podman", "--dry-run", "--", "image")
+    answer = cli("run", "--memory", "8G", "--container", "podman", "--dry-run", "--", "image")
     assert "added up five times a second" in answer.out

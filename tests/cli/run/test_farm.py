@@ -1,4 +1,4 @@
-"""`gpushare run --copies` on the command line."""
+"""`gpushare farm --copies` on the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cli = Callable[..., Answer]
 
 
 def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, tmp_path: Path) -> None:
-    answer = cli("run", "--copies", "3", "--logs", str(tmp_path / "logs"), "--", "sh", "-c", "echo is {}; exit {}")
+    answer = cli("farm", "--copies", "3", "--logs", str(tmp_path / "logs"), "--", "sh", "-c", "echo is {}; exit {}")
     assert answer.code == 1
     assert {"[0] is 0", "[1] is 1", "[2] is 2"} <= set(answer.out.splitlines())
     assert list(answer.lines("error")) == [
@@ -31,7 +31,7 @@ def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, t
 
 
 def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
-    answer = cli("-o", "json", "run", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
+    answer = cli("-o", "json", "farm", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
     data = answer.ok().data
     assert (data["threads_percent"], data["memory_limit_bytes"]) == (30.0, 2 * 1024**3)
     assert [(copy["copy"], copy["state"], copy["exit_code"], copy["tries"]) for copy in data["copies"]] == [
@@ -49,10 +49,10 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     }
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(found))
-    answer = cli("run", "--copies", "4", "--bench", str(file), "-n", "--", "true").ok()
+    answer = cli("farm", "--copies", "4", "--like", str(file), "-n", "--", "true").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
     assert "another way than MPS was faster for 4 copies" in answer.err
-    missing = cli("-o", "json", "run", "--copies", "5", "--bench", str(file), "--", "true")
+    missing = cli("-o", "json", "farm", "--copies", "5", "--like", str(file), "--", "true")
     assert missing.json["errors"][0]["code"] == "not_measured"
 
 
@@ -65,7 +65,7 @@ def benched(world: World, *command: str, copies: int = 4, driver: str | None = N
 
 def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World) -> None:
     benched(world, "true", "{}")
-    answer = cli("run", "--copies", "4", "-n", "--", "true", "{}").ok()
+    answer = cli("farm", "--copies", "4", "-n", "--", "true", "{}").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0") == 4
     assert "gpushare bench found the cap on 2026-11-20\n" in answer.err
 
@@ -76,14 +76,14 @@ def test_another_number_of_copies_or_another_command_was_not_measured(
 ) -> None:
     benched(world, "true", "{}")
     copies, *command = words
-    answer = cli("run", "--copies", copies, "-n", "--", *command).ok()
+    answer = cli("farm", "--copies", copies, "-n", "--", *command).ok()
     assert "=40.0" not in answer.out
     assert "bench" not in answer.err
 
 
 def test_a_cap_that_was_found_under_another_driver_says_so(cli: Cli, world: World) -> None:
     benched(world, "true", driver="535.1")
-    answer = cli("run", "--copies", "4", "-n", "--", "true").ok()
+    answer = cli("farm", "--copies", "4", "-n", "--", "true").ok()
     assert "under driver 535.1; measure again here" in answer.err
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0" in answer.out
 
@@ -96,7 +96,7 @@ def cell(way: str, copies: int, threads: float | None, mean: float) -> dict[str,
 
 
 def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None:
-    answer = cli("run", "--copies", "2", "-n", "--", "true", "{}").ok()
+    answer = cli("farm", "--copies", "2", "-n", "--", "true", "{}").ok()
     assert "GPUSHARE_COPY=1 GPUSHARE_COPIES=2 true 1" in answer.out
     assert "nvidia-cuda-mps-control -d" in answer.out
     assert not world.state.daemons
@@ -112,7 +112,7 @@ def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None
         (("--copies", "2", "--production", "web", "--", "true"), "bad_combination", 2),
         (("--copies", "2", "--", "no-such-program"), "command_not_found", 6),
         (("--copies", "200", "--memory", "200G", "--", "true"), "memory_does_not_fit", 19),
-        (("--copies", "2", "--bench", "no-such.json", "--", "true"), "no_file", 6),
+        (("--copies", "2", "--like", "no-such.json", "--", "true"), "no_file", 6),
     ],
 )
 def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
@@ -120,11 +120,11 @@ def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ..
 
 
 def test_copies_that_fail_alike_are_told_once(cli: Cli) -> None:
-    answer = cli("run", "--copies", "3", "--restart", "1", "--", "sh", "-c", "echo boom >&2; exit 3")
+    answer = cli("farm", "--copies", "3", "--restart", "1", "--", "sh", "-c", "echo boom >&2; exit 3")
     assert answer.code == 1
     assert answer.lines("error") == ["error: copies 0-2: exit code 3: boom"]
     assert len(answer.lines("hint")) == 1
     assert answer.err.count("exit code 3: boom") == 2
     assert "boom" not in answer.out[answer.out.index("# copies") :]
-    document = cli("-o", "json", "run", "--copies", "2", "--", "sh", "-c", "exit 3").json
+    document = cli("-o", "json", "farm", "--copies", "2", "--", "sh", "-c", "exit 3").json
     assert [copy["failure"] for copy in document["data"]["copies"]] == ["exit code 3"] * 2

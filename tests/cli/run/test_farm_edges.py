@@ -1,4 +1,4 @@
-"""`gpushare run --copies`: copies that cannot be started, silent ones, shares of those that run at the same time."""
+"""`gpushare farm --copies`: copies that cannot be started, silent ones, shares of those that run at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_copy_whose_program_is_missing_leaves_the_others_alone(cli: Cli, world
     program = tmp_path / "run-0.sh"
     program.write_text("#!/bin/sh\necho zero\n")
     program.chmod(0o755)
-    answer = cli("-o", "json", "run", "--copies", "3", "--", f"{tmp_path}/run-{{}}.sh")
+    answer = cli("-o", "json", "farm", "--copies", "3", "--", f"{tmp_path}/run-{{}}.sh")
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
     assert [(copy["state"], copy["tries"]) for copy in copies] == [("done", 1), ("failed", 1), ("failed", 1)]
@@ -33,7 +33,7 @@ def test_a_copy_whose_program_is_missing_leaves_the_others_alone(cli: Cli, world
 
 def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "copy-1.log").mkdir()
-    answer = cli("run", "--copies", "2", "--logs", str(tmp_path), "--", "echo", "{}")
+    answer = cli("farm", "--copies", "2", "--logs", str(tmp_path), "--", "echo", "{}")
     assert answer.code == 1
     assert "[0] 0" in answer.out
     assert list(answer.lines("error")) == [f"error: copy 1: cannot write {tmp_path}/copy-1.log: Is a directory"]
@@ -44,7 +44,7 @@ def test_what_a_copy_has_left_behind_is_ended_and_named(
 ) -> None:
     monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
     command = ("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
-    answer = cli("-o", "json", "run", "--copies", "2", "--", *command).ok()
+    answer = cli("-o", "json", "farm", "--copies", "2", "--", *command).ok()
     left = [int((tmp_path / str(number)).read_text()) for number in range(2)]
     assert [copy["left_behind"] for copy in answer.data["copies"]] == [[pid] for pid in left]
     for number, pid in enumerate(left):
@@ -59,7 +59,7 @@ def test_a_full_disk_of_logs_is_the_reason_and_says_where(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("gpushare.run.several.is_full", lambda _descriptor: True)
-    answer = cli("-o", "json", "run", "--copies", "2", "--logs", str(tmp_path), "--", "sh", "-c", "echo xx; exit {}")
+    answer = cli("-o", "json", "farm", "--copies", "2", "--logs", str(tmp_path), "--", "sh", "-c", "echo xx; exit {}")
     assert answer.code == 1
     (error,) = answer.json["errors"]
     assert error["message"] == "copy 1: exit code 1, with no space left for what it prints"
@@ -77,7 +77,7 @@ def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch)
         return stalled(self, program)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_Farm, "_stalled", noted)
-    cli("run", "--copies", "1", "--stall", "300s", "--", sys.executable, "-c", BAR).ok()
+    cli("farm", "--copies", "1", "--stall", "300s", "--", sys.executable, "-c", BAR).ok()
     # Nothing but the bar was printed, and each state of it counted.
     assert len(set(heard)) > 1
 
@@ -85,14 +85,14 @@ def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("text", ["0", "0s", "0ms"])
 def test_a_stall_of_no_time_is_refused(refused: Callable[..., str], text: str) -> None:
     assert "--stall 60s" in refused(
-        "run", "--copies", "2", "--stall", text, "--", "true", code="bad_duration", exit_code=2
+        "farm", "--copies", "2", "--stall", text, "--", "true", code="bad_duration", exit_code=2
     )
 
 
 def test_shares_are_of_those_that_run_at_the_same_time(cli: Cli) -> None:
     """A server of CUDA 13 takes 48 clients: 200 copies have the shares of 48."""
-    planned = cli("run", "--copies", "200", "-n", "--", "true").ok().out
-    fewer = cli("run", "--copies", "48", "-n", "--", "true").ok().out
+    planned = cli("farm", "--copies", "200", "-n", "--", "true").ok().out
+    fewer = cli("farm", "--copies", "48", "-n", "--", "true").ok().out
     for name in ("ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT"):
         many, few = (set(re.findall(rf"CUDA_MPS_{name}=(\S+)", text)) for text in (planned, fewer))
         assert many == few
@@ -100,7 +100,7 @@ def test_shares_are_of_those_that_run_at_the_same_time(cli: Cli) -> None:
 
 
 def test_one_copy_is_one(cli: Cli) -> None:
-    assert "note: 1 copy on GPU 0" in cli("run", "--copies", "1", "--", "true").ok().err
+    assert "note: 1 copy on GPU 0" in cli("farm", "--copies", "1", "--", "true").ok().err
 
 
 def test_lower_is_short_for_lower_is_better(cli: Cli) -> None:
@@ -111,7 +111,7 @@ def test_lower_is_short_for_lower_is_better(cli: Cli) -> None:
 
 
 def test_copies_that_fail_alike_are_named_once(cli: Cli) -> None:
-    done = cli("run", "--copies", "3", "--restart", "2", "--", "sh", "-c", "exit 3")
+    done = cli("farm", "--copies", "3", "--restart", "2", "--", "sh", "-c", "exit 3")
     assert done.code == 1
     assert [line for line in done.lines("note") if "failed" in line] == [
         "note: copy 0 failed: exit code 3; restarting it"

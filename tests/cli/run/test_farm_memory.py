@@ -45,14 +45,14 @@ def taken(world: World, size: int) -> Place:
 
 
 def test_each_copy_reserves_its_limit_while_it_runs(real: Callable[..., Started], cli: Cli, world: World) -> None:
-    farm = real("run", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     assert reserved(world) == [50 * GIB] * 2
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["jobs_reserved_bytes"] == 100 * GIB
-    answer = cli("run", "--wait", "--wait-timeout", "0.2", "--job-memory", "60G", "--", "true")
+    answer = cli("run", "--wait", "--timeout", "0.2", "--memory", "60G", "--", "true")
     assert answer.code == 19
-    room = cli("-o", "json", "run", "-n", "--wait", "--job-memory", "60G", "--", "true").ok().data["room"]
+    room = cli("-o", "json", "run", "-n", "--wait", "--memory", "60G", "--", "true").ok().data["room"]
     assert [one["memory_bytes"] for one in room["devices"][0]["held_by"]] == [50 * GIB] * 2
     farm.signal(signal.SIGINT)
     farm.result()
@@ -60,7 +60,7 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Callable[..., Started]
 
 
 def test_what_gpushare_gives_each_copy_is_reserved(real: Callable[..., Started], world: World) -> None:
-    farm = real("run", "--copies", "2", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    farm = real("farm", "--copies", "2", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     sizes = reserved(world)
     assert len(sizes) == 2
@@ -72,7 +72,7 @@ def test_what_gpushare_gives_each_copy_is_reserved(real: Callable[..., Started],
 def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
     # Two fit; each that ends makes room for one.
     script = f"{' '.join(JOB)} --footprint 1G & while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done; kill %1; wait"
-    farm = real("run", "--copies", "3", "--memory", "60G", "--", "bash", "-mc", script)
+    farm = real("farm", "--copies", "3", "--memory", "60G", "--", "bash", "-mc", script)
     on_gpu(world, 2)
     first = {one.id for one in reservations(world.host) or []}
     assert len(first) == 2
@@ -86,7 +86,7 @@ def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], wo
 
 
 def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Callable[..., Started], world: World) -> None:
-    farm = real("run", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     until(
         lambda: farm.pid not in {one.pid for one in reservations(world.host) or []}, "they hold their memory themselves"
@@ -99,9 +99,9 @@ def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Callable
 
 def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., Started], world: World) -> None:
     """The other job holds next to nothing: both copies would fit into what is free."""
-    other = real("run", "--job-memory", "60G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    other = real("run", "--memory", "60G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
-    farm = real("run", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
+    farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
     farm.says("1 run at the same time")
     on_gpu(world, 2)
     assert sorted(size or 0 for size in reserved(world)) == [50 * GIB, 60 * GIB]
@@ -114,7 +114,7 @@ def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., St
 
 def test_what_is_reserved_is_not_shared_out(cli: Cli, world: World) -> None:
     place = taken(world, 100 * GIB)
-    data = cli("-o", "json", "run", "--copies", "2", "--", "true").ok().data
+    data = cli("-o", "json", "farm", "--copies", "2", "--", "true").ok().data
     assert 18 * GIB < data["memory_limit_bytes"] < 20 * GIB
     place.leave()
 
@@ -122,9 +122,9 @@ def test_what_is_reserved_is_not_shared_out(cli: Cli, world: World) -> None:
 def test_copies_that_do_not_fit_next_to_reservations_are_refused(
     real: Callable[..., Started], refused: Callable[..., str], world: World
 ) -> None:
-    other = real("run", "--job-memory", "100G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    other = real("run", "--memory", "100G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
-    text = refused("run", "--copies", "2", "--memory", "60G", "--", "true", code="memory_does_not_fit", exit_code=19)
+    text = refused("farm", "--copies", "2", "--memory", "60G", "--", "true", code="memory_does_not_fit", exit_code=19)
     assert re.search(
         r"do not fit into the 39\.\d GiB free on GPU 0 \(99\.\d GiB more are reserved by other jobs\)", text
     )
@@ -134,9 +134,9 @@ def test_copies_that_do_not_fit_next_to_reservations_are_refused(
 
 def test_copies_wait_for_a_job_that_does_not_use_the_gpu_yet(real: Callable[..., Started], world: World) -> None:
     """What it reserves may lapse, if it never does: nobody keeps copies out by a claim alone."""
-    other = real("run", "--job-memory", "100G", "--", "sleep", "60", env={"GPUSHARE_SIM_ATTACH_DELAY": "600000"})
+    other = real("run", "--memory", "100G", "--", "sleep", "60", env={"GPUSHARE_SIM_ATTACH_DELAY": "600000"})
     until(lambda: reserved(world) == [100 * GIB], "it has reserved its memory")
-    farm = real("run", "--copies", "2", "--memory", "60G", "--", "true")
+    farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
     farm.says("the memory is reserved by jobs that do not use the GPU yet: the copies wait")
     assert farm.process.poll() is None
     other.signal(signal.SIGINT)
@@ -147,9 +147,9 @@ def test_copies_wait_for_a_job_that_does_not_use_the_gpu_yet(real: Callable[...,
 def test_copies_inside_a_job_that_has_reserved_their_memory(real: Callable[..., Started], world: World) -> None:
     """The memory is not reserved twice, nor is it somebody else's."""
     # With coverage and such, the program of gpushare is that of this Python.
-    inner = (sys.executable, "-m", "gpushare", "--host", world.spec, "run", "--copies", "2", "--memory", "50G", "--")
+    inner = (sys.executable, "-m", "gpushare", "--host", world.spec, "farm", "--copies", "2", "--memory", "50G", "--")
     outer = real(
-        "run", "--slice", "2ms", "--job-memory", "120G", "--", *inner, *JOB, "--footprint", "1G", "--seconds", "60"
+        "run", "--slice", "2ms", "--memory", "120G", "--", *inner, *JOB, "--footprint", "1G", "--seconds", "60"
     )
     until(lambda: (state := world.file.read()) is not None and len(state.processes) == 3, "they are on the GPU")
     assert reserved(world) == [120 * GIB]
@@ -172,14 +172,14 @@ def test_copies_keep_to_the_limit_of_their_user(
     file.write_text(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: {limit}G\n")
     cli("apply", "-f", str(file), "-y").ok()
     given = () if memory is None else ("--memory", memory)
-    farm = real("run", "--copies", "2", *given, "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    farm = real("farm", "--copies", "2", *given, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, running)
     sizes = reserved(world)
     assert len(sizes) == running
     assert sum(size or 0 for size in sizes) <= limit * GIB
     farm.signal(signal.SIGINT)
     farm.result()
-    answer = cli("run", "--copies", "2", "--memory", "50G", "--", "true")
+    answer = cli("farm", "--copies", "2", "--memory", "50G", "--", "true")
     assert answer.code == 4
     assert "you may reserve 40.0 GiB" in answer.err
 
@@ -189,8 +189,8 @@ def test_without_the_ledger_mps_holds_the_limit(cli: Cli, monkeypatch: pytest.Mo
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
 
     monkeypatch.setattr("gpushare.run.farm.Place", refuse)
-    assert cli("run", "--copies", "2", "--memory", "10G", "--", "true").code == 0
-    answer = cli("run", "--copies", "2", "--job-memory", "10G", "--", "true")
+    assert cli("farm", "--copies", "2", "--memory", "10G", "--", "true").code == 0
+    answer = cli("farm", "--copies", "2", "--memory", "10G", "--", "true")
     assert answer.lines("error") == ["error: copies 0-1: the ledger is read-only"]
 
 
@@ -208,7 +208,7 @@ def over(number: int, size: str = "9G", seconds: float = 60) -> tuple[str, ...]:
 
 
 def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: World) -> None:
-    answer = cli("-o", "json", "run", "--copies", "3", "--job-memory", "8G", "--", *over(1))
+    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--", *over(1))
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
     assert [(one["state"], one["reason"]) for one in copies] == [
@@ -220,13 +220,13 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     (error,) = answer.json["errors"]
     assert error["code"] == "memory_limit"
     assert error["message"].startswith("copy 1: the job holds 9.0 GiB, over its limit of 8.0 GiB (process ")
-    assert "--job-memory SIZE" in error["hint"]
+    assert "--memory SIZE" in error["hint"]
     assert world.state.processes == []
     assert reserved(world) == []
 
 
 def test_the_sum_over_the_processes_of_a_copy_counts(real: Callable[..., Started], world: World) -> None:
-    farm = real("run", "--copies", "2", "--job-memory", "8G", "--", *JOB, "--footprint", "5G", "--seconds", "3")
+    farm = real("farm", "--copies", "2", "--memory", "8G", "--", *JOB, "--footprint", "5G", "--seconds", "3")
     on_gpu(world, 2)
     until(lambda: all(one.memory_bytes == 5 * GIB for one in world.state.processes), "both hold their memory")
     one = min(world.pids())
@@ -238,14 +238,14 @@ def test_the_sum_over_the_processes_of_a_copy_counts(real: Callable[..., Started
 
 
 def test_a_process_that_leaves_the_tree_of_a_copy_counts_and_ends_with_it(cli: Cli, world: World) -> None:
-    answer = cli("run", "--copies", "1", "--job-memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    answer = cli("farm", "--copies", "1", "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
     assert answer.code == 1
     assert "over its limit of 8.0 GiB" in answer.err
     assert world.state.processes == []
 
 
 def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
-    answer = cli("run", "--copies", "3", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    answer = cli("farm", "--copies", "3", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert error.startswith("error: copies 0-2: the job holds 9.0 GiB")
@@ -254,20 +254,20 @@ def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
 
 
 def test_a_copy_that_was_ended_for_its_memory_is_started_again_as_often_as_asked(cli: Cli) -> None:
-    words = ("--copies", "1", "--restart", "1", "--job-memory", "8G")
+    words = ("--copies", "1", "--restart", "1", "--memory", "8G")
     (copy,) = cli("-o", "json", "run", *words, "--", *over(0)).json["data"]["copies"]
     assert (copy["tries"], copy["reason"]) == (2, "memory_limit")
 
 
 def test_a_warning_names_the_copy_and_leaves_it_alone(cli: Cli) -> None:
-    words = ("--copies", "2", "--job-memory", "8G", "--memory-action", "warn")
+    words = ("--copies", "2", "--memory", "8G", "--over", "warn")
     answer = cli("run", *words, "--", *over(1, seconds=1)).ok()
     (line,) = [line for line in answer.lines("note") if "over its limit" in line]
     assert line.startswith("note: copy 1: the job holds 9.0 GiB")
 
 
 def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..., Started], world: World) -> None:
-    words = ("--copies", "2", "--job-memory", "8G", "--memory-action", "pause")
+    words = ("--copies", "2", "--memory", "8G", "--over", "pause")
     farm = real("-o", "json", "run", *words, "--", *JOB, "--footprint", "9G", "--seconds", "60")
     for _ in range(2):
         farm.says("stopped (SIGSTOP): it cannot grow")
@@ -280,7 +280,7 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..
 
 
 def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli, world: World) -> None:
-    words = ("--name", "sweep", "--copies", "2", "--job-memory", "8G", "--memory-action", "warn")
+    words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
     farm = real("run", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     until(lambda: all(one.limit_bytes for one in reservations(world.host) or []), "all have said it")
@@ -294,9 +294,9 @@ def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli,
 
 def test_with_a_limit_of_the_copy_mps_gets_none(cli: Cli) -> None:
     """Its share of the memory could be less than what one process of the copy may have."""
-    data = cli("-o", "json", "run", "--copies", "2", "--job-memory", "100G", "--", "true").ok().data
+    data = cli("-o", "json", "farm", "--copies", "2", "--memory", "100G", "--", "true").ok().data
     assert (data["memory_limit_bytes"], data["job_memory_bytes"]) == (None, 100 * GIB)
-    both = cli("-o", "json", "run", "--copies", "2", "--job-memory", "8G", "--memory", "4G", "--", "true").ok().data
+    both = cli("-o", "json", "farm", "--copies", "2", "--memory", "8G", "--memory", "4G", "--", "true").ok().data
     assert (both["memory_limit_bytes"], both["job_memory_bytes"]) == (4 * GIB, 8 * GIB)
 
 
@@ -306,7 +306,7 @@ def test_with_a_limit_of_the_copy_mps_gets_none(cli: Cli) -> None:
 def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
     cli: Cli, world: World, action: str, said: str
 ) -> None:
-    words = ("--copies", "2", "--job-memory", "8G", "--memory-action", action)
+    words = ("--copies", "2", "--memory", "8G", "--over", action)
     steps = cli("-o", "json", "run", "-n", *words, "--", "true").ok().data["steps"]
     texts = [one["what"] for one in steps]
     assert texts[0] == "reserve 8.0 GiB on GPU 0 for each copy while it runs"
@@ -316,12 +316,12 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
 
 def test_copies_do_not_wait_and_the_hint_shows_what_does(refused: Callable[..., str]) -> None:
     text = refused("run", "--wait", "--copies", "3", "--", "true", code="bad_combination", exit_code=2)
-    assert "hint: for example: seq 0 2 | xargs -P 3 -I{} gpushare run --wait --job-memory 20G -- CMD {}\n" in text
+    assert "hint: for example: seq 0 2 | xargs -P 3 -I{} gpushare run --wait --memory 20G -- CMD {}\n" in text
 
 
 def test_memory_that_is_taken_by_others_bounds_the_copies(refused: Callable[..., str], world: World) -> None:
     admin.add_process(world.spec, memory_bytes=100 * GIB)
-    words = ("--copies", "2", "--job-memory", "60G", "--", "true")
+    words = ("--copies", "2", "--memory", "60G", "--", "true")
     text = refused("run", *words, code="memory_does_not_fit", exit_code=19)
     assert "a copy with 60.0 GiB does not fit into the" in text
-    assert "a smaller --job-memory" in text
+    assert "a smaller --memory" in text

@@ -1,4 +1,4 @@
-"""`gpushare run --opportunistic --way slices`: jobs in one MPS daemon with one time-slice, next to production outside it."""
+"""`gpushare run --opportunistic --yield slices`: jobs in one MPS daemon with one time-slice, next to production outside it."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_production_under_mps_that_was_tuned_for_slices_is_told(
 
 
 def test_caps_next_to_production_outside_mps_are_refused(refused: Callable[..., str], running: int) -> None:
-    words = ("run", "--opportunistic", "--for", str(running), "--way", "caps", "--", "true")
+    words = ("run", "--opportunistic", "--for", str(running), "--yield", "caps", "--", "true")
     text = refused(*words, code="production_outside_mps", exit_code=19)
     assert "--way slices" in text
 
 
-@pytest.mark.parametrize("more", [("--way", "slices"), ("--adapt",)])
+@pytest.mark.parametrize("more", [("--yield", "slices"), ("--adapt",)])
 def test_slices_next_to_production_under_mps_are_refused(
     refused: Callable[..., str], world: World, running: int, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
@@ -124,11 +124,11 @@ def test_slices_next_to_production_under_mps_are_refused(
     ("words", "code", "exit_code", "hint"),
     [
         (("--opportunistic", "--way", "both"), "bad_way", 2, "--way slices"),
-        (("--way", "slices"), "bad_combination", 2, "--opportunistic"),
+        (("--yield", "slices"), "bad_combination", 2, "--opportunistic"),
         (("--adapt",), "bad_combination", 2, "--opportunistic"),
-        (("--opportunistic", "--way", "slices", "--pause"), "bad_combination", 2, "--way slices"),
-        (("--opportunistic", "--adapt", "--way", "caps"), "bad_combination", 2, "--adapt --keep 97%"),
-        (("--opportunistic", "--adapt", "--pause"), "bad_combination", 2, "--adapt --keep 97%"),
+        (("--opportunistic", "--yield", "slices", "--yield", "pause"), "bad_combination", 2, "--way slices"),
+        (("--opportunistic", "--adapt", "--yield", "caps"), "bad_combination", 2, "--adapt --keep 97%"),
+        (("--opportunistic", "--adapt", "--yield", "pause"), "bad_combination", 2, "--adapt --keep 97%"),
         (("--opportunistic", "--keep", "97%"), "bad_combination", 2, "--adapt"),
         (("--opportunistic", "--adapt", "--keep", "0.97"), "bad_keep", 2, "--keep 97%"),
         (("--opportunistic", "--adapt", "--keep", "100"), "bad_keep", 2, "--keep 97%"),

@@ -1,4 +1,4 @@
-"""``gpushare run --job-memory`` and ``--wait``: limits of a job, waiting for room, more memory the second time."""
+"""``gpushare run --memory`` and ``--wait``: limits of a job, waiting for room, more memory the second time."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--wait-timeout", "5", "--", "true"), "bad_combination", 2),
+        (("--timeout", "5", "--", "true"), "bad_combination", 2),
         (("--requeue", "--", "true"), "bad_combination", 2),
         (("-g", "any", "--", "true"), "bad_combination", 2),
-        (("--memory-action", "warn", "--", "true"), "bad_combination", 2),
-        (("--job-memory", "4G", "--memory-action", "kill", "--", "true"), "bad_memory_action", 2),
-        (("--job-memory", "4", "--", "true"), "bad_size", 2),
-        (("--job-memory", "1T", "--", "true"), "limit_above_gpu", 2),
+        (("--over", "warn", "--", "true"), "bad_combination", 2),
+        (("--memory", "4G", "--over", "kill", "--", "true"), "bad_memory_action", 2),
+        (("--memory", "4", "--", "true"), "bad_size", 2),
+        (("--memory", "1T", "--", "true"), "limit_above_gpu", 2),
         (("--wait", "--copies", "2", "--", "true"), "bad_combination", 2),
         (("--wait", "--mig", "1g", "--", "true"), "mig_off", 6),
-        (("--copies", "2", "--memory-action", "warn", "--", "true"), "bad_combination", 2),
-        (("--copies", "2", "--job-memory", "1T", "--", "true"), "limit_above_gpu", 2),
-        (("--wait", "--wait-timeout", "x", "--", "true"), "bad_duration", 2),
-        (("--idle", "0", "--", "true"), "bad_duration", 2),
-        (("--turns", "0", "--", "true"), "bad_duration", 2),
+        (("--copies", "2", "--over", "warn", "--", "true"), "bad_combination", 2),
+        (("--copies", "2", "--memory", "1T", "--", "true"), "limit_above_gpu", 2),
+        (("--wait", "--timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--swap", "idle=0", "--", "true"), "bad_duration", 2),
+        (("--swap", "turns=0", "--", "true"), "bad_duration", 2),
         (("--wait", "-g", "9", "--", "true"), "unknown_gpu", 6),
-        (("--wait", "--job-memory", "4G", "--production", "a b!", "--", "true"), "bad_name", 2),
-        (("--wait", "--job-memory", "4G", "--", "no-such-program"), "command_not_found", 6),
+        (("--wait", "--memory", "4G", "--production", "a b!", "--", "true"), "bad_name", 2),
+        (("--wait", "--memory", "4G", "--", "no-such-program"), "command_not_found", 6),
     ],
 )
 def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
@@ -62,11 +62,11 @@ def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: 
     ],
 )
 def test_a_wrong_size_names_its_own_option(refused: Callable[..., str], size: str, code: str) -> None:
-    text = refused("run", "--job-memory", size, "--", "true", code=code, exit_code=2)
+    text = refused("run", "--memory", size, "--", "true", code=code, exit_code=2)
     error, hint = text.split("hint: ")
-    assert "--job-memory" in error
-    assert "--job-memory" in hint
-    assert "--memory" not in text.replace("--job-memory", "")
+    assert "--memory" in error
+    assert "--memory" in hint
+    assert "--memory" not in text.replace("--memory", "")
 
 
 def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
@@ -75,7 +75,7 @@ def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: 
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     assert [one.memory_bytes for one in reservations(world.host) or []] == [100 * GIB]
     assert cli("status", output="json").ok().data["gpus"][0]["jobs_reserved_bytes"] == 100 * GIB
-    answer = cli("run", "--wait", "--wait-timeout", "0.3", "--job-memory", "60G", "--", "true")
+    answer = cli("run", "--wait", "--timeout", "0.3", "--memory", "60G", "--", "true")
     assert answer.code == 19
     job.signal(signal.SIGINT)
     job.result()
@@ -94,21 +94,21 @@ def test_a_limit_per_process_needs_no_ledger(cli: Cli, world: World, monkeypatch
 
     monkeypatch.setattr("gpushare.run.queued.Place", refuse)
     assert cli("run", "--memory", "10G", "--", "true").code == 0
-    assert cli("run", "--job-memory", "10G", "--", "true").lines("error") == ["error: the ledger is read-only"]
+    assert cli("run", "--memory", "10G", "--", "true").lines("error") == ["error: the ledger is read-only"]
 
 
 def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
-    hint = cli("run", "--job-memory", "900G", "--", "true").lines("hint")[0]
-    cli("run", "-n", "--wait", "--job-memory", hint.split()[-1], "--", "true").ok()
+    hint = cli("run", "--memory", "900G", "--", "true").lines("hint")[0]
+    cli("run", "-n", "--wait", "--memory", hint.split()[-1], "--", "true").ok()
 
 
 def test_a_job_a_little_over_its_limit_is_told_so(cli: Cli) -> None:
-    (error,) = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "8212M", "--seconds", "20").lines("error")
+    (error,) = cli("run", "--memory", "8G", "--", *JOB, "--footprint", "8212M", "--seconds", "20").lines("error")
     assert "holds 8212 MiB, over its limit of 8192 MiB" in error
 
 
 def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
-    answer = cli("run", "--job-memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
+    answer = cli("run", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert "holds 9.0 GiB, over its limit of 8.0 GiB" in error
@@ -119,17 +119,17 @@ def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
 
 def test_a_warning_leaves_the_job_alone(cli: Cli) -> None:
     answer = cli(
-        "run", "--job-memory", "8G", "--memory-action", "warn", "--", *JOB, "--footprint", "9G", "--seconds", "1"
+        "run", "--memory", "8G", "--over", "warn", "--", *JOB, "--footprint", "9G", "--seconds", "1"
     )
     assert answer.code == 0, answer
     assert any("over its limit" in line for line in answer.lines("note"))
 
 
 def test_a_job_waits_for_room_and_then_runs(real: Callable[..., Started], cli: Cli, world: World) -> None:
-    first = real("run", "--job-memory", "100G", "--", *JOB, "--footprint", "90G", "--seconds", "3")
+    first = real("run", "--memory", "100G", "--", *JOB, "--footprint", "90G", "--seconds", "3")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     began = time.monotonic()
-    answer = cli("run", "--wait", "--job-memory", "60G", "--", *JOB, "--footprint", "60G", "--seconds", "0.2")
+    answer = cli("run", "--wait", "--memory", "60G", "--", *JOB, "--footprint", "60G", "--seconds", "0.2")
     assert answer.code == 0, answer
     assert time.monotonic() - began > 1
     assert any("waiting for 60.0 GiB" in line for line in answer.lines("note"))
@@ -140,7 +140,7 @@ def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
-    words = ("--wait", "--wait-timeout", "0.3", "--job-memory", "60G", "--", "true")
+    words = ("--wait", "--timeout", "0.3", "--memory", "60G", "--", "true")
     text = refused("run", *words, code="no_room", exit_code=19)
     assert "60.0 GiB within 0.3 s" in text
 
@@ -148,10 +148,10 @@ def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
 def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World) -> None:
     key = world.uuid(0)
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False)).take(key)
-    words = ("--wait", "--wait-timeout", "0", "--job-memory", "60G", "--", "true")
+    words = ("--wait", "--timeout", "0", "--memory", "60G", "--", "true")
     text = refused("run", *words, code="no_room", exit_code=19)
     assert "no room for 60.0 GiB now" in text
-    assert "--wait-timeout 10m" in text
+    assert "--timeout 10m" in text
 
 
 def test_two_jobs_of_one_name_do_not_both_wait(
@@ -160,7 +160,7 @@ def test_two_jobs_of_one_name_do_not_both_wait(
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
-    words = ("run", "--wait", "--job-memory", "60G", "--name", "train", "--", "true")
+    words = ("run", "--wait", "--memory", "60G", "--name", "train", "--", "true")
     waits = real(*words)
     until(lambda: [one for one in reservations(world.host) or [] if one.key is None], "it waits")
     assert "already waits for room" in refused(*words, code="name_in_use", exit_code=19)
@@ -172,7 +172,7 @@ def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> N
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
-    waiting = real("run", "--wait", "--job-memory", "60G", "--", *JOB)
+    waiting = real("run", "--wait", "--memory", "60G", "--", *JOB)
     until(lambda: len(reservations(world.host) or []) == 2, "it waits")
     waiting.signal(signal.SIGINT)
     answer = waiting.result()
@@ -181,7 +181,7 @@ def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> N
 
 
 def test_a_killed_job_frees_its_place(real: Callable[..., Started], world: World) -> None:
-    waiting = real("run", "--wait", "--job-memory", "60G", "--", *JOB, "--seconds", "60")
+    waiting = real("run", "--wait", "--memory", "60G", "--", *JOB, "--seconds", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     waiting.process.send_signal(signal.SIGKILL)
     until(lambda: world.state.processes == [] and reservations(world.host) == [], "both are gone")
@@ -189,10 +189,10 @@ def test_a_killed_job_frees_its_place(real: Callable[..., Started], world: World
 
 def test_a_job_that_does_not_wait_is_told_where_room_is_short(cli: Cli, world: World) -> None:
     admin.add_process(world.spec, memory_bytes=100 * GIB)
-    answer = cli("run", "--job-memory", "60G", "--", *JOB, "--seconds", "0.1")
+    answer = cli("run", "--memory", "60G", "--", *JOB, "--seconds", "0.1")
     assert "GiB free of the 60.0 GiB that this job reserves: it may run out of memory" in answer.err
     assert "--wait" in answer.err
-    answer = cli("run", "--job-memory", "30G", "--", *JOB, "--seconds", "0.1")
+    answer = cli("run", "--memory", "30G", "--", *JOB, "--seconds", "0.1")
     assert "it may run out" not in answer.err
 
 
@@ -274,7 +274,7 @@ def test_the_limit_of_mps_grows_with_the_reservation(cli: Cli, tmp_path: Path) -
 
 def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
     program = ("sh", "-c", "echo CUDA out of memory >&2; exit 1")
-    answer = cli("run", "--wait", "--requeue", "--slice", "2ms", "--job-memory", "16G", "--", *program, host="sim:a30")
+    answer = cli("run", "--wait", "--requeue", "--slice", "2ms", "--memory", "16G", "--", *program, host="sim:a30")
     again = [line.split("again for ")[1] for line in answer.lines("note") if "waits again" in line]
     # Of its 24 GiB, 0.5 are reserved by the driver.
     assert again == ["19.2 GiB", "23.0 GiB", "23.5 GiB"]
@@ -283,14 +283,14 @@ def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
 
 
 def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
-    answer = cli("run", "--wait", "--requeue", "--job-memory", "10G", "--", "sh", "-c", "echo broken >&2; exit 3")
+    answer = cli("run", "--wait", "--requeue", "--memory", "10G", "--", "sh", "-c", "echo broken >&2; exit 3")
     assert answer.code == 3
     assert not any("waits again" in line for line in answer.lines("note"))
 
 
 def test_a_job_that_its_user_ends_is_not_started_again(real: Callable[..., Started], world: World) -> None:
     """It may have survived an allocation that failed."""
-    words = ("run", "--wait", "--requeue", "--grace", "1", "--job-memory", "10G", "--", "sh", "-c")
+    words = ("run", "--wait", "--requeue", "--grace", "1", "--memory", "10G", "--", "sh", "-c")
     job = real(*words, "echo CUDA out of memory >&2; exec sleep 60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     job.signal(signal.SIGINT)
@@ -337,11 +337,11 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [(), ("--swappable",)])
+@pytest.mark.parametrize("how", [(), ("--swap", "request",)])
 def test_a_process_that_leaves_the_tree_counts_and_ends_with_the_job(
     cli: Cli, world: World, how: tuple[str, ...]
 ) -> None:
-    answer = cli("run", *how, "--job-memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    answer = cli("run", *how, "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
     assert answer.code == 1
     assert "holds 9.5 GiB, over its limit of 8.0 GiB (2 processes" in answer.err
     assert world.state.processes == []
@@ -353,7 +353,7 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Star
         "run", "-g", "0", "--production", "web", "--", *JOB, "--footprint", "2G", "--seconds", "20", host=world.spec
     )
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
-    answer = cli("run", "--wait", "-g", "any", "--job-memory", "2G", "--", *JOB, "--seconds", "0.2", host=world.spec)
+    answer = cli("run", "--wait", "-g", "any", "--memory", "2G", "--", *JOB, "--seconds", "0.2", host=world.spec)
     assert answer.code == 0, answer
     assert any("GPU 1: no production job" in line for line in answer.lines("note"))
     job.process.send_signal(signal.SIGTERM)
@@ -384,7 +384,7 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
         "by profile: it uses 50 %, what runs there 90 %, and 40 % has to wait",
     ]
     # Of a command that is not known, only how busy the GPUs are.
-    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "2G", "--", "true")
+    words = ("run", "-n", "--wait", "-g", "any", "--memory", "2G", "--", "true")
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
     assert all("; not measured: " in one["why"] for one in room["devices"])
     for job in jobs:
@@ -399,7 +399,7 @@ def test_any_gpu_is_one_that_answers(cli: Cli, refused: Callable[..., str]) -> N
     world = World("sim:2xa30")
     cli("status", host=world.spec).ok()
     world.fault("lost", gpu="0")
-    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "4G", "--", "true")
+    words = ("run", "-n", "--wait", "-g", "any", "--memory", "4G", "--", "true")
     assert cli("-o", "json", *words, host=world.spec).ok().data["room"]["gpu"] == 1
     world.fault("lost", gpu="1")
     refused(*words, code="gpu_lost", exit_code=6, host=world.spec)
@@ -415,7 +415,7 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
     both = [Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(gpu),), client=False)) for gpu in (0, 1)]
     for gpu, place in enumerate(both):
         place.take(world.uuid(gpu))
-    words = ("run", "--wait", "-g", "any", "--slice", "2ms", "--job-memory", "10G", "--", "true")
+    words = ("run", "--wait", "-g", "any", "--slice", "2ms", "--memory", "10G", "--", "true")
     job = real(*words, host=world.spec)
     job.says("waiting for 10.0 GiB")
     admin.add_process(world.spec, "1", memory_bytes=2 * GIB, sm_percent=70)
@@ -428,20 +428,20 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
 @pytest.mark.parametrize(
     "words",
     [
-        ("--idle", "5s", "--turns", "5s"),
+        ("--swap", "idle=5s", "--swap", "turns=5s"),
         ("--swap",),
-        ("--swappable", "--threads", "50"),
-        ("--turns", "5s", "--memory", "4G"),
-        ("--swappable", "--production", "web"),
-        ("--swappable", "--copies", "2"),
-        ("--turns", "5s", "--mig", "1g"),
-        ("--swappable", "--slice", "1ms"),
-        ("--turns", "5s", "--job-memory", "4G", "--memory-action", "pause"),
-        ("--turns", "5s", "--weight", "2"),
-        ("--opportunistic", "--swap", "--way", "slices"),
-        ("--opportunistic", "--swap", "--adapt"),
-        ("--opportunistic", "--swap", "--pause"),
-        ("--opportunistic", "--swap", "--requeue"),
+        ("--swap", "request", "--threads", "50"),
+        ("--swap", "turns=5s", "--memory", "4G"),
+        ("--swap", "request", "--production", "web"),
+        ("--swap", "request", "--copies", "2"),
+        ("--swap", "turns=5s", "--mig", "1g"),
+        ("--swap", "request", "--slice", "1ms"),
+        ("--swap", "turns=5s", "--memory", "4G", "--over", "pause"),
+        ("--swap", "turns=5s", "--weight", "2"),
+        ("--opportunistic", "--yield", "swap", "--yield", "slices"),
+        ("--opportunistic", "--yield", "swap", "--adapt"),
+        ("--opportunistic", "--yield", "swap", "--yield", "pause"),
+        ("--opportunistic", "--yield", "swap", "--requeue"),
     ],
 )
 def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], words: tuple[str, ...]) -> None:
@@ -449,13 +449,13 @@ def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], wo
 
 
 def test_a_job_with_a_limit_names_one_gpu(refused: Callable[..., str]) -> None:
-    text = refused("run", "--job-memory", "4G", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
+    text = refused("run", "--memory", "4G", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
     assert "hint: name one: -g 0\n" in text
 
 
 def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
     # What they have reserved does not fit together, what they hold would.
-    words = ("run", "--turns", "0.5", "--job-memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
+    words = ("run", "--swap", "turns=0.5", "--memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
     both = [real(*words, host=A30) for _ in range(2)]
     for one in both:
         for _ in range(2):
@@ -480,7 +480,7 @@ def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started], tmp_pat
         f"while not os.path.exists({str(out)!r}): time.sleep(0.2)\n"
         f"while os.path.exists({str(out)!r}): pass\n"
     )
-    job = real("run", "--idle", "1s", "--", sys.executable, "-c", script, host=world.spec)
+    job = real("run", "--swap", "idle=1s", "--", sys.executable, "-c", script, host=world.spec)
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     from gpushare.sim.current import changing
 
@@ -507,7 +507,7 @@ def test_production_takes_the_memory_of_an_opportunistic_job(
         "--opportunistic",
         "--swap",
         *named,
-        "--job-memory",
+        "--memory",
         "16G",
         "--",
         *JOB,
@@ -518,7 +518,7 @@ def test_production_takes_the_memory_of_an_opportunistic_job(
         host=world.spec,
     )
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
-    words = ("run", "--production", "web", "--wait", "--job-memory", "12G", "--", *JOB, "--footprint", "12G")
+    words = ("run", "--production", "web", "--wait", "--memory", "12G", "--", *JOB, "--footprint", "12G")
     web = real(*words, "--seconds", "1", host=world.spec)
     _, err = web.process.communicate(timeout=60)
     assert web.process.returncode == 0, err
@@ -531,11 +531,11 @@ def test_production_takes_the_memory_of_an_opportunistic_job(
 
 def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callable[..., Started], cli: Cli) -> None:
     world = World(A30)
-    words = ("run", "--swappable", "--name", "train", "--job-memory", "16G", "--", *JOB, "--footprint", "16G")
+    words = ("run", "--swap", "request", "--name", "train", "--memory", "16G", "--", *JOB, "--footprint", "16G")
     job = real(*words, "--seconds", "30", host=world.spec)
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     cli("swap", "out", "train", "-y", host=world.spec).ok()
-    other = cli("run", "--wait", "--wait-timeout", "5", "--job-memory", "20G", "--", "true", host=world.spec)
+    other = cli("run", "--wait", "--timeout", "5", "--memory", "20G", "--", "true", host=world.spec)
     assert other.code == 0, other
     cli("swap", "in", "train", host=world.spec).ok()
     job.process.send_signal(signal.SIGINT)
@@ -547,16 +547,16 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
     ("words", "said"),
     [
         (
-            ("--wait", "--wait-timeout", "5m", "--job-memory", "10G"),
+            ("--wait", "--timeout", "5m", "--memory", "10G"),
             "room for 10.0 GiB, first come first served, for 5 min",
         ),
         (("--wait",), "wait until GPU 0 has no other jobs, first come first served"),
-        (("--job-memory", "10G"), "reserve 10.0 GiB on GPU 0"),
-        (("--job-memory", "10G", "--memory-action", "pause"), "stop it (SIGSTOP) if its processes together hold more"),
-        (("--wait", "--requeue", "--job-memory", "10G"), "if it runs out of memory, wait again for 12.0 GiB"),
-        (("--idle", "10m"), "swap it out after 10 min without work"),
-        (("--turns", "auto", "--job-memory", "10G"), "nine times the measured switch"),
-        (("--opportunistic", "--swap", "--job-memory", "10G"), "swap it out when a production job needs room"),
+        (("--memory", "10G"), "reserve 10.0 GiB on GPU 0"),
+        (("--memory", "10G", "--over", "pause"), "stop it (SIGSTOP) if its processes together hold more"),
+        (("--wait", "--requeue", "--memory", "10G"), "if it runs out of memory, wait again for 12.0 GiB"),
+        (("--swap", "idle=10m"), "swap it out after 10 min without work"),
+        (("--swap", "turns", "--memory", "10G"), "nine times the measured switch"),
+        (("--opportunistic", "--yield", "swap", "--memory", "10G"), "swap it out when a production job needs room"),
     ],
 )
 def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[str, ...], said: str) -> None:
@@ -569,7 +569,7 @@ def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[s
 def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     cli: Cli, refused: Callable[..., str], world: World
 ) -> None:
-    words = ("run", "-n", "--opportunistic", "--swap", "--job-memory", "10G")
+    words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
     text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
     assert "or drop --for: the job leaves for every production job" in text
     refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
@@ -589,7 +589,7 @@ def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Callabl
     (device,) = select("1", world.host.nvml.sweep())
     pid = admin.add_process(world.spec, "1", name="serve")
     write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
-    words = ("run", "-n", "--opportunistic", "--swap", "--job-memory", "10G", "--for", "web")
+    words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G", "--for", "web")
     assert "run true on GPU 1" in cli(*words, "--", "true", host=world.spec).ok().out
     refused(*words, "-g", "0", "--", "true", code="other_device", exit_code=2, host=world.spec)
     assert "'web' or another" in cli(*words, "-g", "any", "--", "true", host=world.spec).ok().out
@@ -599,7 +599,7 @@ def test_a_dry_run_says_that_a_job_would_start_now_and_where(cli: Cli) -> None:
     world = World("sim:2xa30")
     place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(0),), client=False))
     place.take(world.uuid(0))
-    words = ("run", "-n", "--wait", "-g", "any", "--job-memory", "10G", "--", "true")
+    words = ("run", "-n", "--wait", "-g", "any", "--memory", "10G", "--", "true")
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
     assert (room["starts_now"], room["gpu"], room["behind"]) == (True, 1, [])
     answer = cli(*words, host=world.spec).ok()
@@ -615,7 +615,7 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     holder = Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False, name="train"))
     holder.take(key)
     first = Place(world.host, Request(memory_bytes=100 * GIB, keys=(key,), client=False, name="large"))
-    words = ("run", "-n", "--wait", "--job-memory", "60G", "--", "true")
+    words = ("run", "-n", "--wait", "--memory", "60G", "--", "true")
     room = cli("-o", "json", *words).ok().data["room"]
     assert (room["starts_now"], room["gpu"]) == (False, None)
     (before,) = room["behind"]
@@ -625,7 +625,7 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     assert "held by 'train' (process" in note
     assert "before it waits 'large' (process" in note
     # It fits next to the one that runs, and delays nobody.
-    small = cli("-o", "json", "run", "-n", "--wait", "--job-memory", "10G", "--", "true").ok().data["room"]
+    small = cli("-o", "json", "run", "-n", "--wait", "--memory", "10G", "--", "true").ok().data["room"]
     assert small["starts_now"]
     assert [one.name for one in reservations(world.host) or []] == ["train", "large"]
     for place in (holder, first):
@@ -636,7 +636,7 @@ def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
     world = World("sim:a30")
     pid = admin.add_process(world.spec, memory_bytes=GIB, name="alone")
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    words = ("run", "-n", "--turns", "auto", "--job-memory", "4G", "--", "true")
+    words = ("run", "-n", "--swap", "turns", "--memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec).ok()
     assert any("now it would wait: GPU 0 is in compute mode exclusive-process" in line for line in answer.lines("note"))
     admin.end_process(world.spec, pid)
@@ -649,7 +649,7 @@ def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
         "--wait",
         "-g",
         "any",
-        "--job-memory",
+        "--memory",
         "300G",
         "--",
         "true",
@@ -666,7 +666,7 @@ def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
 def test_any_keeps_to_the_gpus_that_a_batch_system_gave(cli: Cli, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     world = World("sim:2xa30")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given.format(uuid=world.uuid(1)))
-    answer = cli("run", "-n", "-g", "any", "--wait", "--job-memory", "4G", "--", "true", host=world.spec).ok()
+    answer = cli("run", "-n", "-g", "any", "--wait", "--memory", "4G", "--", "true", host=world.spec).ok()
     assert "wait until GPU 1 has room for 4.0 GiB" in answer.out
     assert "note: -g any: of the GPUs in CUDA_VISIBLE_DEVICES: GPU 1" in answer.lines("note")
 
@@ -675,7 +675,7 @@ def test_any_keeps_to_the_instances_that_a_batch_system_gave(cli: Cli, monkeypat
     world = World("sim:2xa30")
     uuid, _ = world.mig("2g.12gb", "2g.12gb")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
-    words = ("-o", "json", "run", "-n", "-g", "any", "--wait", "--job-memory", "4G", "--", "true")
+    words = ("-o", "json", "run", "-n", "-g", "any", "--wait", "--memory", "4G", "--", "true")
     (one,) = cli(*words, host=world.spec).ok().data["room"]["devices"]
     assert one["device_uuid"] == uuid
 
@@ -685,29 +685,29 @@ def test_any_without_a_gpu_that_was_given_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    words = ("-g", "any", "--wait", "--job-memory", "4G", "--", "true")
+    words = ("-g", "any", "--wait", "--memory", "4G", "--", "true")
     refused("run", *words, code="bad_gpu", exit_code=2, host="sim:2xa30")
 
 
 def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Callable[..., str]) -> None:
     world = World("sim:2xa30")
     world.mig("2g.12gb")
-    words = ("run", "-g", "any", "--wait", "--wait-timeout", "5", "--job-memory", "4G", "--", "true")
+    words = ("run", "-g", "any", "--wait", "--timeout", "5", "--memory", "4G", "--", "true")
     said = cli(*words, host=world.spec).ok().err
     assert "note: GPU 1: no production job" in said or "note: MIG 2g.12gb of GPU 0" in said
     assert "MIG mode" not in said
     # Swapping needs a GPU without MIG.
     text = (
-        cli("run", "-n", "-g", "any", "--turns", "auto", "--job-memory", "4G", "--", "true", host=world.spec).ok().out
+        cli("run", "-n", "-g", "any", "--swap", "turns", "--memory", "4G", "--", "true", host=world.spec).ok().out
     )
     assert "until GPU 1 has room" in text
-    for more in (("--wait",), ("--turns", "auto")):
+    for more in (("--wait",), ("--swap", "turns")):
         refused(
             "run",
             "-g",
             "0",
             *more,
-            "--job-memory",
+            "--memory",
             "4G",
             "--",
             "true",
@@ -717,14 +717,14 @@ def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli,
         )
     one = World("sim:a30")
     one.mig("2g.12gb")
-    refused("run", "-g", "any", "--turns", "auto", "--", "true", code="mig_enabled", exit_code=3, host=one.spec)
+    refused("run", "-g", "any", "--swap", "turns", "--", "true", code="mig_enabled", exit_code=3, host=one.spec)
 
 
 def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
     world = World("sim:a30")
     pid = admin.add_process(world.spec, memory_bytes=GIB, name="alone")
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    words = ("run", "--turns", "auto", "--wait-timeout", "1", "--job-memory", "4G", "--", "true")
+    words = ("run", "--swap", "turns", "--timeout", "1", "--memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec)
     assert answer.code == 19
     assert any(f"exclusive-process, and process {pid} has it" in line for line in answer.lines("note"))
@@ -734,8 +734,8 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
 
 def test_a_job_inside_another_one_does_not_wait_for_that(real: Callable[..., Started], world: World) -> None:
     """A script or a notebook that runs with --wait starts a program with --wait: it would wait for itself."""
-    inner = ("run", "--wait", "--wait-timeout", "20", "--job-memory", "100G", "--", "echo", "inner")
-    outer = ("run", "--wait", "--job-memory", "120G", "--", sys.executable, "-m", "gpushare", "--host", world.spec)
+    inner = ("run", "--wait", "--timeout", "20", "--memory", "100G", "--", "echo", "inner")
+    outer = ("run", "--wait", "--memory", "120G", "--", sys.executable, "-m", "gpushare", "--host", world.spec)
     answer = real(*outer, *inner).result()
     assert answer.code == 0, answer
     assert "inner" in answer.out
@@ -744,17 +744,17 @@ def test_a_job_inside_another_one_does_not_wait_for_that(real: Callable[..., Sta
 
 def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
-    answer = cli("run", "--wait", "--job-memory", "4G", "--", "true").ok()
+    answer = cli("run", "--wait", "--memory", "4G", "--", "true").ok()
     assert any(
         "the jobs of other users are not seen in this line: neither /run/lock" in one for one in answer.lines("note")
     )
-    assert "not seen" not in cli("run", "--job-memory", "4G", "--", "true").err
+    assert "not seen" not in cli("run", "--memory", "4G", "--", "true").err
 
 
 def test_a_prohibited_gpu_is_not_waited_for(refused: Callable[..., str]) -> None:
     world = World("sim:2xa30")
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
-    words = ("run", "--wait", "--job-memory", "4G")
+    words = ("run", "--wait", "--memory", "4G")
     refused(*words, "-g", "1", "--", "true", code="compute_prohibited", exit_code=19, host=world.spec)
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
     refused(*words, "-g", "any", "--", "true", code="compute_prohibited", exit_code=19, host=world.spec)
@@ -834,14 +834,14 @@ def test_a_later_failure_of_its_own_is_no_want_of_memory(text: bytes, short: boo
 
 def test_what_the_host_has_killed_is_not_started_again(cli: Cli) -> None:
     program = ("sh", "-c", "echo CUDA out of memory >&2; kill -9 $$")
-    answer = cli("run", "--wait", "--requeue", "--job-memory", "10G", "--", *program)
+    answer = cli("run", "--wait", "--requeue", "--memory", "10G", "--", *program)
     assert answer.code == 137
     assert not any("waits again" in line for line in answer.lines("note"))
 
 
 @pytest.mark.parametrize(("size", "more"), [("10G", "12.0 GiB"), ("130G", "139.8 GiB"), ("143155M", None)])
 def test_a_plan_asks_for_no_more_than_there_is(cli: Cli, size: str, more: str | None) -> None:
-    out = cli("run", "-n", "--wait", "--requeue", "--job-memory", size, "--", "true").ok().out
+    out = cli("run", "-n", "--wait", "--requeue", "--memory", size, "--", "true").ok().out
     assert ("wait again" in out) == (more is not None)
     assert more is None or f"wait again for {more}" in out
 
@@ -850,7 +850,7 @@ def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> 
     """A display: all of the GPU is less than all of its memory, and more would never start."""
     admin.add_process(world.spec, memory_bytes=GIB // 2, graphics=True, name="Xorg")
     program = ("sh", "-c", "echo CUDA out of memory >&2; exit 1")
-    words = ("--wait", "--requeue", "--wait-timeout", "2", "--job-memory", "135G", "--", *program)
+    words = ("--wait", "--requeue", "--timeout", "2", "--memory", "135G", "--", *program)
     answer = cli("run", *words)
     assert answer.code == 1
     assert "note: it ran out of memory with all that it may have (139.3 GiB): not started again" in answer.lines("note")
@@ -863,7 +863,7 @@ def test_stderr_goes_to_the_log_of_a_production_job(cli: Cli, tmp_path: Path) ->
     log = tmp_path / "log"
     words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)", "--log", str(log))
     program = ("sh", "-c", "echo rate=1; echo broken >&2")
-    cli("run", "--wait", "--requeue", "--job-memory", "4G", *words, "--", *program)
+    cli("run", "--wait", "--requeue", "--memory", "4G", *words, "--", *program)
     assert sorted(log.read_text().splitlines()) == ["broken", "rate=1"]
 
 

@@ -465,7 +465,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
 def test_a_job_over_its_limit_in_an_instance_is_ended(cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
-    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "60")
+    answer = cli("run", "--mig", "1g", "--memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "60")
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert "the job holds 5.0 GiB, over its limit of 4.0 GiB" in error
@@ -475,7 +475,7 @@ def test_a_job_over_its_limit_in_an_instance_is_ended(cli: Cli, world: World) ->
 def test_only_its_own_processes_in_the_instance_count(cli: Cli, world: World) -> None:
     _, other = world.mig("1g.18gb:4", "1g.18gb:5")
     admin.add_process(world.spec, mig=other, memory_bytes=8 * GIB)
-    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "3G", "--seconds", "0.5")
+    answer = cli("run", "--mig", "1g", "--memory", "4G", "--", *JOB, "--footprint", "3G", "--seconds", "0.5")
     assert answer.code == 0, answer
 
 
@@ -484,7 +484,7 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
     real: Callable[..., Started], cli: Cli, world: World, more: tuple[str, ...]
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
-    words = ("--mig", "1g", *more, "--name", "train", "--job-memory", "8G", "--memory-action", "warn")
+    words = ("--mig", "1g", *more, "--name", "train", "--memory", "8G", "--over", "warn")
     job = real("run", *words, "--", *JOB, "--footprint", "2G", "--seconds", "60")
     until(lambda: any(one.limit_bytes for one in reservations(world.host) or []), "it has said its limit")
     data = cli("status", output="json").ok().data
@@ -501,16 +501,16 @@ def test_a_limit_above_the_instance_takes_nothing(
     refused: Callable[..., str], world: World, more: tuple[str, ...]
 ) -> None:
     world.mig("1g.18gb")
-    words = ("run", *more, "--mig", "1g", "--job-memory", "20G", "--", "true")
+    words = ("run", *more, "--mig", "1g", "--memory", "20G", "--", "true")
     text = refused(*words, code="limit_above_gpu", exit_code=2)
     assert "of MIG 1g.18gb of GPU 0" in text
-    assert "give at most --job-memory 16G" in text
+    assert "give at most --memory 16G" in text
     assert (leases(world), reservations(world.host)) == ({}, [])
 
 
 def test_a_plan_in_an_instance_says_how_it_is_limited(cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
-    steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--job-memory", "8G", "--", "true").ok().data["steps"]
+    steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--memory", "8G", "--", "true").ok().data["steps"]
     assert [one["what"] for one in steps] == [
         "reserve 8.0 GiB on MIG 1g.18gb of GPU 0",
         "run true in 1g.18gb:0 of GPU 0, if it is still free then",
@@ -524,7 +524,7 @@ def test_without_the_ledger_the_instance_is_given_back(cli: Cli, world: World, m
 
     world.mig("1g.18gb")
     monkeypatch.setattr("gpushare.run.queued.Place", refuse)
-    assert cli("run", "--mig", "1g", "--job-memory", "8G", "--", "true").lines("error") == [
+    assert cli("run", "--mig", "1g", "--memory", "8G", "--", "true").lines("error") == [
         "error: the ledger is read-only"
     ]
     assert leases(world) == {}
@@ -540,7 +540,7 @@ def test_memory_that_the_driver_does_not_tell_in_an_instance_is_said(
         return tuple(replace(one, memory_used_bytes=None) for one in real(self, index) or ())
 
     monkeypatch.setattr(NvmlReader, "processes", untold)
-    answer = cli("run", "--mig", "1g", "--job-memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "1")
+    answer = cli("run", "--mig", "1g", "--memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "1")
     assert answer.code == 0, answer
     (line,) = [line for line in answer.lines("note") if "cannot be checked" in line]
     assert "its limit of 4.0 GiB cannot be checked: the driver does not tell how much memory process" in line
@@ -588,7 +588,7 @@ def test_no_instance_in_time(
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
-    words = ("run", "--wait", "--wait-timeout", seconds, "--mig", "1g", "--", "true")
+    words = ("run", "--wait", "--timeout", seconds, "--mig", "1g", "--", "true")
     assert said in refused(*words, code="no_room", exit_code=19)
     assert reservations(world.host) == []
     assert ended(first) == 0
@@ -667,10 +667,10 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
     [
         (("--wait", "--mig", "2g"), "no_instance", 6),
         (("--wait", "--mig", "nobody"), "no_name", 6),
-        (("--wait", "--mig", "1g", "--job-memory", "20G"), "limit_above_gpu", 2),
-        (("-n", "--wait", "--mig", "1g", "--job-memory", "20G"), "limit_above_gpu", 2),
+        (("--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
+        (("-n", "--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
         (("--wait", "--requeue", "--mig", "1g"), "bad_combination", 2),
-        (("--wait-timeout", "5", "--mig", "1g"), "bad_combination", 2),
+        (("--timeout", "5", "--mig", "1g"), "bad_combination", 2),
     ],
 )
 def test_waiting_for_what_is_wrong(
@@ -689,11 +689,11 @@ def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: W
         "run",
         "-n",
         "--wait",
-        "--wait-timeout",
+        "--timeout",
         "5m",
         "--mig",
         "1g",
-        "--job-memory",
+        "--memory",
         "8G",
         "--",
         "true",
@@ -741,7 +741,7 @@ def test_room_in_an_instance_that_one_program_has_is_for_nobody_else(
     (uuid,) = world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
-    words = ("run", "--wait", "--wait-timeout", "0.3", "-g", uuid, "--job-memory", "2G", "--", "true")
+    words = ("run", "--wait", "--timeout", "0.3", "-g", uuid, "--memory", "2G", "--", "true")
     assert cli(*words).code == 19
     assert ended(first) == 0
     assert cli(*words).code == 0

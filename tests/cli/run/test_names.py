@@ -41,7 +41,7 @@ def test_a_name_stands_for_the_program_while_it_runs(
 
 def test_copies_have_one_name(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
     wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
-    started = real("run", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
+    started = real("farm", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
     found = until(lambda: world.begun and find_record(world.host, "farm"), "the farm is named")
     assert found.pid == started.pid
     (tmp_path / "go").touch()

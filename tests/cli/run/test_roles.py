@@ -155,9 +155,9 @@ def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
     assert answer.code == 0
     assert f"next to process {running}: paused" in answer.err
     assert "time-slices are not supported here: a sandbox forbids pidfd_getfd; this job is paused" in answer.err
-    asked = cli("-o", "json", *words, "--way", "slices", "--", "true")
+    asked = cli("-o", "json", *words, "--yield", "slices", "--", "true")
     assert asked.error["code"] == "seccomp"
-    assert cli(*words, "--pause", "-n", "--", "true").ok().err.count("not supported") == 0
+    assert cli(*words, "--yield", "pause", "-n", "--", "true").ok().err.count("not supported") == 0
 
 
 def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) -> None:
@@ -176,9 +176,9 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
     [
         (("--opportunistic", "--for", "nobody", "--", "true"), "no_production", 6),
         (("--opportunistic", "--for", "999999", "--", "true"), "no_process", 6),
-        (("--opportunistic", "--pause", "--", "true"), "no_production", 6),
+        (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
         (("--for", "web", "--", "true"), "bad_combination", 2),
-        (("--pause", "--", "true"), "bad_combination", 2),
+        (("--yield", "pause", "--", "true"), "bad_combination", 2),
         (("--production", "web", "--opportunistic", "--", "true"), "bad_combination", 2),
         (("--production", "1web", "--", "true"), "bad_name", 2),
         (("--production", "web", "--mig", "1g", "--", "true"), "bad_combination", 2),
@@ -236,7 +236,7 @@ def forbid_channels(world: World) -> None:
 def paused(real: Callable[..., Started], world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
     assert world.host.nvml.count() == 1
-    words = ("run", "--opportunistic", "--pause", "--for", str(production), "--grace", "1")
+    words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1")
     started = real(*words, "--", sys.executable, "-c", program)
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
 
@@ -265,7 +265,7 @@ def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Callable[..., Started]
     waiting = (sys.executable, "-c", LOOP)
     production = real("run", "--production", "web", "--grace", "1", "--", *waiting)
     until(lambda: peak(world) is not None, "production is known")
-    other = real("run", "--opportunistic", "--for", "web", "--pause", "--grace", "1", "--", *waiting)
+    other = real("run", "--opportunistic", "--for", "web", "--yield", "pause", "--grace", "1", "--", *waiting)
     pid = until(lambda: program_of(world), "the opportunistic program stands still")
     production.signal(signal.SIGTERM)
     assert production.result().code == 128 + signal.SIGTERM
@@ -282,7 +282,7 @@ def test_under_mps_without_gpm_it_is_said_what_is_not_seen(
 ) -> None:
     recorded(world, running)
     monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
-    words = ("run", "--opportunistic", "--for", "web", "--pause", "-n", "--", "true")
+    words = ("run", "--opportunistic", "--for", "web", "--yield", "pause", "-n", "--", "true")
     assert "only work that uses the CPU" not in cli(*words).err
     monkeypatch.setattr("gpushare.host.activity.ActivityMeter.gpm", False)
     assert "only work that uses the CPU" in cli(*words).err
@@ -371,8 +371,8 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(
     ("words", "code", "exit_code"),
     [
         (("--requeue", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--pause", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--way", "slices", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--yield", "pause", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--yield", "slices", "--", "true"), "bad_combination", 2),
         (("--opportunistic", "--requeue", "--", "true"), "no_production", 6),
     ],
 )

@@ -40,7 +40,7 @@ def two(world: World) -> Iterator[list[str]]:
 
 @pytest.mark.usefixtures("two")
 def test_a_pause_asks_which_of_several_is_spared(refused: Callable[..., str]) -> None:
-    text = refused("run", "--opportunistic", "--pause", "--", "true", code="several_production", exit_code=2)
+    text = refused("run", "--opportunistic", "--yield", "pause", "--", "true", code="several_production", exit_code=2)
     assert "2 production jobs run on GPU 0: llm, web" in text
     assert "--for llm" in text
 
@@ -69,4 +69,4 @@ def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, .
 
 
 def test_nobody_to_spare_is_said(refused: Callable[..., str]) -> None:
-    assert "--for PID" in refused("run", "--opportunistic", "--pause", "--", "true", code="no_production", exit_code=6)
+    assert "--for PID" in refused("run", "--opportunistic", "--yield", "pause", "--", "true", code="no_production", exit_code=6)

@@ -58,7 +58,7 @@ def _there(one: SimulatedProcess, before: set[int], size: int) -> bool:
 
 
 def opportunistic(size: str) -> tuple[str, ...]:
-    return ("--opportunistic", "--swap", "--job-memory", size)
+    return ("--opportunistic", "--yield", "swap", "--memory", size)
 
 
 def finish(*jobs: Started) -> list[str]:
@@ -85,7 +85,7 @@ def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., St
     second = start(*opportunistic("8G"))
     # Programs that start one after the other look like one that grows.
     time.sleep(_GROWTH_SECONDS + 1)
-    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
     second.says("out of the GPU: 8.0 GiB")
     time.sleep(1.5)
     assert len(out_of(world)) == 1
@@ -95,7 +95,7 @@ def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., St
 
 def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: World) -> None:
     jobs = [start(*opportunistic("8G")) for _ in range(2)]
-    web = start("--production", "web", "--wait", "--job-memory", "20G", size="20G")
+    web = start("--production", "web", "--wait", "--memory", "20G", size="20G")
     for one in jobs:
         one.says("out of the GPU: 8.0 GiB")
     finish(*jobs, web)
@@ -103,7 +103,7 @@ def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: W
 
 def test_production_that_has_room_sends_nobody_away(start: Callable[..., Started], world: World) -> None:
     job = start(*opportunistic("8G"))
-    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
     said, _ = finish(job, web)
     assert "out of the GPU" not in said
 
@@ -115,7 +115,7 @@ def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(
     stays = admin.add_process(world.spec, memory_bytes=8 * GIB, name="stays")
     job = start(*opportunistic("8G"))
     time.sleep(_GROWTH_SECONDS + 1)
-    web = real("run", "--production", "web", "--wait", "--job-memory", "20G", "--", "true", host=A30)
+    web = real("run", "--production", "web", "--wait", "--memory", "20G", "--", "true", host=A30)
     web.says("waiting for 20.0 GiB")
     time.sleep(2.0)
     assert out_of(world) == []
@@ -139,18 +139,18 @@ def test_who_cannot_leave_says_why_and_production_is_told(
 ) -> None:
     first, second = start(*opportunistic("8G")), start(*opportunistic("8G"))
     fault(world, host_memory_bytes=GIB)
-    web = real("run", "--production", "web", "--wait", "--job-memory", "12G", "--", *JOB, host=A30)
+    web = real("run", "--production", "web", "--wait", "--memory", "12G", "--", *JOB, host=A30)
     line = second.says("host memory")
     assert "tried again from time to time" in line
     # So the other one has to, and cannot either.
     first.says("host memory")
-    waiting = real("run", "--production", "w2", "--wait", "--job-memory", "12G", "--", "true", host=A30)
+    waiting = real("run", "--production", "w2", "--wait", "--memory", "12G", "--", "true", host=A30)
     assert "was to leave the GPU for it, and cannot" in waiting.says("waiting for")
     finish(waiting, web, first, second)
 
 
 def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world: World) -> None:
-    both = [start("--turns", "0.2s", "--job-memory", "16G"), start("--turns", "0.2s", "--job-memory", "16G")]
+    both = [start("--swap", "turns=0.2s", "--memory", "16G"), start("--swap", "turns=0.2s", "--memory", "16G")]
     both[0].says("this is not said again")
     time.sleep(3)
     for said in finish(*both):
@@ -161,11 +161,11 @@ def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world
 # -- moved by hand -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [("--idle", "60s"), ("--turns", "60s"), opportunistic("8G"), ("--swappable",)])
+@pytest.mark.parametrize("words", [("--swap", "idle=60s"), ("--swap", "turns=60s"), opportunistic("8G"), ("--swap", "request",)])
 def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...]
 ) -> None:
-    more = () if "--job-memory" in words else ("--job-memory", "8G")
+    more = () if "--memory" in words else ("--memory", "8G")
     job = start(*words, *more, "--name", "train")
     cli("swap", "out", "train", host=A30).ok()
     assert "gpushare swap in train" in job.says("swapped out by hand")
@@ -185,7 +185,7 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
 ) -> None:
     """`status` shows the PID of the process on the GPU, which a script may have started."""
     script = shlex.join([*JOB, "--footprint", "8G"])
-    job = start("--idle", "60s", "--job-memory", "16G", program=("sh", "-c", f"{script} & wait"))
+    job = start("--swap", "idle=60s", "--memory", "16G", program=("sh", "-c", f"{script} & wait"))
     (shell,) = world.state.processes
     child = admin.add_process(A30, memory_bytes=8 * GIB)
     with changing(world.file) as (state, _):
@@ -215,7 +215,7 @@ def _child_of(pid: int) -> Identity:
 def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., Started], cli: Cli, world: World) -> None:
     (world.directory / "users" / "65534").mkdir(parents=True)
     world.fault("user", 65534)
-    job = start("--idle", "60s", "--name", "train")
+    job = start("--swap", "idle=60s", "--name", "train")
     world.fault("user", 0)
     cli("swap", "out", "train", host=A30).ok()
     assert "sudo gpushare swap in train" in job.says("swapped out by root")
@@ -228,7 +228,7 @@ def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
     start: Callable[..., Started], cli: Cli, world: World
 ) -> None:
     job = start(*opportunistic("16G"), "--name", "batch", size="16G")
-    web = start("--production", "web", "--wait", "--job-memory", "12G", size="12G")
+    web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
     job.says("out of the GPU")
     finish(web)
     cli("swap", "in", "batch", "--wait", host=A30).ok()
@@ -241,7 +241,7 @@ def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(
     start: Callable[..., Started], cli: Cli, world: World
 ) -> None:
     """As a kernel of a notebook that is restarted."""
-    job = start("--idle", "60s", "--job-memory", "8G", "--name", "lab")
+    job = start("--swap", "idle=60s", "--memory", "8G", "--name", "lab")
     cli("swap", "out", "lab", host=A30).ok()
     job.says("swapped out by hand")
     # A record whose processes have all ended is removed by whoever reads it next.
@@ -384,12 +384,12 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("words", [("--swappable",), ("--idle", "0.5s")])
+@pytest.mark.parametrize("words", [("--swap", "request",), ("--swap", "idle=0.5s")])
 def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
     start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...], number: int
 ) -> None:
     job = start(*words, "--name", "train")
-    if words == ("--swappable",):
+    if words == ("--swap", "request",):
         cli("swap", "out", "train", host=A30).ok()
     else:
         with changing(world.file) as (state, _):
@@ -407,7 +407,7 @@ def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
 
 
 def test_a_job_without_room_ends_out_of_the_gpu(start: Callable[..., Started], cli: Cli, world: World) -> None:
-    job = start("--swappable", "--name", "train", size="16G")
+    job = start("--swap", "request", "--name", "train", size="16G")
     cli("swap", "out", "train", host=A30).ok()
     other = admin.add_process(A30, memory_bytes=16 * GIB)
     job.signal(signal.SIGINT)
@@ -426,7 +426,7 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
         f"while not os.path.exists({str(wakes)!r}): time.sleep(0.1)\n"
         f"while os.path.exists({str(wakes)!r}): pass\n"
     )
-    job = start("--idle", "1s", program=(sys.executable, "-c", script))
+    job = start("--swap", "idle=1s", program=(sys.executable, "-c", script))
     with changing(world.file) as (state, _):
         for one in state.processes:
             one.sm_percent, one.memory_bytes = 0, 8 * GIB
@@ -448,7 +448,7 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
 def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[..., Started], world: World) -> None:
     """Else it would be out until the job that is in the way of both has ended, and nobody would use its room."""
     other = admin.add_process(world.spec, memory_bytes=9 * GIB, name="stays")
-    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     time.sleep(2.0)
     assert swaps(world.host) == []
@@ -460,7 +460,7 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[...,
 
 def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Callable[..., Started], world: World) -> None:
     """It is about to start."""
-    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
     small = Place(world.host, Request(memory_bytes=8 * GIB, keys=(world.uuid(),), client=False))
     time.sleep(2.0)
     assert swaps(world.host) == []
@@ -473,7 +473,7 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., 
     stopped = subprocess.Popen(["sleep", "600"])
     try:
         stopped.send_signal(signal.SIGSTOP)
-        job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+        job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
         place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
         path, me = place.claim.path, identity_of(os.getpid())
         other = identity_of(stopped.pid)
@@ -496,7 +496,7 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
     start: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
-    job = start("--turns", "0.5", "--job-memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
     never = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     job.says("out of the GPU")
     job.says("back on the GPU")
@@ -510,7 +510,7 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
     start: Callable[..., Started], world: World
 ) -> None:
-    jobs = [start("--turns", "0.5", "--job-memory", "9G", size=size) for size in ("7G", "8G")]
+    jobs = [start("--swap", "turns=0.5", "--memory", "9G", size=size) for size in ("7G", "8G")]
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     until(lambda: len([one for one in swaps(world.host) if one.state == OUT]) == 2, "both have left")
     large.leave()
@@ -522,7 +522,7 @@ def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(
 ) -> None:
     """The next job could not leave again, and the first would never come back."""
     fault(world, host_memory_bytes=18 * GIB)
-    job = start("--turns", "0.5", "--job-memory", "14G", size="13G")
+    job = start("--swap", "turns=0.5", "--memory", "14G", size="13G")
     other = Place(world.host, Request(memory_bytes=14 * GIB, keys=(world.uuid(),), client=False))
     job.says("do not both fit into host memory (18.0 GiB available), so it stays on the GPU")
     assert swaps(world.host) == []
@@ -531,11 +531,11 @@ def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(
 
 
 def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli: Cli, world: World) -> None:
-    words = ("run", "-n", "--job-memory", "8G")
-    assert "lose about 39 % of the time" in cli(*words, "--turns", "10s", "--", "true", host=A30).ok().err
-    assert "lose" not in cli(*words, "--turns", "60s", "--", "true", host=A30).ok().err
+    words = ("run", "-n", "--memory", "8G")
+    assert "lose about 39 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
+    assert "lose" not in cli(*words, "--swap", "turns=60s", "--", "true", host=A30).ok().err
     fault(world, host_memory_bytes=8 * GIB)
-    for option in (("--turns", "auto"), ("--idle", "10m"), ("--swappable",)):
+    for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request",)):
         err = cli(*words, *option, "--", "true", host=A30).ok().err
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
 
@@ -543,8 +543,8 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
 def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Callable[..., Started], world: World) -> None:
     gpu = world.host.nvml.gpu(0)
     size = f"{((gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)) >> 20}M"
-    first = start("--turns", "0.5", "--job-memory", size, size=size)
-    second = start("--turns", "0.5", "--job-memory", size, size=size)
+    first = start("--swap", "turns=0.5", "--memory", size, size=size)
+    second = start("--swap", "turns=0.5", "--memory", size, size=size)
     for one in (first, second):
         one.says("out of the GPU")
         one.says("back on the GPU")

@@ -524,8 +524,8 @@ def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Callable[...
     pid = job()
     world.fault("blind")
     refused("swap", "out", str(pid), code="pid_namespace", exit_code=3)
-    refused("run", "--turns", "auto", "--", "true", code="pid_namespace", exit_code=3)
-    refused("run", "--swappable", "--", "true", code="pid_namespace", exit_code=3)
+    refused("run", "--swap", "turns", "--", "true", code="pid_namespace", exit_code=3)
+    refused("run", "--swap", "request", "--", "true", code="pid_namespace", exit_code=3)
 
 
 def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli, world: World) -> None:
@@ -584,7 +584,7 @@ def test_without_the_calls_of_the_driver_nothing_begins(
         _without_library(without)
         for words in (("swap", "out", str(pid)), ("swap", "out", str(pid), "-n"), ("swap", "in", str(other))):
             refused(*words, code="driver_too_old", exit_code=3)
-        refused("run", "--swappable", "--", "true", code="driver_too_old", exit_code=3)
+        refused("run", "--swap", "request", "--", "true", code="driver_too_old", exit_code=3)
     assert [(one.pid, one.state) for one in swaps(world.host)] == [(other, OUT)]
     cli("swap", "in", str(other)).ok()
 
@@ -655,7 +655,7 @@ def test_room_that_another_program_took_after_the_reservation_loses_nothing(
     assert [one.state for one in swaps(world.host)] == [OUT]
     came.clear()
     admin.end_process(SPEC, next(one.pid for one in world.state.processes if one.pid != pid))
-    answer = cli("swap", "in", str(pid), "--wait", "--wait-timeout", "1s", output="json")
+    answer = cli("swap", "in", str(pid), "--wait", "--timeout", "1s", output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     admin.end_process(SPEC, came[0])
     cli("swap", "in", str(pid), "--wait").ok()

@@ -81,7 +81,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
         (("swap", "out", "no-such-job"), "no_job", 6),
         (("swap", "out", "-x"), "usage", 2),
         (("swap", "in", "1"), "not_out", 6),
-        (("swap", "in", "1", "--wait-timeout", "5"), "bad_combination", 2),
+        (("swap", "in", "1", "--timeout", "5"), "bad_combination", 2),
         (("swap", "out"), "usage", 2),
     ],
 )
@@ -172,7 +172,7 @@ def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
     answer = cli("swap", "in", pid, output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     assert process(world, int(pid)).checkpoint == CHECKPOINTED
-    answer = cli("swap", "in", pid, "--wait", "--wait-timeout", "0.2s", output="json")
+    answer = cli("swap", "in", pid, "--wait", "--timeout", "0.2s", output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     admin.end_process(SPEC, other)
     cli("swap", "in", pid, "--wait").ok()

@@ -105,7 +105,7 @@ def test_what_it_says_to_run_names_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyP
     words = ("--production", f"{JOB} --need 95", *PAIR[2:], *QUICK, *words)
     answer = cli("tune", *words, host="sim:2xh200")
     assert answer.code == 7
-    assert "gpushare run --opportunistic --pause -g 1" in answer.err
+    assert "gpushare run --opportunistic --yield pause -g 1" in answer.err
 
 
 def test_before_the_first_trial_there_is_nothing_to_show(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

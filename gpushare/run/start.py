@@ -1,0 +1,745 @@
+"""A job from its options to its program: which GPU, which way of sharing, which parts; `cli/run.py` only parses.
+
+`JobStart.run` decides in this order: an instance of its own, the devices that it may have, its place in the ledger of
+memory, its role, and then the share that its program runs in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported
+from gpushare.selection import Device, select_for_change, select_one
+from gpushare.units import format_slice, quoted
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.activity import ActivityRecorder
+    from gpushare.host.claims import HeldClaim
+    from gpushare.host.host import Host
+    from gpushare.mig.places import Place
+    from gpushare.model import Gpu
+    from gpushare.mps.limits import Limits
+    from gpushare.run.job import MemoryWish, Role
+    from gpushare.run.jobs import PrintedRate
+    from gpushare.run.mig import OutlookOnPlaces
+    from gpushare.run.program import RunOptions
+    from gpushare.run.queued import MemoryOptions, Queued
+    from gpushare.run.roles import SparedProcess
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """One job that is about to start. ``say`` prints a note; ``memory`` None: it neither waits nor is held to a limit."""
+
+    host: Host
+    gpus: Sequence[Gpu]
+    command: Sequence[str]
+    role: Role
+    memory: MemoryOptions | None
+    wish: MemoryWish | None
+    dry_run: bool
+    quiet: bool
+    say: Callable[[str], None]
+
+    def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
+        """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
+        if mig is not None:
+            return self._in_instance(mig, gpu, options)
+        if gpu is None and self.role.target is not None:
+            from gpushare.run.roles import place_of_production
+
+            gpu = place_of_production(self.host, self.gpus, self.role.target)
+        several = gpu is not None and not self._names_one(gpu)
+        if self.memory is not None or several:
+            return self._queued(gpu, options)
+        return self._started(select_one(gpu, self.gpus), options)
+
+    def _names_one(self, gpu: str) -> bool:
+        return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
+
+    def _carry_out(self, share: Any, options: RunOptions, *, mps: bool = True) -> Any:
+        """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
+        from gpushare.run.program import Run
+        from gpushare.show.run import InstanceReport, RunReport
+
+        typed, command = None, self.command
+        if options.name is not None:
+            from gpushare.run.jobs import NamedShare
+
+            share = NamedShare(share, self.host, options.name, options.role, options.rate)
+        if options.container is not None:
+            from gpushare.run.container import ContainerShare
+
+            share = ContainerShare(share, self.host, options.container)
+            typed, command = command, share.command(command)
+        kind = RunReport if mps else InstanceReport
+        report = kind(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits if mps else None)
+        run = Run(self.host, share, command, options, report, typed=typed)
+        if self.dry_run:
+            from gpushare.show.plan import plan_result
+
+            return plan_result("run", run.steps(), dry_run=True)
+        return run.carry_out()
+
+    def _started(self, device: Device, options: RunOptions) -> Any:
+        if self.role.any:
+            return self._in_role(device, options)
+        if self.role.slice_us is not None:
+            return self._sliced(device, options, self.role.slice_us)
+        from gpushare.run.share import MpsShare
+
+        group: Sequence[Any] = ()
+        # A dozen files are read only where such a job has run.
+        from gpushare.host.users import has_records
+
+        if has_records(self.host, "group"):
+            from gpushare.run.group import members
+
+            group = members(self.host, device)
+        if group:
+            self.say(
+                f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
+                f" {format_slice(min(one.slice_us for one in group))}; to run outside it: --slice 2ms"
+            )
+
+        return self._carry_out(MpsShare(self.host, device, options.limits), options)
+
+    def _candidates(self, gpu: str | None) -> tuple[Device, ...]:
+        """Return the devices that the job may have."""
+        if gpu is None and len(self.gpus) > 1:
+            raise BadUsage(
+                f"this host has {len(self.gpus)} GPUs; say on which to run",
+                "name one: -g 0; or take the one where it harms least: -g any",
+                code="gpu_not_named",
+            )
+        if not _is_any(gpu):
+            return select_for_change(gpu, self.gpus)
+        # Any GPU is one that answers.
+        answering = [one for one in self.gpus if one.error is None] or self.gpus
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return select_for_change("all", answering) if given is None else self._given(given, answering)
+
+    def _given(self, text: str, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
+        """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
+        from gpushare.selection import select
+
+        # CUDA takes those before the first that there is not: "0,-1,1" is GPU 0.
+        words: list[str] = []
+        for word in text.split(","):
+            try:
+                select(word, gpus)
+            except GpushareError:
+                break
+            words.append(word)
+        if not words:
+            raise BadUsage(
+                f"-g any takes one of the GPUs in CUDA_VISIBLE_DEVICES, and {quoted(text)} names none of this host",
+                "name one: -g 0; or for any of the host: env -u CUDA_VISIBLE_DEVICES gpushare run --wait -g any -- CMD",
+                code="bad_gpu",
+            )
+        found = select(",".join(words), gpus)
+        if len(found) < len(gpus):
+            self.say(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(one.title for one in found)}")
+        return found
+
+    def _queued(self, gpu: str | None, options: RunOptions) -> Any:
+        """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
+        from gpushare.hostfile.load import kept_limits
+        from gpushare.model import ComputeMode
+        from gpushare.mps.limits import check_memory
+        from gpushare.run.queued import MemoryOptions, Queued
+        from gpushare.run.share import check_program
+
+        if self.role.production is not None:
+            from gpushare.run.jobs import check_job_name
+
+            check_job_name(self.role.production)
+        memory = self.memory or MemoryOptions()
+        devices = self._candidates(gpu)
+        if memory.swappable:
+            from gpushare.memory.swap import check_host
+
+            check_host(self.host)
+        if _is_any(gpu):
+            devices = _usable(devices, instances=not memory.swappable)
+        _check_not_mig(devices, memory)
+        check_program(options.container or self.command[0])
+        memory = self._with_spared(devices, replace(memory, job_bytes=self._bytes_on(devices)))
+        if len(devices) == 1:
+            check_memory(devices[0], memory.job_bytes, job=True)
+
+        def start(device: Device, metered: RunOptions) -> Any:
+            if not memory.swappable:
+                return self._started(device, metered)
+            from gpushare.run.plain import PlainShare
+
+            return self._carry_out(PlainShare(self.host, device), metered, mps=False)
+
+        if all(one.gpu.compute_mode is ComputeMode.PROHIBITED for one in devices):
+            from gpushare.mps.daemons import check_mode
+
+            # To wait for that would take until somebody changes it.
+            check_mode(devices[0])
+        queued = Queued(
+            host=self.host,
+            devices=devices,
+            command=self.command,
+            options=replace(options, rate=self.role.rate),
+            memory=memory,
+            client=not memory.swappable and not self._is_outside_mps(options),
+            name=self.role.production or options.name,
+            production=self.role.production is not None,
+            opportunistic=self.role.opportunistic,
+            start=start,
+            say=self.say,
+            limits=kept_limits(self.host),
+        )
+        return self._planned_or_run(queued)
+
+    def _is_outside_mps(self, options: RunOptions) -> bool:
+        """Return whether the program will not be a client of MPS, as far as its options say."""
+        return (self.role.slice_us is not None and not self.role.opportunistic) or (
+            self.role.production is not None and not _asks_for_mps(options)
+        )
+
+    def _bytes_on(self, devices: Sequence[Device]) -> int | None:
+        """Return the memory of the job on each of some devices; None: no limit was given.
+
+        Raises:
+            BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
+        """
+        if self.wish is None:
+            return None
+        sizes = {self.wish.of(device.memory_total_bytes) for device in devices}
+        if len(sizes) > 1 or None in sizes:
+            raise BadUsage(
+                f"--memory {self.wish.percent:g}% is not the same on {', '.join(device.title for device in devices)}"
+                if len(sizes) > 1
+                else f"the driver does not say how much memory {devices[0].title} has",
+                "give a size: --memory 20G; or name one GPU: -g 0",
+                code="bad_size",
+            )
+        return sizes.pop()
+
+    def _planned_or_run(self, queued: Queued) -> Any:
+        if not self.dry_run:
+            return queued.run()
+        device, metered, found, reasons = queued.plan()
+        planned = queued.start(device, metered)
+        if found is None:
+            return planned
+        from gpushare.memory.room import outlook_data, outlook_text
+
+        return replace(
+            planned,
+            data={**planned.data, "room": outlook_data(found, reasons)},
+            notes=(*planned.notes, outlook_text(found, reasons)),
+        )
+
+    def _with_spared(self, devices: Sequence[Device], memory: MemoryOptions) -> MemoryOptions:
+        """Return the options with the production job of ``--for``, which need not run yet, if it is swapped for production.
+
+        Raises:
+            NotFound: no such job is known.
+            BadUsage: it runs on another device than the only one that was chosen.
+        """
+        target = self.role.target
+        if not memory.for_production or target is None:
+            return memory
+        from gpushare.run.roles import spared_process
+
+        try:
+            found = spared_process(self.host, devices[0], target)
+        except BadUsage as error:
+            if error.code != "other_device" or len(devices) == 1:
+                raise
+            found = None
+        except NotFound as error:
+            if error.code != "no_production":
+                raise
+            start = f"gpushare run --production {target} --wait --memory SIZE -- CMD"
+            raise error.restated(
+                hint=f"start it: {start}; or drop --for: the job leaves for every production job"
+            ) from error
+        spared = f"'{target}'" if found is None else found.title
+        if not self.dry_run:
+            self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
+        return replace(memory, spared=spared)
+
+    def _in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
+        """Run a program in a free MIG instance, or in the one with a name."""
+        from gpushare.mps.limits import check_memory
+        from gpushare.run.mig import wait_words
+        from gpushare.run.plain import PlainShare, dropped_variables
+        from gpushare.run.program import step_of_run
+        from gpushare.run.share import MpsShare, check_program
+
+        check_program(options.container or self.command[0])
+        memory, wish = self.memory, self.wish
+        mps = options.strict or _asks_for_mps(options)
+        dropped = [] if mps else dropped_variables(os.environ)
+        if dropped:
+            self.say(f"ignored without MPS: {', '.join(dropped)}; for a cap, give --threads")
+
+        def job_bytes(device: Device) -> int | None:
+            return None if wish is None else wish.of(device.memory_total_bytes)
+
+        def check(device: Device) -> None:
+            check_memory(device, job_bytes(device), job=True)
+            if mps:
+                MpsShare(self.host, device, options.limits).check(self.command[0])
+
+        place, claim, room = self._place_for(text, gpu, check, options)
+        if room is not None and memory is not None:
+            options = replace(options, before=(step_of_run(wait_words(text, memory.wait_seconds)),))
+        share = (
+            MpsShare(self.host, place.device, options.limits, claim)
+            if mps
+            else PlainShare(self.host, place.device, claim, place.title)
+        )
+
+        def start(metered: RunOptions) -> Any:
+            return self._carry_out(share, metered, mps=mps)
+
+        try:
+            # Another one of its places may be larger.
+            check_memory(place.device, job_bytes(place.device), job=True)
+            if memory is None or wish is None:
+                done = start(options)
+            else:
+                limited = replace(memory, wait=False, job_bytes=job_bytes(place.device))
+                done = self._limited_in(place.device, options, limited, start, client=mps)
+        except BaseException:
+            share.close()
+            raise
+        if room is None:
+            return done
+        return replace(done, data={**done.data, "room": room.data}, notes=(*done.notes, room.text))
+
+    def _place_for(
+        self,
+        text: str,
+        gpu: str | None,
+        check: Callable[[Device], None],
+        options: RunOptions,
+    ) -> tuple[Place, HeldClaim | None, OutlookOnPlaces | None]:
+        """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
+        from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
+
+        memory = self.memory
+        if memory is None or not memory.wait:
+            if self.dry_run:
+                return free_place(self.host, text, gpu), None, None
+            return (*take_place(self.host, text, gpu, check), None)
+        from gpushare.run.queued import check_not_waiting
+
+        check_not_waiting(self.host, options.name)
+        # Any GPU is all of them, as without -g.
+        gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
+        if self.dry_run:
+            found = outlook_on_places(self.host, text, gpu, check)
+            return found.place, None, found
+        taken = wait_for_place(
+            self.host, text, gpu, check, seconds=memory.wait_seconds, name=options.name, say=self.say
+        )
+        return (*taken, None)
+
+    def _limited_in(
+        self,
+        device: Device,
+        options: RunOptions,
+        memory: MemoryOptions,
+        start: Callable[[RunOptions], Any],
+        *,
+        client: bool,
+    ) -> Any:
+        """Run a program that is held to its memory in an instance which it has already."""
+        from gpushare.hostfile.load import kept_limits
+        from gpushare.run.queued import Queued
+
+        return self._planned_or_run(
+            Queued(
+                host=self.host,
+                devices=(device,),
+                command=self.command,
+                options=options,
+                memory=memory,
+                client=client,
+                name=options.name,
+                production=False,
+                opportunistic=False,
+                start=lambda _, metered: start(metered),
+                say=self.say,
+                limits=kept_limits(self.host),
+            )
+        )
+
+    def _in_role(self, device: Device, options: RunOptions) -> Any:
+        if self.role.production is not None:
+            return self._production(device, replace(options, rate=self.role.rate), self.role.production)
+        return self._opportunistic(device, options)
+
+    def _production(self, device: Device, options: RunOptions, name: str) -> Any:
+        from gpushare.run.group import PRODUCTION_US, members
+        from gpushare.run.jobs import PRODUCTION, check_job_name
+        from gpushare.run.results import CAPS, find_tuned
+        from gpushare.run.roles import ProductionShare
+
+        check_job_name(name)
+        options = replace(options, name=name, role=PRODUCTION)
+        tuned = find_tuned(self.host, name)
+        if not _asks_for_mps(options) and (self.role.slice_us is not None or tuned is None or tuned.way != CAPS):
+            tuned_us = None if tuned is None else tuned.production_slice_us
+            slice_us = self.role.slice_us or tuned_us or PRODUCTION_US
+            return self._sliced(device, options, slice_us, asked=self.role.slice_us is not None)
+        group = members(self.host, device)
+        if group:
+            raise InUse(
+                f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {group[0].pid}),"
+                " and production would share it",
+                f"start it outside MPS: gpushare run --production {name} -- CMD",
+                gpu=str(device.gpu.index),
+                code="production_under_mps",
+            )
+        share = ProductionShare(self.host, device, options.limits)
+        cap = share.daemon_cap()
+        if cap is not None:
+            self.say(
+                f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
+            )
+        return self._carry_out(share, options)
+
+    def _sliced(self, device: Device, options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
+        """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
+        from gpushare.run.plain import PlainShare, dropped_variables
+        from gpushare.run.sliced import SlicedShare, check_outside_mps, check_settable
+
+        check_outside_mps(device)
+        if asked:
+            check_settable(self.host)
+        dropped = dropped_variables(os.environ)
+        if dropped:
+            self.say(f"ignored without MPS: {', '.join(dropped)}")
+        share = SlicedShare(PlainShare(self.host, device), slice_us)
+        return self._carry_out(share, options, mps=False)
+
+    def _opportunistic(self, device: Device, options: RunOptions) -> Any:
+        from gpushare.run.jobs import OPPORTUNISTIC
+        from gpushare.run.roles import spared_process
+
+        options = replace(options, role=OPPORTUNISTIC)
+        process = spared_process(self.host, device, self.role.target)
+        outside = process is not None and not process.under_mps
+        if self.role.yields == "requeue":
+            return self._yielding(device, options, process)
+        if self._by_slices(device, process):
+            return self._grouped(device, options, process)
+        if process is not None and (self.role.yields == "pause" or outside):
+            return self._paused(device, options, process)
+        if self.role.yields == "pause":
+            _demand_one(self.host, device)
+            raise _nobody(device)
+        return self._capped(device, options)
+
+    def _by_slices(self, device: Device, process: SparedProcess | None) -> bool:
+        """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
+        from gpushare.run.group import why_not
+        from gpushare.run.results import SLICES
+        from gpushare.run.roles import tuned_next_to
+
+        outside = process is not None and not process.under_mps
+        if self.role.yields == "caps":
+            if outside:
+                raise _outside_mps(process)
+            return False
+        if self.role.yields == "pause":
+            return False
+        asked = self.role.yields == "slices" or self.role.keep is not None
+        if asked and process is not None and process.under_mps:
+            raise _under_mps(process)
+        if self.role.keep is not None and process is None:
+            _demand_one(self.host, device)
+            raise _nobody(device)
+        tuned = tuned_next_to(self.host, device, self.role.target)
+        by_tune = tuned is not None and tuned.way == SLICES
+        if not asked and by_tune and process is not None and process.under_mps:
+            self.say(
+                f"tuned for time-slices, with {process.title} outside MPS; it runs under MPS, so this job gets a cap"
+            )
+            return False
+        if not (asked or outside or by_tune):
+            return False
+        reason = why_not(self.host, device, None if process is None else process.pid)
+        if reason is None:
+            return True
+        if asked:
+            raise reason
+        then = "this job is paused while it works" if outside else "this job gets a cap"
+        self.say(f"time-slices are not supported here: {reason.message}; {then}")
+        return False
+
+    def _grouped(
+        self,
+        device: Device,
+        options: RunOptions,
+        process: SparedProcess | None,
+    ) -> Any:
+        """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
+        from gpushare.run.group import DEFAULT_US, Adapting, GroupShare
+        from gpushare.run.production import ProductionJob
+        from gpushare.run.results import SLICES
+        from gpushare.run.roles import spare
+        from gpushare.units import format_slice
+
+        spared = spare(self.host, device, options.limits, self.role.target, way=SLICES)
+        tuned = spared.tuned
+        slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
+        title = "production" if process is None else process.title
+        production, adapting = None, None
+        if process is not None:
+            production = ProductionJob(self.host, device, process.pid, process.started, process.name)
+        if self.role.keep is not None and process is not None:
+            adapting = Adapting(self.role.keep, _source(self.host, process))
+        for text in spared.notes:
+            self.say(text)
+        how = (
+            f"a time-slice of {format_slice(slice_us)}"
+            if adapting is None
+            else f"a time-slice by which {title} keeps {100 * adapting.keep:g} % of its speed"
+        )
+        self.say(
+            f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_words(spared.limits)}"
+        )
+        self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
+        share = GroupShare(
+            self.host, device, spared.limits, slice_us=slice_us, production=production, title=title, adapt=adapting
+        )
+        return self._carry_out(share, replace(options, limits=spared.limits))
+
+    def _paused(self, device: Device, options: RunOptions, process: SparedProcess) -> Any:
+        from gpushare.run.pause import checkpoint_of
+        from gpushare.run.plain import PlainShare
+        from gpushare.run.production import ProductionJob
+        from gpushare.run.roles import NOT_PROTECTED, PausingShare
+        from gpushare.run.share import MpsShare
+
+        limits, mps = options.limits, process.under_mps
+        checkpoint = None if mps else checkpoint_of(self.host)
+        how = "by SIGSTOP" if mps else "by its GPU channels"
+        if self.role.yields != "pause":
+            self.say(
+                f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
+            )
+        self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
+        recorder = None
+        if mps:
+            from gpushare.run.roles import spare
+
+            recorder = self._recorder(device)
+            spared = spare(self.host, device, limits, self.role.target)
+            limits = spared.limits
+            for text in (*spared.notes, f"when it runs: {_words(limits)}"):
+                self.say(text)
+        elif _asks_for_mps(options):
+            self.say("there are no limits outside MPS: --threads and --priority are ignored")
+        if mps:
+            self.say(NOT_PROTECTED)
+        production = ProductionJob(self.host, device, process.pid, process.started, process.name)
+        share = PausingShare(
+            MpsShare(self.host, device, limits) if mps else PlainShare(self.host, device),
+            self.host,
+            production,
+            checkpoint,
+            recorder,
+            process.title,
+            by_channels=not mps,
+            say=self.say,
+        )
+        return self._carry_out(share, replace(options, limits=limits), mps=mps)
+
+    def _yielding(
+        self,
+        device: Device,
+        options: RunOptions,
+        process: SparedProcess | None,
+    ) -> Any:
+        """Run a job that is ended while production works, and started again when it rests."""
+        from gpushare.run.plain import PlainShare
+        from gpushare.run.production import ProductionJob
+        from gpushare.run.roles import NOT_PROTECTED, spare
+        from gpushare.run.share import MpsShare, check_program
+        from gpushare.run.yielding import Yielding
+
+        if process is None:
+            _demand_one(self.host, device)
+            raise _nobody(device)
+        check_program(options.container or self.command[0])
+        self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
+        limits = options.limits
+        if process.under_mps:
+            spared = spare(self.host, device, limits, self.role.target)
+            limits = spared.limits
+            for text in (*spared.notes, f"when it runs: {_words(limits)}", NOT_PROTECTED):
+                self.say(text)
+            self.say("under MPS only work of production that uses the CPU is seen")
+        elif _asks_for_mps(options):
+            self.say("there are no limits outside MPS: --threads and --priority are ignored")
+
+        def start(given: RunOptions) -> Any:
+            share = MpsShare(self.host, device, limits) if process.under_mps else PlainShare(self.host, device)
+            return self._carry_out(share, given, mps=process.under_mps)
+
+        options = replace(options, limits=limits)
+        if self.dry_run:
+            return start(options)
+        production = ProductionJob(self.host, device, process.pid, process.started, process.name)
+        return Yielding(production=production, title=process.title, options=options, start=start, say=self.say).run()
+
+    def _recorder(self, device: Device) -> ActivityRecorder | None:
+        """Return what shows production's work under MPS; None, with a note, where only its CPU does."""
+        from gpushare.host.activity import ActivityRecorder
+
+        recorder = ActivityRecorder(
+            self.host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
+        )
+        if recorder.gpm:
+            return recorder
+        self.say(
+            "under MPS this GPU shows only work that uses the CPU: this job is not paused for GPU work that needs no CPU"
+        )
+        return None
+
+    def _capped(self, device: Device, options: RunOptions) -> Any:
+        from gpushare.run.roles import NOT_PROTECTED, spare
+        from gpushare.run.share import MpsShare
+
+        spared = spare(self.host, device, options.limits, self.role.target)
+        limits = spared.limits
+        for text in spared.notes:
+            self.say(text)
+        if not self.dry_run:
+            where = "" if spared.production is None else f" next to '{spared.production.name}'"
+            self.say(f"opportunistic{where}: {_words(limits)}")
+            self.say(NOT_PROTECTED)
+        return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
+
+
+def _is_any(gpu: str | None) -> bool:
+    return gpu is not None and gpu.strip().lower() == "any"
+
+
+def _asks_for_mps(options: RunOptions) -> bool:
+    """Return whether options are given that only MPS has."""
+    return options.limits.threads_percent is not None or options.limits.priority is not None
+
+
+def _usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
+    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others.
+
+    ``devices`` may be instances, of a job that a batch system has given some.
+    """
+    found: list[Device] = []
+    for device in devices:
+        if not device.gpu.mig_enabled or (device.mig is not None and instances):
+            found.append(device)
+        elif instances:
+            found += [Device(gpu=device.gpu, mig=one) for one in device.gpu.mig_instances]
+    if not found:
+        raise NotSupported(
+            "all GPUs are in MIG mode" + (" without an instance" if instances else ", where jobs cannot be swapped"),
+            "see: gpushare mig status; to run in an instance: gpushare run --mig PROFILE -- CMD",
+            code="mig_enabled",
+        )
+    return tuple(found)
+
+
+def _check_not_mig(devices: Sequence[Device], memory: MemoryOptions) -> None:
+    """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole, or a swap on an instance."""
+    for device in devices:
+        if device.gpu.mig_enabled and (device.mig is None or memory.swappable):
+            raise NotSupported(
+                f"{device.title} is in MIG mode: "
+                + ("jobs on it cannot be swapped" if memory.swappable else "programs run in its instances"),
+                "name another GPU: -g GPU; or run in an instance: gpushare run --mig PROFILE -- CMD",
+                gpu=str(device.gpu.index),
+                code="mig_enabled",
+            )
+
+
+def _outside_mps(process: SparedProcess | None) -> InUse:
+    title = process.title if process is not None else "production"
+    return InUse(
+        f"{title} runs outside MPS, where a cap does not protect it",
+        "use a time-slice: --yield slices; or start production under MPS: --threads 100",
+        code="production_outside_mps",
+    )
+
+
+def _under_mps(process: SparedProcess) -> InUse:
+    return InUse(
+        f"{process.title} runs under MPS, where all clients share one time-slice",
+        f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
+        code="production_under_mps",
+    )
+
+
+def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | None]:
+    """Return what finds out where production prints its speed, also after it was started again.
+
+    Raises:
+        NotFound: it is not known.
+    """
+    from gpushare.run.jobs import find_record, records
+
+    def found() -> PrintedRate | None:
+        if process.name is not None:
+            record = find_record(host, process.name)
+        else:
+            record = next((one for one in records(host) if one.pid == process.pid), None)
+        return None if record is None else record.rate
+
+    if found() is None:
+        name = process.name or "NAME"
+        raise NotFound(
+            f"the speed of {process.title} is not known, which --keep needs",
+            f"start it so: gpushare run --production {name} --metric 'rate=([0-9.]+)' -- CMD",
+            code="no_progress",
+        )
+    return found
+
+
+def _nobody(device: Device) -> NotFound:
+    """Return the error if the production job to pause for does not run."""
+    return NotFound(
+        f"no production job runs on {device.title}",
+        f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
+        code="no_production",
+    )
+
+
+def _demand_one(host: Host, device: Device) -> None:
+    """Raise if several production jobs run, because the one to spare was not named."""
+    from gpushare.run.roles import living_productions
+
+    names = [one.name for one in living_productions(host, device)]
+    if len(names) > 1:
+        raise BadUsage(
+            f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
+            f"name the one to spare: --for {names[0]}",
+            code="several_production",
+        )
+
+
+def _words(limits: Limits) -> str:
+    """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
+    from gpushare.units import format_bytes, format_percent
+
+    words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
+    words += ["low priority"] if limits.priority else []
+    words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
+    return ", ".join(words)
