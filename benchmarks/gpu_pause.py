@@ -473,7 +473,8 @@ def opportunistic(run: Run) -> dict[str, Any]:
         "-g",
         "0",
         "--opportunistic",
-        "--yield", "pause",
+        "--yield",
+        "pause",
         "--for",
     ]
     batch = Job(run, "chain", [*argv, str(serve.pid), "--grace", "5", "--"])

@@ -281,7 +281,8 @@ def swaps(bench: Bench, count: int, gib: float) -> dict[str, Any]:
     plain = bench.start(bench.alone(bench.program("train", gib=gib, steps=steps, cpu_ms=20, seconds=5)), "plain")
     words = (
         "run",
-        "--swap", "request",
+        "--swap",
+        "request",
         "--name",
         "train",
         "--",
@@ -324,7 +325,8 @@ def kill(bench: Bench, gib: float) -> dict[str, Any]:
     job = bench.start(
         bench.gpushare(
             "run",
-            "--swap", "request",
+            "--swap",
+            "request",
             "--name",
             "train",
             "--",

@@ -18,7 +18,6 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     percentage,
-    positive,
     settings,
 )
 from gpushare.errors import BadCombination, BadUsage
@@ -301,12 +300,13 @@ def _queue(
     if wish is None and swap is None and not (wait or leaves):
         return None
     from gpushare.run.queued import MemoryOptions
+    from gpushare.units import parse_seconds
 
     return MemoryOptions(
         action=action,
         # Taking turns, and leaving for production, are ways of waiting.
         wait=wait or leaves or (swap is not None and swap.turns),
-        wait_seconds=None if timeout is None else positive("--timeout", timeout, "2h"),
+        wait_seconds=None if timeout is None else parse_seconds(timeout),
         requeue=requeue,
         swappable=swap is not None or leaves,
         idle_seconds=None if swap is None else swap.idle_seconds,

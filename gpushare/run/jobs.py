@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
-from gpushare.host.identity import Identity
-from gpushare.host.store import Kept, RecordStore, any_lives
+from gpushare.host.identity import Identity, identity_of
+from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.plan import Loss
-from gpushare.typed import JOB_NAME, Count, JobName, Pid
+from gpushare.typed import JOB_NAME, Count, JobName, Percent, Pid, Within
 from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 PRODUCTION: Final = "production"
 OPPORTUNISTIC: Final = "opportunistic"
 PLAIN: Final = "plain"
+# Characters of a command that are kept.
+MOST_COMMAND: Final = 400
+
+
+def _is_short(text: str) -> bool:
+    return len(text) <= MOST_COMMAND
 
 
 def check_job_name(name: str) -> str:
@@ -65,6 +72,17 @@ class JobRecord(Kept):
     device_uuid: str
     memory_peak_bytes: Count | None = None
     role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__] = PRODUCTION
+    # The gpushare that runs it and ends it the safe way.
+    supervisor: Identity | None = None
+    # Of its program, as typed; cut if it is long.
+    command: Annotated[str, _is_short] = ""
+    # When it came (seconds since boot).
+    since: Past | None = None
+    # How it shares its device: as a client of MPS, or outside; with these limits, or this time-slice.
+    mps: bool = False
+    threads_percent: Percent | None = None
+    memory_bytes: Count | None = None
+    slice_us: Count | None = None
     # Of a `PrintedRate`.
     log: str | None = None
     metric: str | None = None
@@ -159,8 +177,50 @@ def record_of(
         device_uuid=device.uuid,
         memory_peak_bytes=peak,
         role=role,
+        supervisor=identity_of(os.getpid()),
         **({} if rate is None else asdict(rate)),
     )
+
+
+def made_name(host: Host, program: str) -> str:
+    """Return a free name for a job that was given none: its program, and the first number that no other job has."""
+    word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
+    stem = word if JOB_NAME.fullmatch(word) else "job"
+    taken = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
+    return next(name for number in range(1, len(taken) + 2) if (name := f"{stem}-{number}") not in taken)
+
+
+# -- jobs that have ended ----------------------------------------------------------------------------------------------
+
+KEPT_JOBS: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastJob(Kept):
+    """A job that has ended. Times are seconds since 1970, to be shown; ``device`` is for people: ``GPU 0``."""
+
+    name: JobName
+    command: Annotated[str, _is_short]
+    role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__]
+    device: Annotated[str, _is_short]
+    began: float
+    ended: float
+    # As of `gpushare run`; None: it was not started.
+    exit_code: Annotated[int, Within(0, 255)] | None
+    memory_peak_bytes: Count | None = None
+
+
+PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", lasting=True)
+
+
+def keep_past(host: Host, job: PastJob) -> None:
+    """Keep how a job ended, and forget all but the newest; a failure does not matter."""
+    with contextlib.suppress(GpushareError, OSError):
+        PAST.write(replace(job, path=PAST.path(host, job.name)))
+        kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
+        for old in kept[KEPT_JOBS:]:
+            PAST.forget(old.path)
+            output_path(host, old.name).unlink(missing_ok=True)
 
 
 def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
@@ -199,16 +259,17 @@ def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
 
 @dataclass
 class NamedShare:
-    """A share whose program is a job with a name: its record is written before the program runs.
+    """A share whose program is a job: its record is written before the program runs.
 
-    The record of a production job stays after its end, with its peak memory.
+    ``record`` says what the job is; its processes, its peak and, if it has none, its name come here. The record of a
+    production job stays after its end, with its peak memory.
     """
 
     inner: Share
     host: Host
-    name: str
-    role: str = PLAIN
-    rate: PrintedRate | None = None
+    record: JobRecord
+    # What a name is made of.
+    program: str
     _written: bool = False
 
     def __getattr__(self, attribute: str) -> Any:
@@ -217,7 +278,8 @@ class NamedShare:
 
     def check(self, program: str) -> None:
         """Raise as the inner share, and InUse when a job of this name runs already."""
-        check_name_free(self.host, self.name)
+        if self.record.name:
+            check_name_free(self.host, self.record.name)
         self.inner.check(program)
 
     def open(self) -> None:
@@ -226,35 +288,43 @@ class NamedShare:
         A production job without a record would not be spared.
         """
         self.inner.open()
-        # Its own record is that of an earlier try.
-        with _name_taken(self.host, self.name, but=os.getpid()):
+        with JOBS.locked(self.host):
+            if not self.record.name:
+                self.record = replace(self.record, name=made_name(self.host, self.program))
+            # Its own record is that of an earlier try.
+            check_name_free(self.host, self.record.name, but=os.getpid())
             self._write(os.getpid())
         self._written = True
 
     def _write(self, pid: int) -> int | None:
-        before = find_record(self.host, self.name)
+        before = find_record(self.host, self.record.name)
         # The peak memory of this job on this device.
-        same = before is not None and before.device_uuid == self.inner.device.uuid and before.role == self.role
+        same = (
+            before is not None
+            and before.device_uuid == self.inner.device.uuid
+            and before.role == self.record.role == PRODUCTION
+        )
         peak = before.memory_peak_bytes if before is not None and same else None
-        write_record(self.host, record_of(self.host, self.inner.device, self.name, pid, self.role, peak, self.rate))
+        process = self.host.processes.identity(pid) or Identity(pid, 0)
+        self.record = replace(self.record, **process._asdict(), memory_peak_bytes=peak)
+        write_record(self.host, self.record)
         return peak
 
     def watch(self, pid: int) -> Watch:
         """Return the watch over the program, and name it in the record; if that fails, the record still names gpushare."""
-        peak = None
         with contextlib.suppress(GpushareError):
-            peak = self._write(pid)
+            self._write(pid)
         inner = self.inner.watch(pid)
-        if self.role != PRODUCTION:
+        if self.record.role != PRODUCTION:
             return inner
         # The other attributes are the inner watch's.
-        return cast("Watch", PeakWatch(inner, self.name, peak, self.rate))
+        return cast("Watch", PeakWatch(inner, self.record))
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the inner share back, and forget the job unless its peak memory is of use."""
-        if self._written and self.role != PRODUCTION and not program_lives:
+        if self._written and self.record.role != PRODUCTION and not program_lives:
             self._written = False
-            forget_record(self.host, self.name)
+            forget_record(self.host, self.record.name)
         return self.inner.close(program_lives=program_lives)
 
 
@@ -263,9 +333,7 @@ class PeakWatch:
     """The watch over a production job, which also keeps the job's record up to date."""
 
     inner: Watch
-    name: str
-    peak: int | None = None
-    rate: PrintedRate | None = None
+    record: JobRecord
     _seen: set[int] = field(default_factory=set)
     _due: float = 0.0
 
@@ -284,20 +352,18 @@ class PeakWatch:
             self._seen |= set(self.inner.host.processes.descendants(self.inner.program_pid))
             self.inner.look()
             self._due = time.monotonic() + self.inner.wait()
-        self.record()
+        self.keep_peak()
 
-    def record(self) -> None:
-        """Write the record if it has changed; a failure must not end the program."""
-        host, device = self.inner.host, self.inner.device
+    def keep_peak(self) -> None:
+        """Write the record if the job holds more than before; a failure must not end the program."""
         with contextlib.suppress(GpushareError):
-            held = self._held()
-            if held is None or (self.peak is not None and held <= self.peak):
+            held, peak = self._held(), self.record.memory_peak_bytes
+            if held is None or (peak is not None and held <= peak):
                 return
-            self.peak = held
+            self.record = replace(self.record, memory_peak_bytes=held)
             # A full disk must not end a production job.
             with contextlib.suppress(GpushareError):
-                pid = self.inner.program_pid
-                write_record(host, record_of(host, device, self.name, pid, PRODUCTION, self.peak, self.rate))
+                write_record(self.inner.host, self.record)
 
     def _held(self) -> int | None:
         host = self.inner.host

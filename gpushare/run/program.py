@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import GpushareError, NoPermission
 from gpushare.guard import DONE, Guard
+from gpushare.host.host import make_private_directory
 from gpushare.host.process import Streams, known, start_of
 from gpushare.host.written_file import open_to_append
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
@@ -239,31 +241,68 @@ def step_of_run(what: str, command: str = "# by gpushare run itself") -> Step:
 _UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
 
 
-def check_log(path: Path) -> None:
-    """Raise unless a program's output can be appended to a file of this user; nothing is created."""
-    try:
-        os.close(open_to_append(path, create=False))
-    except FileNotFoundError:
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            reason = "Permission denied" if path.parent.is_dir() else "its directory does not exist"
-            raise _bad_log(path, reason) from None
-    except OSError as error:
-        raise _bad_log(path, error.strerror or str(error)) from None
-
-
 def open_log(path: Path) -> int:
+    """Open the file that keeps a program's output, below the state directory, to append to it.
+
+    Raises:
+        NoPermission: it cannot be opened, or is a link or another user's (code ``not_written``).
+    """
     try:
+        make_private_directory(path.parent, 0o700, variable="GPUSHARE_STATE_DIR")
         return open_to_append(path)
     except OSError as error:
-        raise _bad_log(path, error.strerror or str(error)) from None
+        raise NoPermission(
+            f"cannot append to {path}: {error.strerror or error}",
+            f"see: ls -ld {shlex.quote(str(path.parent))} {shlex.quote(str(path))}",
+            code="not_written",
+        ) from None
 
 
-def _bad_log(path: Path, reason: str) -> NoPermission:
-    return NoPermission(
-        f"cannot append to {path}: {reason}",
-        f"give --log a file in a directory of your own; see: ls -ld {shlex.quote(str(path.parent))} {shlex.quote(str(path))}",
-        code="not_written",
-    )
+def begin_log(path: Path) -> None:
+    """Let a job's output begin anew; it is kept already where our own stdout goes to it."""
+    if not is_our_stdout(path):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+class Relay:
+    """Copies what is appended to a program's log to our stdout, so that it is seen as well as kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        # A closed stdout must not end the program.
+        with contextlib.suppress(OSError):
+            ended = False
+            while True:
+                text = os.read(self._descriptor, 1 << 16)
+                while text:
+                    text = text[os.write(1, text) :]
+                    if not text:
+                        text = os.read(self._descriptor, 1 << 16)
+                if ended:
+                    return
+                ended = self._ended.wait(0.05)
+
+    def close(self) -> None:
+        """Copy the rest; the program has ended."""
+        self._ended.set()
+        # Nobody may read our stdout.
+        self._thread.join(1.0)
+        os.close(self._descriptor)
+
+
+def is_our_stdout(path: Path) -> bool:
+    """Return whether a file is what our own stdout goes to, as that of a detached job does."""
+    try:
+        return os.path.samestat(os.fstat(1), path.stat())
+    except OSError:
+        return False
 
 
 @dataclass
@@ -297,8 +336,6 @@ class Run:
 
     def _check(self) -> None:
         self.share.check(self.command[0])
-        if self.options.log is not None:
-            check_log(self.options.log)
 
     def carry_out(self) -> int:
         """Do the steps, and give the share back; return the program's exit code.
@@ -353,6 +390,7 @@ class _Session:
         self._told_gone = False
         self._ended_by: int | None = None
         self._program = 0
+        self._relay: Relay | None = None
         self.peak_bytes: int | None = None
 
     def close(self) -> bool:
@@ -375,6 +413,8 @@ class _Session:
                 self._options.meter.started(child.pid)
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
+            if self._relay is not None:
+                self._relay.close()
             watch.settle()
             self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
             self._report(watch)
@@ -401,10 +441,16 @@ class _Session:
             yield None if stderr is None else Streams(0, 1, stderr)
             return
         descriptor = open_log(log)
+        relay = None if is_our_stdout(log) else Relay(log)
         try:
             yield Streams(0, descriptor, descriptor if stderr is None else stderr)
+        except BaseException:
+            if relay is not None:
+                relay.close()
+            raise
         finally:
             os.close(descriptor)
+        self._relay = relay
 
     def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
         next_look = time.monotonic() + 0.1

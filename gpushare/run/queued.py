@@ -219,7 +219,8 @@ class Queued:
     def _limits(self, limit_bytes: int | None) -> Limits:
         """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
         limits = self.options.limits
-        if limit_bytes is None or not self.client:
+        # Above it CUDA refuses: that is an end, and no warning and no pause.
+        if limit_bytes is None or not self.client or self.memory.action != "end":
             return limits
         return replace(limits, memory_limit_bytes=client_memory(limit_bytes))
 

@@ -7,12 +7,15 @@ memory, its role, and then the share that its program runs in.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported
+from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, cut
 from gpushare.selection import Device, select_for_change, select_one
 from gpushare.units import format_slice, quoted
 from gpushare.values import dataclass
@@ -25,9 +28,9 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
     from gpushare.run.job import MemoryWish, Role
-    from gpushare.run.jobs import PrintedRate
+    from gpushare.run.jobs import JobRecord, PrintedRate
     from gpushare.run.mig import OutlookOnPlaces
-    from gpushare.run.program import RunOptions
+    from gpushare.run.program import Run, RunOptions
     from gpushare.run.queued import MemoryOptions, Queued
     from gpushare.run.roles import SparedProcess
 
@@ -48,12 +51,20 @@ class JobStart:
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
+        if self.role.rate is not None and not self.dry_run:
+            from gpushare.run.program import begin_log
+
+            begin_log(Path(self.role.rate.log))
         if mig is not None:
             return self._in_instance(mig, gpu, options)
         if gpu is None and self.role.target is not None:
             from gpushare.run.roles import place_of_production
 
             gpu = place_of_production(self.host, self.gpus, self.role.target)
+        if gpu is not None and gpu.strip().lower() == "all":
+            raise BadUsage(
+                "a job runs on one GPU, not on all", "let it choose one: -g any; or name one: -g 0", code="one_gpu"
+            )
         several = gpu is not None and not self._names_one(gpu)
         if self.memory is not None or several:
             return self._queued(gpu, options)
@@ -64,14 +75,14 @@ class JobStart:
 
     def _carry_out(self, share: Any, options: RunOptions, *, mps: bool = True) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
+        from gpushare.run.jobs import NamedShare
         from gpushare.run.program import Run
         from gpushare.show.run import InstanceReport, RunReport
 
         typed, command = None, self.command
-        if options.name is not None:
-            from gpushare.run.jobs import NamedShare
-
-            share = NamedShare(share, self.host, options.name, options.role, options.rate)
+        share = NamedShare(
+            share, self.host, self._record(share, options, mps=mps), options.container or self.command[0]
+        )
         if options.container is not None:
             from gpushare.run.container import ContainerShare
 
@@ -84,7 +95,57 @@ class JobStart:
             from gpushare.show.plan import plan_result
 
             return plan_result("run", run.steps(), dry_run=True)
-        return run.carry_out()
+        return self._kept(run)
+
+    def _record(self, share: Any, options: RunOptions, *, mps: bool) -> JobRecord:
+        """Return what the record of the job says of it before it runs."""
+        from gpushare.host.identity import identity_of, uptime
+        from gpushare.run.jobs import MOST_COMMAND, JobRecord
+
+        limits = options.limits
+        memory = limits.memory_limit_bytes if mps else None
+        if self.wish is not None:
+            memory = self.wish.of(share.device.memory_total_bytes)
+        return JobRecord(
+            name=options.name or "",
+            pid=os.getpid(),
+            started=0,
+            device_uuid=share.device.uuid,
+            role=options.role,
+            supervisor=identity_of(os.getpid()),
+            command=cut(shlex.join(self.command), MOST_COMMAND),
+            since=uptime(),
+            mps=mps,
+            threads_percent=limits.threads_percent if mps else None,
+            memory_bytes=memory,
+            slice_us=getattr(share, "slice_us", None),
+            **({} if options.rate is None else asdict(options.rate)),
+        )
+
+    def _kept(self, run: Run) -> int:
+        """Carry a run out, and keep how it ended."""
+        from gpushare.run.jobs import PastJob, keep_past
+
+        began, code = time.time(), None
+        try:
+            code = run.carry_out()
+            return code
+        finally:
+            record: JobRecord = run.share.record  # type: ignore[attr-defined]
+            if record.name:
+                keep_past(
+                    self.host,
+                    PastJob(
+                        name=record.name,
+                        command=record.command,
+                        role=record.role,
+                        device=run.share.device.title,
+                        began=began,
+                        ended=time.time(),
+                        exit_code=None if code is None else code & 0xFF,
+                        memory_peak_bytes=record.memory_peak_bytes,
+                    ),
+                )
 
     def _started(self, device: Device, options: RunOptions) -> Any:
         if self.role.any:
@@ -275,22 +336,18 @@ class JobStart:
         """Run a program in a free MIG instance, or in the one with a name."""
         from gpushare.mps.limits import check_memory
         from gpushare.run.mig import wait_words
-        from gpushare.run.plain import PlainShare, dropped_variables
+        from gpushare.run.plain import PlainShare
         from gpushare.run.program import step_of_run
         from gpushare.run.share import MpsShare, check_program
 
         check_program(options.container or self.command[0])
-        memory, wish = self.memory, self.wish
+        memory = self.memory
         mps = options.strict or _asks_for_mps(options)
-        dropped = [] if mps else dropped_variables(os.environ)
-        if dropped:
-            self.say(f"ignored without MPS: {', '.join(dropped)}; for a cap, give --threads")
-
-        def job_bytes(device: Device) -> int | None:
-            return None if wish is None else wish.of(device.memory_total_bytes)
+        if not mps:
+            self._say_dropped("; for a cap, give --threads")
 
         def check(device: Device) -> None:
-            check_memory(device, job_bytes(device), job=True)
+            check_memory(device, self._bytes_on([device]), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
@@ -304,15 +361,17 @@ class JobStart:
         )
 
         def start(metered: RunOptions) -> Any:
+            if isinstance(share, MpsShare):
+                share.limits = metered.limits
             return self._carry_out(share, metered, mps=mps)
 
         try:
             # Another one of its places may be larger.
-            check_memory(place.device, job_bytes(place.device), job=True)
-            if memory is None or wish is None:
+            check_memory(place.device, self._bytes_on([place.device]), job=True)
+            if memory is None or self.wish is None:
                 done = start(options)
             else:
-                limited = replace(memory, wait=False, job_bytes=job_bytes(place.device))
+                limited = replace(memory, wait=False, job_bytes=self._bytes_on([place.device]))
                 done = self._limited_in(place.device, options, limited, start, client=mps)
         except BaseException:
             share.close()
@@ -320,6 +379,14 @@ class JobStart:
         if room is None:
             return done
         return replace(done, data={**done.data, "room": room.data}, notes=(*done.notes, room.text))
+
+    def _say_dropped(self, more: str = "") -> None:
+        """Say which variables of the caller mean nothing outside MPS."""
+        from gpushare.run.plain import dropped_variables
+
+        dropped = dropped_variables(os.environ)
+        if dropped:
+            self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
 
     def _place_for(
         self,
@@ -416,15 +483,13 @@ class JobStart:
 
     def _sliced(self, device: Device, options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
         """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
-        from gpushare.run.plain import PlainShare, dropped_variables
+        from gpushare.run.plain import PlainShare
         from gpushare.run.sliced import SlicedShare, check_outside_mps, check_settable
 
         check_outside_mps(device)
         if asked:
             check_settable(self.host)
-        dropped = dropped_variables(os.environ)
-        if dropped:
-            self.say(f"ignored without MPS: {', '.join(dropped)}")
+        self._say_dropped()
         share = SlicedShare(PlainShare(self.host, device), slice_us)
         return self._carry_out(share, options, mps=False)
 

@@ -201,7 +201,8 @@ def test_two_at_once_do_not_get_the_same_name(host: Host) -> None:
             # Another gpushare, which found the name free as well, is faster.
             write_record(host, record(host, admin.add_process(SPEC)))
 
-    share = NamedShare(Opened(), host, "web")  # type: ignore[arg-type]
+    web = record(host, os.getpid(), role=jobs.PLAIN)
+    share = NamedShare(Opened(), host, web, "python")  # type: ignore[arg-type]
     check_name_free(host, "web")
     with pytest.raises(InUse) as refused:
         share.open()

@@ -184,7 +184,6 @@ def test_an_engine_that_fails_has_its_own_exit_code(real: Callable[..., Started]
     ("words", "code", "exit_code"),
     [
         (("--container", "lxc", "--", "image"), "bad_engine", 2),
-        (("--container", "podman", "--copies", "2", "--", "image"), "bad_combination", 2),
         (("--container", "podman", "--swap", "request", "--", "image"), "bad_combination", 2),
         *(
             (

@@ -38,7 +38,7 @@ def running(world: World) -> bool:
 
 
 def test_an_allocation_above_the_limit_fails(cli: Cli, world: World) -> None:
-    answer = cli("run", "--memory", "8G", "--", *LARGE)
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     # The program's own, which is the simulated CUDA's, goes to the terminal.
     assert answer.lines("error") == []
@@ -76,9 +76,7 @@ def test_the_program_is_in_the_cgroup_before_it_runs(cli: Cli, world: World, tmp
 
 
 def test_it_waits_again_for_more(cli: Cli, world: World) -> None:
-    answer = cli(
-        "run", "--wait", "--requeue", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "0.2"
-    )
+    answer = cli("run", "--wait", "--requeue", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "0.2")
     assert answer.code == 0, answer
     notes = answer.lines("note")
     assert [line for line in notes if "ran out of memory" in line] == [
@@ -92,7 +90,7 @@ def test_it_waits_again_for_more(cli: Cli, world: World) -> None:
     [
         ("--over", "warn"),
         ("--over", "pause"),
-        ("--swap", "request",),
+        ("--swap", "request"),
     ],
 )
 def test_what_the_driver_cannot_do_is_added_up(cli: Cli, words: tuple[str, ...]) -> None:
@@ -104,7 +102,7 @@ def test_what_the_driver_cannot_do_is_added_up(cli: Cli, words: tuple[str, ...])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_driver_that_says_something_else_is_not_believed(cli: Cli, world: World, fault: str) -> None:
     admin.set_fault(H200, "memory-limits", None, fault)
-    answer = cli("run", "--memory", "8G", "--", *LARGE)
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert any("the driver did not take the limit as asked" in line for line in answer.lines("note"))
@@ -113,7 +111,7 @@ def test_a_driver_that_says_something_else_is_not_believed(cli: Cli, world: Worl
 
 def test_a_user_is_added_up(cli: Cli, world: World) -> None:
     admin.set_fault(H200, "user", None, "1000")
-    answer = cli("run", "--memory", "8G", "--", *LARGE)
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *LARGE)
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert cgroups(world) == []
 
@@ -122,7 +120,7 @@ def test_a_wrong_unit_that_nobody_else_shows_is_noticed_later(cli: Cli, world: W
     # Without the kernel's controller there is no second witness.
     (world.host.cgroup_root / "cgroup.controllers").write_text("cpu memory misc\n")
     admin.set_fault(H200, "memory-limits", None, "mib")
-    answer = cli("run", "--memory", "8G", "--", *LARGE)
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *LARGE)
     assert answer.code == 1
     assert any("the driver does not limit all of the job" in line for line in answer.lines("note"))
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
@@ -131,7 +129,7 @@ def test_a_wrong_unit_that_nobody_else_shows_is_noticed_later(cli: Cli, world: W
 
 def test_a_program_that_cannot_enter_is_added_up(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.host.cgroups.JobCgroup.enter", lambda _self, _pid: None)
-    answer = cli("run", "--memory", "8G", "--", *LARGE)
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *LARGE)
     assert any("is not in the job's cgroup" in line for line in answer.lines("note"))
     assert "over its limit of 8.0 GiB" in answer.lines("error")[0]
     assert cgroups(world) == []

@@ -105,10 +105,10 @@ def test_production_under_mps_that_was_tuned_for_slices_is_told(
 def test_caps_next_to_production_outside_mps_are_refused(refused: Callable[..., str], running: int) -> None:
     words = ("run", "--opportunistic", "--for", str(running), "--yield", "caps", "--", "true")
     text = refused(*words, code="production_outside_mps", exit_code=19)
-    assert "--way slices" in text
+    assert "--yield slices" in text
 
 
-@pytest.mark.parametrize("more", [("--yield", "slices"), ("--adapt",)])
+@pytest.mark.parametrize("more", [("--yield", "slices"), ("--keep", "97%")])
 def test_slices_next_to_production_under_mps_are_refused(
     refused: Callable[..., str], world: World, running: int, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
@@ -117,28 +117,28 @@ def test_slices_next_to_production_under_mps_are_refused(
     text = refused(
         "run", "--opportunistic", "--for", "web", *more, "--", "true", code="production_under_mps", exit_code=19
     )
-    assert "gpushare run --production web --slice" in text
+    assert "gpushare run --production web -- CMD" in text
 
 
 @pytest.mark.parametrize(
     ("words", "code", "exit_code", "hint"),
     [
-        (("--opportunistic", "--way", "both"), "bad_way", 2, "--way slices"),
+        (("--opportunistic", "--yield", "both"), "bad_yield", 2, "caps=60"),
+        (("--opportunistic", "--yield", "pause=3"), "bad_yield", 2, "caps=60"),
+        (("--opportunistic", "--yield", "slices="), "bad_yield", 2, "slices=200us"),
+        (("--opportunistic", "--yield", "slices=x"), "bad_slice", 2, "500us"),
+        (("--opportunistic", "--yield", "caps=0"), "bad_yield", 2, "--yield caps=60"),
+        (("--opportunistic", "--yield", "caps=60", "--threads", "50"), "bad_combination", 2, "--yield caps=60"),
         (("--yield", "slices"), "bad_combination", 2, "--opportunistic"),
-        (("--adapt",), "bad_combination", 2, "--opportunistic"),
-        (("--opportunistic", "--yield", "slices", "--yield", "pause"), "bad_combination", 2, "--way slices"),
-        (("--opportunistic", "--adapt", "--yield", "caps"), "bad_combination", 2, "--adapt --keep 97%"),
-        (("--opportunistic", "--adapt", "--yield", "pause"), "bad_combination", 2, "--adapt --keep 97%"),
-        (("--opportunistic", "--keep", "97%"), "bad_combination", 2, "--adapt"),
-        (("--opportunistic", "--adapt", "--keep", "0.97"), "bad_keep", 2, "--keep 97%"),
-        (("--opportunistic", "--adapt", "--keep", "100"), "bad_keep", 2, "--keep 97%"),
-        (("--opportunistic", "--adapt"), "no_production", 6, "--production NAME"),
-        (("--metric", "a(b)", "--log", "x"), "bad_combination", 2, "--production NAME"),
-        (("--production", "web", "--metric", "a(b)"), "bad_combination", 2, "--log FILE"),
+        (("--keep", "97%"), "bad_combination", 2, "--opportunistic"),
+        (("--opportunistic", "--keep", "97%", "--yield", "caps"), "bad_combination", 2, "--keep 97%"),
+        (("--opportunistic", "--keep", "97%", "--yield", "pause"), "bad_combination", 2, "--keep 97%"),
+        (("--opportunistic", "--keep", "0.97"), "bad_keep", 2, "--keep 97%"),
+        (("--opportunistic", "--keep", "100"), "bad_keep", 2, "--keep 97%"),
+        (("--opportunistic", "--keep", "97%"), "no_production", 6, "--production NAME"),
+        (("--metric", "a(b)"), "bad_combination", 2, "--production NAME"),
         (("--production", "web", "--lower-is-better"), "bad_combination", 2, "--metric"),
-        (("--production", "web", "--log", "x"), "bad_combination", 2, "--metric"),
-        (("--production", "web", "--metric", "ab", "--log", "x"), "bad_metric", 2, "--metric"),
-        (("--production", "web", "--metric", "a(b)", "--log", "/nowhere/x"), "not_written", 4, "ls -ld"),
+        (("--production", "web", "--metric", "ab"), "bad_metric", 2, "--metric"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -150,9 +150,9 @@ def test_what_does_not_go_together_is_refused(
 def test_adapt_needs_productions_progress(refused: Callable[..., str], world: World, running: int) -> None:
     recorded(world, running)
     for target in ("web", str(running)):
-        words = ("run", "--opportunistic", "--for", target, "--adapt", "--", "true")
+        words = ("run", "--opportunistic", "--for", target, "--keep", "97%", "--", "true")
         text = refused(*words, code="no_progress", exit_code=6)
-        assert "--metric 'rate=([0-9.]+)' --log FILE" in text
+        assert "--metric 'rate=([0-9.]+)' -- CMD" in text
 
 
 def test_adapt_is_planned_with_what_production_keeps(cli: Cli, world: World, running: int) -> None:
@@ -160,5 +160,5 @@ def test_adapt_is_planned_with_what_production_keeps(cli: Cli, world: World, run
     before = find_record(world.host, "web")
     assert before is not None
     write_record(world.host, replace(before, log="/tmp/x", metric="a(b)"))
-    planned = cli("run", "--opportunistic", "--for", "web", "--adapt", "--keep", "95%", "-n", "--", "true").ok()
+    planned = cli("run", "--opportunistic", "--for", "web", "--keep", "95%", "-n", "--", "true").ok()
     assert "whose server has a time-slice by which 'web' keeps 95 %" in planned.out

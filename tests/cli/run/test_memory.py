@@ -17,7 +17,7 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.model import ComputeMode
-from gpushare.run.jobs import PRODUCTION, record_of, write_record
+from gpushare.run.jobs import PRODUCTION, output_path, record_of, write_record
 from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
 from gpushare.selection import select
 from gpushare.sim import admin
@@ -33,15 +33,12 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
     [
         (("--timeout", "5", "--", "true"), "bad_combination", 2),
         (("--requeue", "--", "true"), "bad_combination", 2),
-        (("-g", "any", "--", "true"), "bad_combination", 2),
+        (("-g", "all", "--", "true"), "one_gpu", 2),
         (("--over", "warn", "--", "true"), "bad_combination", 2),
-        (("--memory", "4G", "--over", "kill", "--", "true"), "bad_memory_action", 2),
+        (("--memory", "4G", "--over", "kill", "--", "true"), "bad_over", 2),
         (("--memory", "4", "--", "true"), "bad_size", 2),
         (("--memory", "1T", "--", "true"), "limit_above_gpu", 2),
-        (("--wait", "--copies", "2", "--", "true"), "bad_combination", 2),
         (("--wait", "--mig", "1g", "--", "true"), "mig_off", 6),
-        (("--copies", "2", "--over", "warn", "--", "true"), "bad_combination", 2),
-        (("--copies", "2", "--memory", "1T", "--", "true"), "limit_above_gpu", 2),
         (("--wait", "--timeout", "x", "--", "true"), "bad_duration", 2),
         (("--swap", "idle=0", "--", "true"), "bad_duration", 2),
         (("--swap", "turns=0", "--", "true"), "bad_duration", 2),
@@ -61,12 +58,9 @@ def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: 
         ("500G", "limit_above_gpu"),
     ],
 )
-def test_a_wrong_size_names_its_own_option(refused: Callable[..., str], size: str, code: str) -> None:
+def test_a_wrong_size_names_the_option(refused: Callable[..., str], size: str, code: str) -> None:
     text = refused("run", "--memory", size, "--", "true", code=code, exit_code=2)
-    error, hint = text.split("hint: ")
-    assert "--memory" in error
-    assert "--memory" in hint
-    assert "--memory" not in text.replace("--memory", "")
+    assert "--memory" in text.split("hint: ")[1]
 
 
 def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
@@ -85,15 +79,15 @@ def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: 
 def test_a_limit_that_is_too_large_says_nothing_else(cli: Cli) -> None:
     answer = cli("run", "--memory", "200G", "--", "true")
     assert answer.lines("note") == []
-    assert answer.lines("hint") == ["hint: give at most --memory 143771M"]
+    assert answer.lines("hint") == ["hint: give at most --memory 143155M"]
 
 
-def test_a_limit_per_process_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_choice_of_gpus_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
 
     monkeypatch.setattr("gpushare.run.queued.Place", refuse)
-    assert cli("run", "--memory", "10G", "--", "true").code == 0
+    assert cli("run", "-g", "any", "--", "true").code == 0
     assert cli("run", "--memory", "10G", "--", "true").lines("error") == ["error: the ledger is read-only"]
 
 
@@ -103,12 +97,14 @@ def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
 
 
 def test_a_job_a_little_over_its_limit_is_told_so(cli: Cli) -> None:
-    (error,) = cli("run", "--memory", "8G", "--", *JOB, "--footprint", "8212M", "--seconds", "20").lines("error")
+    (error,) = cli(
+        "run", "--slice", "2ms", "--memory", "8G", "--", *JOB, "--footprint", "8212M", "--seconds", "20"
+    ).lines("error")
     assert "holds 8212 MiB, over its limit of 8192 MiB" in error
 
 
 def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
-    answer = cli("run", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
+    answer = cli("run", "--slice", "2ms", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "20")
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert "holds 9.0 GiB, over its limit of 8.0 GiB" in error
@@ -118,9 +114,7 @@ def test_a_job_over_its_limit_is_ended(cli: Cli, world: World) -> None:
 
 
 def test_a_warning_leaves_the_job_alone(cli: Cli) -> None:
-    answer = cli(
-        "run", "--memory", "8G", "--over", "warn", "--", *JOB, "--footprint", "9G", "--seconds", "1"
-    )
+    answer = cli("run", "--memory", "8G", "--over", "warn", "--", *JOB, "--footprint", "9G", "--seconds", "1")
     assert answer.code == 0, answer
     assert any("over its limit" in line for line in answer.lines("note"))
 
@@ -129,7 +123,7 @@ def test_a_job_waits_for_room_and_then_runs(real: Callable[..., Started], cli: C
     first = real("run", "--memory", "100G", "--", *JOB, "--footprint", "90G", "--seconds", "3")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     began = time.monotonic()
-    answer = cli("run", "--wait", "--memory", "60G", "--", *JOB, "--footprint", "60G", "--seconds", "0.2")
+    answer = cli("run", "--wait", "--memory", "60G", "--", *JOB, "--footprint", "50G", "--seconds", "0.2")
     assert answer.code == 0, answer
     assert time.monotonic() - began > 1
     assert any("waiting for 60.0 GiB" in line for line in answer.lines("note"))
@@ -269,7 +263,7 @@ def test_the_limit_of_mps_grows_with_the_reservation(cli: Cli, tmp_path: Path) -
     )
     assert cli("run", "--wait", "--requeue", "--memory", "10G", "--", "sh", str(script)).code == 0
     limits = (tmp_path / "limits").read_text().split()
-    assert [one.split("=")[1] for one in limits] == ["10240M", "12288M", "14745M"]
+    assert [one.split("=")[1] for one in limits] == ["9728M", "11776M", "14233M"]
 
 
 def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
@@ -337,7 +331,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [(), ("--swap", "request",)])
+@pytest.mark.parametrize("how", [(), ("--swap", "request")])
 def test_a_process_that_leaves_the_tree_counts_and_ends_with_the_job(
     cli: Cli, world: World, how: tuple[str, ...]
 ) -> None:
@@ -428,20 +422,17 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
 @pytest.mark.parametrize(
     "words",
     [
-        ("--swap", "idle=5s", "--swap", "turns=5s"),
-        ("--swap",),
         ("--swap", "request", "--threads", "50"),
-        ("--swap", "turns=5s", "--memory", "4G"),
         ("--swap", "request", "--production", "web"),
-        ("--swap", "request", "--copies", "2"),
+        ("--swap", "request", "--opportunistic"),
         ("--swap", "turns=5s", "--mig", "1g"),
         ("--swap", "request", "--slice", "1ms"),
         ("--swap", "turns=5s", "--memory", "4G", "--over", "pause"),
         ("--swap", "turns=5s", "--weight", "2"),
-        ("--opportunistic", "--yield", "swap", "--yield", "slices"),
-        ("--opportunistic", "--yield", "swap", "--adapt"),
-        ("--opportunistic", "--yield", "swap", "--yield", "pause"),
-        ("--opportunistic", "--yield", "swap", "--requeue"),
+        ("--swap", "idle=10m", "--container", "podman"),
+        ("--opportunistic", "--yield", "swap", "--keep", "97%"),
+        ("--opportunistic", "--yield", "swap", "--threads", "50"),
+        ("--opportunistic", "--yield", "swap", "--memory", "4G", "--over", "pause"),
     ],
 )
 def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], words: tuple[str, ...]) -> None:
@@ -450,7 +441,7 @@ def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], wo
 
 def test_a_job_with_a_limit_names_one_gpu(refused: Callable[..., str]) -> None:
     text = refused("run", "--memory", "4G", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
-    assert "hint: name one: -g 0\n" in text
+    assert "hint: name one: -g 0; or take the one where it harms least: -g any\n" in text
 
 
 def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
@@ -505,7 +496,8 @@ def test_production_takes_the_memory_of_an_opportunistic_job(
     other = real(
         "run",
         "--opportunistic",
-        "--swap",
+        "--yield",
+        "swap",
         *named,
         "--memory",
         "16G",
@@ -697,9 +689,7 @@ def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli,
     assert "note: GPU 1: no production job" in said or "note: MIG 2g.12gb of GPU 0" in said
     assert "MIG mode" not in said
     # Swapping needs a GPU without MIG.
-    text = (
-        cli("run", "-n", "-g", "any", "--swap", "turns", "--memory", "4G", "--", "true", host=world.spec).ok().out
-    )
+    text = cli("run", "-n", "-g", "any", "--swap", "turns", "--memory", "4G", "--", "true", host=world.spec).ok().out
     assert "until GPU 1 has room" in text
     for more in (("--wait",), ("--swap", "turns")):
         refused(
@@ -859,12 +849,14 @@ def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> 
     assert any("now it would start at once" in line for line in answer.ok().lines("note"))
 
 
-def test_stderr_goes_to_the_log_of_a_production_job(cli: Cli, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)", "--log", str(log))
+def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Callable[..., Started], world: World) -> None:
+    words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)")
     program = ("sh", "-c", "echo rate=1; echo broken >&2")
-    cli("run", "--wait", "--requeue", "--memory", "4G", *words, "--", *program)
-    assert sorted(log.read_text().splitlines()) == ["broken", "rate=1"]
+    for _ in range(2):
+        answer = real("run", "--wait", "--requeue", "--memory", "4G", *words, "--", *program).result()
+        assert answer.out.splitlines() == ["rate=1", "broken"]
+        # That of the job before is not kept.
+        assert output_path(world.host, "web").read_text().splitlines() == ["rate=1", "broken"]
 
 
 def test_what_a_failed_program_is_told_of_its_limit() -> None:

@@ -23,13 +23,14 @@ from gpushare.memory.ledger import Request, reservations
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.model import GpuProcess
 from gpushare.run import mig as run_mig
+from gpushare.run.jobs import records
 from gpushare.run.plain import PlainWatch
 from gpushare.selection import Device
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.library_mig import create_compute_instance, destroy_compute_instance
 from gpushare.sim.state import StateFile, parse_spec
-from gpushare.units import GIB
+from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, Started, World, alive, until
 
@@ -151,6 +152,7 @@ def test_two_at_the_same_time_get_different_ones_and_the_third_is_refused(
     uuids = world.mig("1g.18gb:4", "1g.18gb:5")
     first, second = waiting(real, "--mig", "1g"), waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 2, "both run")
+    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()), "their records name them")
     assert sorted(leases(world)) == sorted(uuids)
     assert sorted(leases(world).values()) == sorted([first.pid, second.pid])
     assert len({process.gpu_instance_id for process in world.state.processes}) == 2
@@ -305,7 +307,7 @@ def test_limits_run_under_mps_inside_the_instance(real: Callable[..., Started], 
     (client,) = until(world.attached, "attached")
     assert "is attached to MPS server" in line(started)
     assert client.gpu_instance_id == world.state.gpus[0].mig[0].gpu_instance_id
-    assert (client.threads, client.memory_limit_bytes) == (50.0, 4 * GIB)
+    assert (client.threads, client.memory_limit_bytes) == (50.0, 3584 * MIB)
     assert list(leases(world)) == [uuid]
     assert ended(started) == 0
     until(lambda: (world.state.daemons, leases(world)) == ([], {}), "all is given back")
@@ -587,7 +589,7 @@ def test_no_instance_in_time(
 ) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()) != set(), "the first one runs")
     words = ("run", "--wait", "--timeout", seconds, "--mig", "1g", "--", "true")
     assert said in refused(*words, code="no_room", exit_code=19)
     assert reservations(world.host) == []

@@ -85,7 +85,7 @@ def test_the_callers_own_limits_do_not_cap_it(cli: Cli, monkeypatch: pytest.Monk
 
 def test_a_daemon_that_caps_every_client_is_told_of(cli: Cli) -> None:
     cli("mps", "start", "--threads", "40").ok()
-    assert "caps every client at 40 %" in cli("run", "--production", "web", "--", "true").err
+    assert "caps every client at 40 %" in cli("run", "--production", "web", "--priority", "normal", "--", "true").err
 
 
 def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
@@ -132,7 +132,7 @@ def test_given_limits_win(cli: Cli, world: World) -> None:
         *("run", "--opportunistic", "--for", "web", "--threads", "20", "--memory", "3G", "--priority", "low"),
         *("-n", "--", "true"),
     ).ok()
-    for word in ("PERCENTAGE=20.0", "MEM_LIMIT=0=3072M", "PRIORITY=1"):
+    for word in ("PERCENTAGE=20.0", "MEM_LIMIT=0=2560M", "PRIORITY=1"):
         assert word in answer.out
 
 
@@ -351,7 +351,7 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(
     with subprocess.Popen([sys.executable, "-c", work]) as production:
         try:
             program = f"import time; open({str(runs)!r}, 'a').write('x'); time.sleep(600)"
-            words = ("run", "--opportunistic", "--requeue", "--for", str(production.pid), "--grace", "1")
+            words = ("run", "--opportunistic", "--yield", "requeue", "--for", str(production.pid), "--grace", "1")
             started = real(*words, "--", sys.executable, "-c", program)
             until(lambda: runs.exists() and runs.read_text() == "x", "it runs")
             go.touch()
@@ -371,9 +371,9 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(
     ("words", "code", "exit_code"),
     [
         (("--requeue", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--yield", "pause", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--yield", "slices", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--", "true"), "no_production", 6),
+        (("--opportunistic", "--requeue", "--", "true"), "bad_combination", 2),
+        (("--yield", "requeue", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
     ],
 )
 def test_wrong_usage_of_requeue(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:

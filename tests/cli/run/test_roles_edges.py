@@ -69,4 +69,6 @@ def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, .
 
 
 def test_nobody_to_spare_is_said(refused: Callable[..., str]) -> None:
-    assert "--for PID" in refused("run", "--opportunistic", "--yield", "pause", "--", "true", code="no_production", exit_code=6)
+    assert "--for PID" in refused(
+        "run", "--opportunistic", "--yield", "pause", "--", "true", code="no_production", exit_code=6
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.units import GIB
+from gpushare.units import MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -116,7 +116,7 @@ def test_environment_of_the_program(real: Callable[..., Started], world: World) 
     assert found == {
         "CUDA_VISIBLE_DEVICES": world.uuid(),
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3584M",
         "CUDA_MPS_CLIENT_PRIORITY": "1",
     }
 
@@ -152,11 +152,11 @@ def test_attached_line_and_limits_in_status(real: Callable[..., Started], cli: C
     assert started.process.stderr is not None
     line = started.process.stderr.readline()
     assert "is attached to MPS server" in line
-    assert "(threads 25 %, memory limit 4.0 GiB, low priority)" in line
+    assert "(threads 25 %, memory limit 3.5 GiB, low priority)" in line
     (daemon,) = cli("status", output="json").ok().data["mps_daemons"]
     (client,) = daemon["servers"][0]["clients"]
     assert f"process {client['pid']} is attached" in line
-    assert (client["threads_percent"], client["memory_limit_bytes"], client["priority"]) == (25.0, 4 * GIB, "low")
+    assert (client["threads_percent"], client["memory_limit_bytes"], client["priority"]) == (25.0, 3584 * MIB, "low")
     assert daemon["transient"]
     started.signal(signal.SIGTERM)
     assert started.result().code == 128 + signal.SIGTERM

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.run.jobs import find_record
+from gpushare.run.jobs import find_record, output_path
 from gpushare.run.results import SLICES, keep_tuned
 from gpushare.sim.state import StateFile
 from tests.cli.drive import Answer, Started, World, until
@@ -114,7 +114,6 @@ def test_a_slice_that_cannot_be_set_is_told(real: Callable[..., Started], world:
         ("--slice", "500us"),
         ("--weight", "3"),
         ("--production", "web", "--slice", "16ms"),
-        ("--production", "web", "--yield", "slices"),
     ],
 )
 def test_where_no_slice_can_be_set_no_program_starts(
@@ -143,14 +142,12 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
     planned = cli("run", *OUTSIDE, "-n", "--", "true").ok()
     assert "run true on GPU 0, outside MPS, with a time-slice of 16ms" in planned.out
     assert "nvidia-cuda-mps-control" not in planned.out
-    assert (
-        "with a time-slice of 16ms" in cli("run", "--production", "web", "--yield", "slices", "-n", "--", "true").ok().out
-    )
+    assert "with a time-slice of 16ms" in cli("run", "--production", "web", "-n", "--", "true").ok().out
     keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, production_slice_us=8000))
     tuned = ("run", "--production", "web")
     assert "with a time-slice of 8ms" in cli(*tuned, "-n", "--", "true").ok().out
     assert "with a time-slice of 4ms" in cli(*tuned, "--slice", "4ms", "-n", "--", "true").ok().out
-    for more in (("--yield", "caps"), ("--threads", "50")):
+    for more in (("--priority", "normal"), ("--threads", "50")):
         assert "as a client of the MPS daemon" in cli(*tuned, *more, "-n", "--", "true").ok().out
 
 
@@ -162,17 +159,14 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
         (("--slice", "31ms"), "slice_too_long", "16ms"),
         (("--slice", "1ms", "--threads", "50"), "bad_combination", "--memory"),
         (("--slice", "1ms", "--strict"), "bad_combination", "--memory"),
-        (("--slice", "1ms", "--mig", "1g"), "bad_combination", "--slice"),
-        (("--slice", "1ms", "--copies", "2"), "bad_combination", "--slice"),
-        (("--production", "web", "--slice", "1ms", "--yield", "caps"), "bad_combination", "--slice"),
-        (("--production", "web", "--yield", "slices", "--priority", "low"), "bad_combination", "--slice"),
-        (("--opportunistic", "--slice", "1ms", "--adapt"), "bad_combination", "--slice"),
+        (("--slice", "1ms", "--mig", "1g"), "bad_combination", "--mig"),
+        (("--production", "web", "--slice", "1ms", "--priority", "low"), "bad_combination", "--slice"),
+        (("--opportunistic", "--slice", "1ms"), "bad_combination", "--yield slices=500us"),
         (("--weight", "3", "--slice", "1ms"), "bad_combination", "--weight 3"),
         (("--weight", "3", "--production", "web"), "bad_combination", "--weight 3"),
         (("--weight", "3", "--opportunistic"), "bad_combination", "--weight 3"),
         (("--weight", "3", "--threads", "50"), "bad_combination", "--memory"),
         (("--weight", "3", "--strict"), "bad_combination", "--memory"),
-        (("--weight", "3", "--copies", "2"), "bad_combination", "--slice"),
         (("--weight", "0.4"), "bad_weight", "--weight 3"),
         (("--weight", "15"), "bad_weight", "--weight 3"),
         (("--weight", "nan"), "bad_weight", "--weight 3"),
@@ -197,22 +191,24 @@ def test_production_under_mps_next_to_the_group_is_refused(
     real: Callable[..., Started], refused: Callable[..., str], world: World
 ) -> None:
     assert world.host.nvml.count() == 1
-    job = real("run", "--opportunistic", "--yield", "slices", "--slice", "400us", "--", *JOB, "50")
+    job = real("run", "--opportunistic", "--yield", "slices=400us", "--", *JOB, "50")
     until(
         lambda: [s.slices.get("compute") for d in world.state.daemons for s in d.servers] == [400], "it has its slice"
     )
-    text = refused("run", "--production", "web", "--", "true", code="production_under_mps", exit_code=19)
+    text = refused(
+        "run", "--production", "web", "--priority", "normal", "--", "true", code="production_under_mps", exit_code=19
+    )
     assert "--production web" in text
     job.signal(signal.SIGTERM)
     job.result()
 
 
-def test_the_slice_follows_production_by_its_log(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+def test_the_slice_follows_production_by_its_output(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
-    log = tmp_path / "web.log"
-    web = real("run", *OUTSIDE, "--metric", "rate=([0-9.]+)", "--log", str(log), "--", *JOB, "90")
+    log = output_path(world.host, "web")
+    web = real("run", *OUTSIDE, "--metric", "rate=([0-9.]+)", "--", *JOB, "90")
     until(lambda: slices(world) == [16000], "production has its slice")
-    words = ("run", "--opportunistic", "--for", "web", "--adapt", "--keep", "90%", "--", *JOB, "90")
+    words = ("run", "--opportunistic", "--for", "web", "--keep", "90%", "--", *JOB, "90")
     other = real(*words)
     until(lambda: any(1 for d in world.state.daemons for s in d.servers if s.slices.get("compute")), "it begins")
     seen: set[int] = set()

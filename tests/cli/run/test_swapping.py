@@ -161,7 +161,9 @@ def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world
 # -- moved by hand -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [("--swap", "idle=60s"), ("--swap", "turns=60s"), opportunistic("8G"), ("--swap", "request",)])
+@pytest.mark.parametrize(
+    "words", [("--swap", "idle=60s"), ("--swap", "turns=60s"), opportunistic("8G"), ("--swap", "request")]
+)
 def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...]
 ) -> None:
@@ -217,8 +219,9 @@ def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., St
     world.fault("user", 65534)
     job = start("--swap", "idle=60s", "--name", "train")
     world.fault("user", 0)
-    cli("swap", "out", "train", host=A30).ok()
-    assert "sudo gpushare swap in train" in job.says("swapped out by root")
+    (pid,) = world.pids()
+    cli("swap", "out", str(pid), host=A30).ok()
+    assert f"sudo gpushare swap in {pid}" in job.says("swapped out by root")
     job.signal(signal.SIGINT)
     assert job.result().code == 0
     assert swaps(world.host) == []
@@ -384,12 +387,12 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("words", [("--swap", "request",), ("--swap", "idle=0.5s")])
+@pytest.mark.parametrize("words", [("--swap", "request"), ("--swap", "idle=0.5s")])
 def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
     start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...], number: int
 ) -> None:
     job = start(*words, "--name", "train")
-    if words == ("--swap", "request",):
+    if words == ("--swap", "request"):
         cli("swap", "out", "train", host=A30).ok()
     else:
         with changing(world.file) as (state, _):
@@ -535,7 +538,7 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
     assert "lose about 39 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
     assert "lose" not in cli(*words, "--swap", "turns=60s", "--", "true", host=A30).ok().err
     fault(world, host_memory_bytes=8 * GIB)
-    for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request",)):
+    for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request")):
         err = cli(*words, *option, "--", "true", host=A30).ok().err
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
 
