@@ -1,4 +1,4 @@
-"""Find the devices for ``-g``: index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, all. Pure."""
+"""Find the devices for ``-g``: index, range, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, all. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gpushare.values import dataclass
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
 _UUID: Final = re.compile(r"^(gpu|mig)-[0-9a-f-]{4,}$", re.IGNORECASE | re.ASCII)
+_RANGE: Final = re.compile(r"^(\d{1,4})-(\d{1,4})$", re.ASCII)
 # The MIG device names of drivers before R470, still used by CUDA and old scripts: GPU instance and compute instance.
 _OLD_MIG: Final = re.compile(r"^mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})$", re.IGNORECASE | re.ASCII)
 
@@ -70,10 +71,21 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
             f"{quoted(text)} is not a list of GPUs", "give -g 0, -g 0,1, -g GPU-<uuid> or -g all", code="bad_gpu"
         )
     found: dict[str, Device] = {}
-    for word in words:
+    for word in [index for part in words for index in _indexes(part)]:
         device = _one(word, gpus)
         found.setdefault(device.uuid or f"#{device.gpu.index}", device)
     return tuple(found.values())
+
+
+def _indexes(word: str) -> list[str]:
+    """Return the indexes of a range, ``0-3``; of any other word, the word."""
+    match = _RANGE.match(word)
+    if match is None:
+        return [word]
+    first, last = int(match[1]), int(match[2])
+    if first > last:
+        raise BadUsage(f"{quoted(word)} is not a range of GPUs", "give the lower index first: -g 0-3", code="bad_gpu")
+    return [str(index) for index in range(first, last + 1)]
 
 
 def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,6 @@ from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
     ClientThreads,
-    JobMemory,
-    OneGpuOption,
     OverAction,
     PriorityOption,
     gpus_of,
@@ -21,15 +20,16 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.cli.run import action_of, connected
-from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
-from gpushare.selection import select_one
+from gpushare.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gpushare.host.host import Host
-    from gpushare.run.farm import Copy, FarmOptions, FarmResult
-    from gpushare.run.program import RunOptions
+    from gpushare.model import Gpu
+    from gpushare.run.copies import Copy, FarmOptions, FarmResult
+    from gpushare.run.job import MemoryWish
+    from gpushare.run.results import BenchedCap
     from gpushare.selection import Device
 
 
@@ -46,18 +46,47 @@ def register(app: typer.Typer) -> None:
 def farm(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="CMD...", help="The program; {} is the number of the copy.", show_default=False),
+        typer.Argument(
+            metavar="CMD...", help="The program; {} is the number of the copy, or its line.", show_default=False
+        ),
     ],
     copies: Annotated[int | None, typer.Option("--copies", metavar="N", help="Run N copies, numbered from 0.")] = None,
-    gpu: OneGpuOption = None,
+    each: Annotated[
+        str | None, typer.Option("--each", metavar="FILE", help="Run one copy for each line of FILE; - is stdin.")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option("--parallel", metavar="K", help="At most K at a time. [default: as many as fit]")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "-g", "--gpu", metavar="SET", help="The GPUs or instances to use: 0, 0-3, 0,2, any (all of them)."
+        ),
+    ] = None,
     threads: ClientThreads = None,
-    memory: JobMemory = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Device memory of each copy, reserved and limited: 20G, 80%. [default: as measured]",
+        ),
+    ] = None,
     over: OverAction = None,
     priority: PriorityOption = None,
     logs: Annotated[
-        str | None, typer.Option("--logs", metavar="DIR", help="Write the output of each copy to DIR/copy-N.log.")
+        str | None,
+        typer.Option(
+            "--logs", metavar="DIR", help="Write the output of each copy to DIR/copy-N.log, and DIR/farm.jsonl."
+        ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip the copies that DIR/farm.jsonl says are done; needs --logs.")
+    ] = False,
     restart: Annotated[int, typer.Option("--restart", metavar="K", help="Restart a failed copy, at most K times.")] = 0,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="End the farm when a copy has failed, after its restarts.")
+    ] = False,
     stall: Annotated[
         str | None, typer.Option("--stall", metavar="TIME", help="End a copy that prints nothing for this long: 60s.")
     ] = None,
@@ -71,12 +100,15 @@ def farm(
         str | None, typer.Option("--grace", metavar="TIME", help="Time to end after the signal. [default: 10s]")
     ] = None,
 ) -> Any:
-    """Run many copies of a program under MPS, as many at a time as fit into the free memory.
+    """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 
-    {} in CMD, and GPUSHARE_COPY, are the number of each copy. A copy reserves its memory while it runs; one that fails, or
-    goes over its --memory, does not affect the others. Ctrl-C ends all of them the safe way.
+    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; jobs that wait for room go before the
+    next copy. Without --memory, a copy reserves the most that this command has used here; if that is not known, the first
+    one runs alone until it is measured. A failed copy leaves the others alone. Ctrl-C ends all of them the safe way.
     """
+    from gpushare.hostfile.load import kept_limits
     from gpushare.mps.limits import Limits
+    from gpushare.run.copies import FarmOptions
     from gpushare.run.job import parse_job_memory
     from gpushare.run.jobs import check_job_name
     from gpushare.run.program import RunOptions
@@ -86,77 +118,116 @@ def farm(
         raise BadUsage(
             "there is no program to run", "give one: gpushare farm --copies 8 -- python train.py {}", code="no_command"
         )
-    if copies is None:
-        raise BadUsage("the number of copies is missing", "give it: --copies 8", code="bad_copies")
-    if not 1 <= copies <= MOST_COPIES:
-        raise BadUsage(f"--copies {copies} is outside 1 to {MOST_COPIES}", "give --copies 8", code="bad_copies")
-    if restart < 0:
-        raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
+    _check_numbers(copies, each, parallel, restart)
     if over is not None and memory is None:
-        raise BadUsage(
+        raise BadCombination(
             "--over needs --memory: it says what happens above the limit",
             "for example: gpushare farm --copies 4 --memory 20G --over warn -- CMD",
-            code="bad_combination",
         )
-    run = RunOptions(limits=Limits.typed(threads, None, priority), name=None if name is None else check_job_name(name))
-    if grace is not None:
-        run = replace(run, grace_seconds=parse_seconds(grace))
+    if resume and logs is None:
+        raise BadCombination(
+            "--resume needs --logs: the file farm.jsonl there says what is done",
+            "for example: gpushare farm --copies 100 --logs logs --resume -- CMD {}",
+        )
+    limits = Limits.typed(threads, None, priority)
+    title = None if name is None else check_job_name(name)
+    grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
     wish = None if memory is None else parse_job_memory(memory)
     action, stall_seconds = action_of(over), None if stall is None else parse_seconds(stall)
     if stall_seconds == 0:
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
+    caps = None if like is None else _caps_of(like)
     host = connected()
-    device = select_one(gpu, gpus_of(host))
-    job_bytes = None if wish is None else wish.of(device.memory_total_bytes)
-    options = _options(host, device, command, run, copies, job_bytes, like)
-    options = replace(
-        options,
-        action=action,
-        restarts=restart,
-        logs=None if logs is None else Path(logs),
-        grace_seconds=run.grace_seconds,
-        stall_seconds=stall_seconds,
-        name=run.name,
-    )
-    return _farmed(host, device, command, options)
-
-
-MOST_COPIES = 10_000
-
-
-def _options(
-    host: Host,
-    device: Device,
-    command: Sequence[str],
-    run: RunOptions,
-    copies: int,
-    job_bytes: int | None,
-    like: str | None,
-) -> FarmOptions:
-    """Return the limits of each copy: of memory as given, else its share of what is free; threads as measured."""
-    from gpushare.hostfile.load import kept_limits
-    from gpushare.mps.limits import check_memory, client_memory
-    from gpushare.run.farm import FarmOptions, share_of_memory
-
-    at_once = _most_at_once(host, device, copies)
-    # Shares are for the copies that run at the same time.
-    together = copies if at_once is None else min(copies, at_once)
-    threads = run.limits.threads_percent
-    if threads is None:
-        threads = _threads(host, device, command, copies, like, together)
-    check_memory(device, job_bytes, job=True)
-    user_limits = kept_limits(host)
-    memory = share_of_memory(host, device, together, user_limits) if job_bytes is None else client_memory(job_bytes)
-    return FarmOptions(
-        copies=copies,
-        limits=replace(run.limits, threads_percent=threads, memory_limit_bytes=memory),
-        at_once=at_once,
+    devices = _devices(gpu, gpus_of(host))
+    lines = None if each is None else _lines_of(each)
+    job_bytes = None
+    if wish is not None:
+        job_bytes = {device.uuid: _bytes_on(device, wish) for device in devices}
+    options = FarmOptions(
+        copies=len(lines) if lines is not None else copies or 0,
+        lines=lines,
+        parallel=parallel,
+        limits=limits,
         job_bytes=job_bytes,
-        user_limits=user_limits,
+        action=action,
+        cap=_cap_by(host, devices[0], command, caps),
+        restarts=restart,
+        fail_fast=fail_fast,
+        logs=None if logs is None else Path(logs),
+        resume=resume,
+        grace_seconds=grace_seconds,
+        stall_seconds=stall_seconds,
+        user_limits=kept_limits(host),
+        name=title,
     )
+    return _farmed(host, devices, command, options)
 
 
-def _farmed(host: Host, device: Device, command: Sequence[str], options: FarmOptions) -> Any:
+def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
+    from gpushare.run.copies import MOST_COPIES
+
+    if (copies is None) is (each is None):
+        wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
+        raise BadUsage(wrong, "give one of them: --copies 8, or --each FILE", code="bad_copies")
+    if copies is not None and not 1 <= copies <= MOST_COPIES:
+        raise BadUsage(f"--copies {copies} is outside 1 to {MOST_COPIES}", "give --copies 8", code="bad_copies")
+    if parallel is not None and parallel < 1:
+        raise BadUsage(f"--parallel {parallel} is below 1", "give --parallel 4", code="bad_parallel")
+    if restart < 0:
+        raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
+
+
+def _devices(gpu: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
+    """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the instances."""
+    from gpushare.run.candidates import candidates, is_any, usable
+
+    if gpu is None and len(gpus) > 1:
+        raise BadUsage(
+            f"this host has {len(gpus)} GPUs; say on which to run",
+            "name them: -g 0, -g 0-3; or all that answer: -g any",
+            code="gpu_not_named",
+        )
+    found = candidates(gpu, gpus, note)
+    return usable(found, instances=True) if is_any(gpu) else found
+
+
+def _bytes_on(device: Device, wish: MemoryWish) -> int:
+    size = wish.of(device.memory_total_bytes)
+    if size is None:
+        raise BadUsage(
+            f"the memory of {device.title} is not known, so a part of it is not either",
+            "give a size: --memory 8G",
+            gpu=str(device.gpu.index),
+            code="bad_size",
+        )
+    return size
+
+
+def _lines_of(each: str) -> tuple[str, ...]:
+    """Return the lines of a file, or of stdin."""
+    from gpushare.run.copies import MOST_COPIES, MOST_LINE_BYTES, file_title, parse_lines
+
+    most = MOST_COPIES * (MOST_LINE_BYTES + 2)
+    title = file_title(each)
+    try:
+        if each == "-":
+            text = sys.stdin.buffer.read(most + 1)
+        else:
+            with open(each, "rb") as file:
+                text = file.read(most + 1)
+    except OSError as error:
+        kind = NotFound if isinstance(error, FileNotFoundError) else OperationFailed
+        raise kind(
+            f"cannot read {title}: {error.strerror}", "give a file with one line for each copy", code="no_file"
+        ) from None
+    if len(text) > most:
+        raise BadUsage(
+            f"{title} is longer than {MOST_COPIES} lines of {MOST_LINE_BYTES} bytes", "split it", code="bad_lines"
+        )
+    return parse_lines(text, title)
+
+
+def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     from gpushare.run.farm import farm, plan_farm
     from gpushare.run.jobs import named_job
@@ -166,100 +237,98 @@ def _farmed(host: Host, device: Device, command: Sequence[str], options: FarmOpt
     if settings.dry_run:
         from gpushare.show.plan import plan_result
 
-        return plan_result("farm", plan_farm(host, device, command, options, report), dry_run=True)
-    _say_first(host, device, options)
+        return plan_result("farm", plan_farm(host, devices, command, options, report), dry_run=True)
     try:
-        with named_job(host, device, options.name):
-            result = farm(host, device, command, options, report)
+        with named_job(host, devices[0], options.name):
+            result = farm(host, devices, command, options, report)
     finally:
         report.clear()
     return _finished(result, options)
 
 
-def _threads(
-    host: Host, device: Device, command: Sequence[str], copies: int, like: str | None, together: int
-) -> float | None:
-    """Return the cap of each copy: the one that bench found for this command here, else its share; None: no cap."""
+def _caps_of(like: str) -> list[BenchedCap]:
+    """Return the best caps under MPS that a file of bench has, by number of copies."""
     from gpushare.measure.bench_data import best_caps, read_bench
-    from gpushare.run.farm import share_of_threads
+
+    found = sorted(best_caps(read_bench(like)), key=lambda cap: cap.copies)
+    if not found:
+        raise NotFound(
+            f"{like} has no measurement under MPS",
+            "measure it: gpushare bench --copies 1,2,4,8 --ways mps,mps:200/n -- CMD",
+            code="not_measured",
+        )
+    return found
+
+
+def _cap_by(
+    host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
+) -> Callable[[int], float | None]:
+    """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
+    from gpushare.run.copies import share_of_threads
     from gpushare.run.results import find_benched
     from gpushare.units import format_copies
 
-    if like is None:
-        found = find_benched(host, device, command, copies)
-        if found is None:
-            return share_of_threads(together)
-        by = f"gpushare bench found the cap on {found.date}"
-        driver = host.nvml.driver_version()
-        note(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
-    else:
-        found = next((cap for cap in best_caps(read_bench(like)) if cap.copies == copies), None)
-        if found is None:
-            raise NotFound(
-                f"{like} has no measurement of {format_copies(copies)} under MPS",
-                f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
-                code="not_measured",
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            note(text)
+
+    @functools.cache
+    def cap(number: int) -> float | None:
+        if caps is None:
+            found: Any = find_benched(host, device, command, number)
+            if found is None:
+                return share_of_threads(number)
+            by = f"gpushare bench found the cap on {found.date}"
+            driver = host.nvml.driver_version()
+            say(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
+        else:
+            found = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
+            if found.copies != number:
+                say(f"the cap is that of {format_copies(found.copies)}: {format_copies(number)} were not measured")
+        if not found.best:
+            say(
+                f"another way than MPS was faster for {format_copies(found.copies)} (gpushare bench); this is the best cap under MPS"
             )
-    if not found.best:
-        note(
-            f"another way than MPS was faster for {format_copies(copies)} (gpushare bench); this is the best cap under MPS"
-        )
-    return found.threads_percent
+        percent: float | None = found.threads_percent
+        return percent
 
-
-def _most_at_once(host: Host, device: Device, copies: int) -> int | None:
-    from gpushare.mps.control import max_clients, probe_version
-
-    if copies <= 16:
-        return None
-    return max_clients(probe_version(host.programs), host.nvml.compute_capability(device.gpu.index))
-
-
-def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
-    from gpushare.run.farm import check_room
-    from gpushare.units import format_bytes, format_copies, format_percent
-
-    threads = (
-        "no thread cap"
-        if options.limits.threads_percent is None
-        else f"cap {format_percent(options.limits.threads_percent)}"
-    )
-    memory = options.limits.memory_limit_bytes
-    limit = "no memory limit" if memory is None else f"memory limit {format_bytes(memory)}"
-    if options.job_bytes is not None:
-        together = f"{format_bytes(options.job_bytes)} for all of its processes"
-        limit = f"memory limit {together}" if memory is None else f"{limit} per process, {together}"
-    fitting = check_room(host, device, options)
-    note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
-    bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
-    if fitting == 0:
-        note(
-            "the memory is reserved by jobs that do not use the GPU yet: the copies wait; what is not used within 60 s does not count"
-        )
-    elif bounds:
-        note(f"{min(bounds)} run at the same time; the others start as these end")
+    return cap
 
 
 def _finished(result: FarmResult, options: FarmOptions) -> Any:
+    from gpushare.mps.limits import client_memory
     from gpushare.show.run import farm_result
+    from gpushare.units import ranges
 
     errors = _failures(result)
-    unproved = [str(copy.number) for copy in result.copies if copy.attached is False]
+    unproved = [copy.number for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
-        notes.append(f"not seen as MPS clients, so their limits are not proved: copy {', '.join(unproved)}")
+        notes.append(f"not seen as MPS clients, so their limits are not proved: copy {ranges(unproved)}")
+    skipped = [copy.number for copy in result.copies if copy.state == "skipped"]
+    if skipped:
+        notes.append(f"not started: copy {ranges(skipped)}")
+    given = None if options.job_bytes is None else max(options.job_bytes.values())
     data = {
         "seconds": round(result.seconds, 2),
-        "threads_percent": options.limits.threads_percent,
-        "memory_limit_bytes": options.limits.memory_limit_bytes,
-        "job_memory_bytes": options.job_bytes,
+        "memory_bytes": result.memory_bytes,
+        "memory_source": result.source,
+        "memory_limit_bytes": None if given is None or options.action != "end" else client_memory(given),
+        "job_memory_bytes": given,
         "copies": [
             {
                 "copy": copy.number,
+                "line": copy.line,
                 "state": copy.state,
                 "exit_code": _as_of_run(copy.exit_code),
                 "seconds": round(copy.seconds, 2),
                 "tries": copy.tries,
+                "gpu": copy.gpu,
+                "threads_percent": copy.threads_percent,
+                "memory_peak_bytes": copy.peak_bytes,
                 "attached": copy.attached,
                 "failure": copy.failure,
                 "reason": copy.reason,

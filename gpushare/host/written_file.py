@@ -172,14 +172,18 @@ def open_new(path: Path) -> int:
         return os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
 
 
-def open_to_append(path: Path, *, create: bool = True) -> int:
-    """Return the descriptor of a file of this user alone, to be appended to, in a directory that is there.
+def open_to_append(path: Path, *, create: bool = True, directory: int | None = None) -> int:
+    """Return the descriptor of a file of this user alone, to be read and appended to, in a directory that is there.
+
+    ``directory``: the open directory of the file.
 
     Raises:
         OSError: it cannot be opened, or is not only this user's file.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | _SAFE | (os.O_CREAT if create else 0)
-    with directory_of(path.parent, make=False) as directory:
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOCTTY | _SAFE | (os.O_CREAT if create else 0)
+    with contextlib.ExitStack() as held:
+        if directory is None:
+            directory = held.enter_context(directory_of(path.parent, make=False))
         try:
             descriptor = os.open(path.name, flags, 0o666, dir_fd=directory)
         except OSError as error:

@@ -67,6 +67,8 @@ class Reservation:
     # It leaves at the end of its turn for any job that waits.
     turns: bool = False
     opportunistic: bool = False
+    # The next copy of a farm: it waits behind all jobs that wait for its devices.
+    farm: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
@@ -128,7 +130,7 @@ class Line:
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
     """Return the living jobs in the ledger, in their order; None: the ledger cannot be read.
 
-    It is the order of arrival, but for opportunistic jobs (`production_first`). ``claims`` are those that were read just now.
+    It is the order of arrival, but for opportunistic jobs and farms (`line_order`). ``claims`` are those that were read just now.
     """
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
@@ -161,7 +163,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
             if waiting[one.claim.uid] > MOST_WAITING_OF_ONE_USER:
                 continue
         kept.append(one)
-    return production_first(kept)
+    return line_order(kept)
 
 
 def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
@@ -171,30 +173,40 @@ def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
     return [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes[1:])]
 
 
-def production_first(found: Sequence[Reservation]) -> list[Reservation]:
-    """Return jobs in order of arrival with each opportunistic one behind the production jobs that wait for its devices.
+def line_order(found: Sequence[Reservation]) -> list[Reservation]:
+    """Return jobs in order of arrival, with opportunistic jobs and farms further back.
 
-    These are production jobs of its own user and of root: what others call production changes nothing. Only opportunistic
-    jobs move, and only back, so all others have the same jobs before them, or fewer.
+    Each opportunistic job is behind the production jobs that wait for its devices: those of its own user and of root, as what
+    others call production changes nothing. Each farm is behind all jobs that wait for its devices: it has many copies to
+    start, and a job has one. Only opportunistic jobs and farms move, and only back, so all others have the same jobs before
+    them, or fewer.
     """
-    # Where the last one waits, by user and device.
+    # Where the last production job waits, by user and device.
     last: dict[tuple[int, str], int] = {}
-    for place, one in enumerate(found):
-        if one.key is None and one.production:
-            last.update({(one.claim.uid, key): place for key in one.keys})
-    places: dict[str, tuple[int, int]] = {}
-    for place, one in enumerate(found):
+    for place, job in enumerate(found):
+        if job.key is None and job.production:
+            last.update({(job.claim.uid, key): place for key in job.keys})
+    places: dict[str, tuple[int, int, int]] = {}
+    # Where the last job that is no farm waits, by device.
+    last_job: dict[str, int] = {}
+    for place, job in enumerate(found):
         behind = place
-        if one.key is None and one.opportunistic and last:
-            behind = max(place, *(last.get((uid, key), -1) for uid in (0, one.claim.uid) for key in one.keys))
-        places[one.id] = (behind, place if behind > place else -1)
-    return sorted(found, key=lambda one: places[one.id])
+        if job.key is None and job.opportunistic and last:
+            behind = max(place, *(last.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys))
+        places[job.id] = (behind, 0, place if behind > place else -1)
+        if job.key is None and not job.farm:
+            last_job.update({key: max(behind, last_job.get(key, -1)) for key in job.keys})
+    for place, job in enumerate(found):
+        if job.key is None and job.farm:
+            places[job.id] = (max(place, *(last_job.get(key, -1) for key in job.keys)), 1, place)
+    return sorted(found, key=lambda job: places[job.id])
 
 
 def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, other_uid: int) -> bool:
     """Return whether a waiting job lets another one go first; with the users of both."""
-    apart = set(other.keys).isdisjoint(one.keys)
-    return one.opportunistic and other.production and other_uid in {0, uid} and not apart
+    if set(other.keys).isdisjoint(one.keys):
+        return False
+    return (one.farm and not other.farm) or (one.opportunistic and other.production and other_uid in {0, uid})
 
 
 def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
@@ -245,6 +257,7 @@ def _reservation(claim: Claim) -> Reservation | None:
         leaves="leaves" in words,
         stays="stays" in words,
         turns="turns" in words,
+        farm="farm" in words,
     )
 
 
@@ -427,6 +440,8 @@ class Request:
     leaves: bool = False
     turns: bool = False
     opportunistic: bool = False
+    # The next copy of a farm.
+    farm: bool = False
 
 
 class Lapses:
@@ -493,8 +508,10 @@ class Place:
     otherwise say that they came first, are about to come, or use their reservation, for as long as they like.
     """
 
-    def __init__(self, host: Host, request: Request, patience: Patience | None = None) -> None:
-        """Enter the ledger. ``patience`` is that of a job that enters it again and again.
+    def __init__(
+        self, host: Host, request: Request, patience: Patience | None = None, lapses: Lapses | None = None
+    ) -> None:
+        """Enter the ledger. ``patience`` and ``lapses`` are those of a job that enters it again and again.
 
         Raises:
             NoPermission, OperationFailed: it cannot be written.
@@ -502,6 +519,8 @@ class Place:
         self._host, self.request = host, request
         self.key: str | None = None
         self._patience = patience or Patience()
+        # Which reservations have nothing on their device.
+        self._lapses = lapses or Lapses()
         self._enter()
 
     def _enter(self) -> None:
@@ -518,6 +537,8 @@ class Place:
                 self._claim.tell("leaves for production")
             if request.turns:
                 self._claim.tell("turns with others")
+            if request.farm:
+                self._claim.tell("farm of copies")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()
@@ -527,8 +548,6 @@ class Place:
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
         self._before: frozenset[str] | None = None
-        # Which reservations have nothing on their device.
-        self._lapses = Lapses()
 
     @property
     def claim(self) -> HeldClaim:

@@ -128,6 +128,14 @@ class JobMemory:
             with contextlib.suppress(GpushareError):
                 self._place.add(pid)
 
+    def reserve(self, place: Place) -> None:
+        """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""
+        before, self._place = self._place, place
+        with contextlib.suppress(GpushareError):
+            place.add(self._root)
+        if before is not None:
+            before.leave()
+
     def _tell(self) -> None:
         """Say in the ledger what the job's limit is, and what happens above it."""
         if self._place is not None and self.limit_bytes is not None:

@@ -191,7 +191,7 @@ def wait_for_room(
 
     try:
         while True:
-            now, reasons = _again(host, devices, client=place.request.client)
+            now, reasons = usable_now(host, devices, client=place.request.client)
             if place.try_to_take(now, clients, limits, order if waited and len(uuids) > 1 else None):
                 return next(one for one in now if one.uuid == place.key)
             waited = True
@@ -207,7 +207,7 @@ def wait_for_room(
                 raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons, before)
             if due:
                 said = clock()
-                text = _why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
+                text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
                 if text != told or said - told_at >= _REPEAT_SECONDS:
                     told, told_at = text, said
                     say(text)
@@ -287,7 +287,7 @@ class Outlook:
 
 def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Mapping[int, int]) -> Outlook:
     """Return what would happen to a job that came now; nothing is entered anywhere."""
-    now, reasons = _again(host, devices, client=request.client)
+    now, reasons = usable_now(host, devices, client=request.client)
     found = not_around(host, reservations(host) or [])
     clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
     possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
@@ -393,7 +393,7 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _again(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
+def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
     """Return the devices as they are now, and why others cannot be used: lost, or one program has it alone."""
     # Not of all GPUs: many jobs may wait, and each looks twice a second.
     try:
@@ -456,7 +456,8 @@ def size_text(request: Request) -> str:
     return "a GPU without other jobs" if request.memory_bytes is None else format_bytes(request.memory_bytes)
 
 
-def _why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
+def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
+    """Return in a sentence what a job waits for. ``limit``: what its user may reserve; ``reasons``: of `usable_now`."""
     if not lines:
         # A driver that was loaded again, or a GPU that was reset, answers after that.
         host.nvml.restart()

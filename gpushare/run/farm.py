@@ -1,6 +1,7 @@
-"""`gpushare farm`: many copies of one program under MPS, each with its share, its number and its log.
+"""`gpushare farm`: many copies of one program under MPS, on one or several GPUs, each with its number and its log.
 
-Each copy is a job in the ledger of memory: its limit is reserved while it runs, and what other jobs have reserved is not free.
+Each copy is a job in the ledger of memory: what it needs is reserved while it runs. The farm has one place in the line of
+waiting jobs, which its next copy takes over; then the farm goes to the end of the line again.
 """
 
 from __future__ import annotations
@@ -10,25 +11,37 @@ import functools
 import os
 import re
 import tempfile
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, InUse, OperationFailed
-from gpushare.memory.ledger import Lapses, Line, Place, Request, line_of, not_around, reservations
-from gpushare.memory.limit import JobMemory, MemoryAction
-from gpushare.memory.room import check_limit
-from gpushare.mps.limits import CONTEXT_BYTES, Limits
+from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.memory.admission import UserLimits
+from gpushare.memory.ledger import Lapses, Line, Patience, Place, Request, not_around, position, reservations
+from gpushare.memory.limit import JobMemory
+from gpushare.memory.peaks import Profile, find_profile, keep_profile
+from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
+from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
-from gpushare.run.end import GRACE_SECONDS
+from gpushare.run.copies import (
+    Copy,
+    FarmOptions,
+    FarmResult,
+    command_of,
+    next_step,
+    share_of_threads,
+    size_of_others,
+    together,
+)
+from gpushare.run.farm_results import MARK, NAME, FarmResults
 from gpushare.run.program import command_line, step_of_run
-from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
-from gpushare.run.share import MpsShare, open_mps_share
+from gpushare.run.several import Log, Program, Several, directory_of_logs
+from gpushare.run.share import MpsShare
 from gpushare.signals import Wakeups
-from gpushare.units import MIB, format_bytes
-from gpushare.values import dataclass
+from gpushare.units import MIB, format_bytes, format_copies
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -36,240 +49,17 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# Left free as a margin, against fragmentation for example.
-_MARGIN: Final = 0.02
-
-
-def share_of_threads(copies: int) -> float | None:
-    """Return the thread cap of each of N copies, 200/N percent; None (no cap) for one or two."""
-    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Free:
-    """What copies can have on a device: bytes that nobody holds, and that no other job has reserved.
-
-    ``line`` is the ledger without the copies. ``allowed_bytes``: what this user may still reserve (None: no limit).
-    ``inside``: gpushare itself runs in a job that has reserved memory here, which is the copies' memory. ``pending``: some is
-    reserved by jobs that have nothing here yet, and may lapse.
-    """
-
-    memory_bytes: int
-    line: Line
-    # Of what nobody holds.
-    reserved_bytes: int = 0
-    allowed_bytes: int | None = None
-    inside: bool = False
-    pending: bool = False
-
-    def allows(self, copies: int, options: FarmOptions) -> bool:
-        """Return whether this user may reserve another copy next to some."""
-        return self.allowed_bytes is None or (copies + 1) * (options.reserved_bytes or 0) <= self.allowed_bytes
-
-
-def free_memory(
-    host: Host,
-    device: Device,
-    user_limits: Mapping[int, int] | None = None,
-    own: Collection[str] = (),
-    lapses: Lapses | None = None,
-) -> Free | None:
-    """Return what copies can have on a device now (nvmlDeviceGetMemoryInfo_v2, the ledger); None when it is not known.
-
-    ``own`` are the reservations of copies that run: what they hold is not free, what they may still allocate is. ``lapses``
-    is what earlier looks have seen of the others.
-    """
-    gpu = host.nvml.gpu(device.gpu.index)
-    mig = None if device.mig is None else next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
-    if device.mig is not None and mig is None:
-        return None
-    total, used = (
-        (gpu.memory_total_bytes, gpu.memory_used_bytes)
-        if mig is None
-        else (mig.memory_total_bytes, mig.memory_used_bytes)
-    )
-    if total is None or used is None:
-        return None
-    free = total - used - ((gpu.memory_reserved_bytes or 0) if mig is None else 0)
-    found = [one for one in reservations(host) or () if one.key == device.uuid and one.id not in own]
-    others = not_around(host, found)
-    inside = len(others) < len(found)
-    now, lapses = replace(device, gpu=gpu, mig=mig), lapses or Lapses()
-    lapsed = lapses.look(host, others, [now])
-    line = line_of(host, now, others, limits=user_limits, lapsed=lapsed)
-    if line is None:
-        return None
-    limit = None if inside else (user_limits or {}).get(os.geteuid())
-    return Free(
-        memory_bytes=min(free, line.free_bytes) if others else free,
-        line=line,
-        reserved_bytes=max(0, free - line.free_bytes) if others else 0,
-        allowed_bytes=None if limit is None else max(0, limit - line.granted.get(os.geteuid(), 0)),
-        inside=inside,
-        pending=lapses.pending(line),
-    )
-
-
-def share_of_memory(
-    host: Host, device: Device, copies: int, user_limits: Mapping[int, int] | None = None
-) -> int | None:
-    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known."""
-    free = free_memory(host, device, user_limits)
-    if free is None:
-        return None
-    share = int(free.memory_bytes * (1 - _MARGIN) / copies) - CONTEXT_BYTES
-    if free.allowed_bytes is not None:
-        share = min(share, free.allowed_bytes // copies)
-    if share < MIB:
-        raise no_room(device, free, copies, None)
-    return share // MIB * MIB
-
-
-def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
-    """Return how many copies fit into the memory that is free now; None when that is not known.
-
-    0: some is reserved by jobs that have nothing there yet; what they do not use lapses.
-
-    Raises:
-        InUse: none fits (code ``memory_does_not_fit``).
-        NoPermission: a copy is more than this user may reserve (code ``over_user_limit``).
-    """
-    if options.reserved_bytes is None:
-        return None
-    free = free_memory(host, device, options.user_limits)
-    if free is None:
-        return None
-    fitting = max(0, free.memory_bytes) // options.needed_bytes
-    if free.allowed_bytes is not None and options.user_limits is not None:
-        request = Request(memory_bytes=options.reserved_bytes, keys=(device.uuid,), client=True)
-        check_limit([free.line], request, options.user_limits.get(os.geteuid()))
-        fitting = min(fitting, free.allowed_bytes // options.reserved_bytes)
-    if fitting < 1 and not free.pending:
-        raise no_room(device, free, 1, options)
-    return min(options.copies, fitting)
-
-
-def no_room(device: Device, free: Free, copies: int, options: FarmOptions | None) -> GpushareError:
-    """Return the error for copies that do not fit into the free memory; ``options`` None: they have no limit yet."""
-    if options is None or options.reserved_bytes is None:
-        wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
-    elif options.job_bytes is not None:
-        wanted = f"a copy with {format_bytes(options.job_bytes)} does"
-    else:
-        wanted = f"a copy with a limit of {format_bytes(options.reserved_bytes)} and its CUDA context do"
-    there = f"{format_bytes(max(0, free.memory_bytes))} free on {device.title}"
-    allowed = free.allowed_bytes
-    if allowed is not None and (allowed < free.memory_bytes if options is None else not free.allows(0, options)):
-        there = f"{format_bytes(allowed)} that you may still reserve on {device.title}"
-    elif free.reserved_bytes:
-        there += f" ({format_bytes(free.reserved_bytes)} more are reserved by other jobs)"
-    return InUse(
-        f"{wanted} not fit into the {there}",
-        "see what holds it: gpushare status; or give fewer --copies, or a smaller --memory",
-        gpu=str(device.gpu.index),
-        code="memory_does_not_fit",
-    )
-
-
 _OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
-
-
-def log_of(directory: Path, number: int, restarts: int) -> Path:
-    """Return the path of a copy's log after N restarts."""
-    return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
-
-
-def remove_earlier_logs(directory: int, copies: int) -> None:
-    """Remove the logs of restarts left by an earlier farm; a copy's first log is overwritten anyway."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            match = _OF_A_RESTART.fullmatch(name)
-            if match is not None and int(match[1]) < copies:
-                # A log that cannot be removed, or a directory of that name, does no harm.
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=directory)
-
-
-def hint_on_space(directory: Path | None) -> str:
-    """Return what to do when no space was left for what a copy prints; None: the output was not kept."""
-    where = tempfile.gettempdir() if directory is None else directory.absolute()
-    return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
-
-
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-# An MPS server frees a client's memory a while after the client has ended.
-_ROOM_SECONDS: Final = 10.0
 # How often to look for room while copies wait for it.
 _ROOM_LOOK_SECONDS: Final = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class FarmOptions:
-    """How many copies, the limits of each, how often a failed one is started again, and where logs are kept.
-
-    ``stall_seconds`` is how long a copy may print nothing before it counts as hung; None: for ever.
-    ``at_once`` bounds how many run at the same time (None: all). ``job_bytes`` is the limit of all processes of a copy
-    together, and ``action`` what happens to a copy above it. ``user_limits`` are what users may reserve, by uid.
-    """
-
-    copies: int
-    limits: Limits = field(default_factory=Limits)
-    restarts: int = 0
-    logs: Path | None = None
-    grace_seconds: float = GRACE_SECONDS
-    stall_seconds: float | None = None
-    at_once: int | None = None
-    job_bytes: int | None = None
-    action: MemoryAction = "end"
-    user_limits: Mapping[int, int] | None = None
-    name: str | None = None
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """Return what each copy reserves; None: no size is known."""
-        return self.limits.memory_limit_bytes if self.job_bytes is None else self.job_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """Return what each copy may have on the device, with its CUDA context."""
-        return self.job_bytes or (self.limits.memory_limit_bytes or 0) + CONTEXT_BYTES
-
-
-@dataclass(kw_only=True)
-class Copy:
-    """One copy so far. ``failure`` is of its last try; ``tries`` counts the starts."""
-
-    number: int
-    state: str = "waiting"
-    tries: int = 0
-    pid: int | None = None
-    exit_code: int | None = None
-    failure: str | None = None
-    seconds: float = 0.0
-    log: str | None = None
-    # What to do about the failure, where its output does not say.
-    hint: str | None = None
-    # Why gpushare has ended it: ``memory_limit``, or None.
-    reason: str | None = None
-    # Processes left running by any of its tries; they were ended.
-    left_behind: tuple[int, ...] = ()
-    # Seen among the daemon's clients; None: never checked.
-    attached: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FarmResult:
-    """How all copies did, and the signal by which the user ended them."""
-
-    copies: tuple[Copy, ...]
-    seconds: float
-    ended_by: int | None = None
-
-    @property
-    def failed(self) -> tuple[Copy, ...]:
-        """Return the copies that failed."""
-        return tuple(copy for copy in self.copies if copy.failure is not None)
+# How long the first copy is measured alone, from when it is on the GPU.
+_ALONE_SECONDS: Final = 20.0
+# With less free memory, a copy of unknown size waits.
+_LEAST_BYTES: Final = 2 * CONTEXT_BYTES
+# How often it may say anew what it waits for.
+_SAY_SECONDS: Final = 60.0
 
 
 class FarmReporter(Protocol):
@@ -290,266 +80,685 @@ class FarmReporter(Protocol):
     def news(self, copy: Copy, text: str) -> None:
         """Something else to report of a copy."""
 
+    def say(self, text: str) -> None:
+        """Something to report of the farm."""
+
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """How far it is; called often."""
 
 
-def numbered(command: Sequence[str], number: int) -> list[str]:
-    """Return a command with its copy's number in place of every ``{}``."""
-    return [word.replace("{}", str(number)) for word in command]
+def log_of(directory: Path, number: int, restarts: int) -> Path:
+    """Return the path of a copy's log after N restarts."""
+    return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
+
+
+def remove_earlier_logs(directory: int, copies: int, kept: frozenset[int] | set[int] = frozenset()) -> None:
+    """Remove the logs of restarts left by an earlier farm, but those of ``kept``; a first log is overwritten anyway."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            match = _OF_A_RESTART.fullmatch(name)
+            if match is not None and int(match[1]) < copies and int(match[1]) not in kept:
+                # A log that cannot be removed, or a directory of that name, does no harm.
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=directory)
+
+
+def hint_on_space(directory: Path | None) -> str:
+    """Return what to do when no space was left for what a copy prints; None: the output was not kept."""
+    where = tempfile.gettempdir() if directory is None else directory.absolute()
+    return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
 
 
 def farm(
-    host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: FarmReporter
 ) -> FarmResult:
-    """Run copies of a command until all have ended; a failed copy leaves the others alone."""
-    if options.copies < 1:
-        raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
-    check_room(host, device, options)
+    """Run copies of a command until all have ended; a failed copy leaves the others alone.
+
+    Raises:
+        BadUsage: there are none (code ``bad_copies``), or one fits on no device (``never_fits``).
+        NoPermission: a copy is more than this user may reserve (``over_user_limit``).
+        InUse: another farm has the logs (``logs_in_use``).
+        GpushareError: no device can be used; the ledger cannot be written.
+    """
+    copies = _Farm(host, devices, command, options, reporter)
+    copies.check()
     with contextlib.ExitStack() as before, contextlib.ExitStack() as held:
-        logs = None if options.logs is None else held.enter_context(directory_of_logs(options.logs))
-        program = numbered(command, 0)[0]
-        share = open_mps_share(host, device, program, options.limits)
-        several = held.enter_context(Several(host, share, grace_seconds=options.grace_seconds))
-        if logs is not None:
-            remove_earlier_logs(logs, options.copies)
-        copies = _Farm(host, device, command, options, reporter, several, logs)
-        # Before the share is given back, but after the copies have ended: else their memory would look free.
+        # Before the shares are given back, but after the copies have ended: else their memory would look free.
         before.callback(copies.close)
-        return copies.run()
+        return copies.run(held)
 
 
 def plan_farm(
-    host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: FarmReporter
 ) -> tuple[Step, ...]:
-    """Return the steps of a farm on the host as it is now: an MPS daemon where there is none, then the copies."""
-    check_room(host, device, options)
-    share = MpsShare(host, device, options.limits)
-    share.check(numbered(command, 0)[0])
-    planned = _Farm(host, device, command, options, reporter, Several(host, share), None)
-    environment = share.environment({})
-    return (*planned.before(), *share.steps(), *planned.steps(share.where, environment), *planned.meanwhile())
+    """Return the steps of a farm on the host as it is now: MPS daemons where there are none, then the copies."""
+    planned = _Farm(host, devices, command, options, reporter)
+    planned.check()
+    return tuple(planned.plan())
+
+
+class _FarmLine:
+    """The farm's place in the line of waiting jobs, in which it is behind all jobs that are no farms.
+
+    A place has one size: on GPUs of several sizes, of which a copy gets a part, the farm has one for each size.
+    """
+
+    def __init__(self, host: Host, name: str | None, limits: UserLimits, devices: Sequence[Device]) -> None:
+        self._host, self._name, self._limits = host, name, limits
+        self._devices = {device.uuid: device for device in devices}
+        self._clients = {device.uuid: client_limit(host, device) for device in devices}
+        self._places: dict[int, Place] = {}
+        self._patience, self._lapses = Patience(), Lapses()
+        self._reasons: Sequence[str] = ()
+
+    def take(self, sizes: Mapping[str, int], order: Callable[[], Sequence[str]]) -> tuple[Device, Place] | None:
+        """Return a device that has room for a copy, and the place there that it holds; None: it waits.
+
+        ``sizes`` are what a copy reserves, by UUID of the devices that it may have; ``order`` is best first.
+
+        Raises:
+            GpushareError: the ledger cannot be written.
+        """
+        keys: dict[int, list[str]] = defaultdict(list)
+        for uuid, size in sizes.items():
+            keys[size].append(uuid)
+        for size in [size for size, place in self._places.items() if place.request.keys != tuple(keys.get(size, ()))]:
+            self._places.pop(size).leave()
+        for size, uuids in keys.items():
+            if size not in self._places:
+                request = Request(memory_bytes=size, keys=tuple(uuids), client=True, name=self._name, farm=True)
+                self._places[size] = Place(self._host, request, self._patience, self._lapses)
+            place = self._places[size]
+            now, self._reasons = usable_now(self._host, [self._devices[uuid] for uuid in uuids], client=True)
+            if place.try_to_take(now, self._clients, self._limits, order if len(uuids) > 1 else None):
+                del self._places[size]
+                # Of the other sizes it goes to the end of the line, too.
+                self.leave()
+                return next(device for device in now if device.uuid == place.key), place
+        return None
+
+    def waits_for(self) -> tuple[str, int]:
+        """Return what it waits for, in a sentence, and how many jobs wait before it."""
+        for place in self._places.values():
+            devices = [self._devices[uuid] for uuid in place.request.keys]
+            now, _ = usable_now(self._host, devices, client=True)
+            lines = read_lines(self._host, now, self._limits)
+            limit = self._limits.get(os.geteuid())
+            before = position(reservations(self._host) or [], place)
+            return why_it_waits(self._host, lines, place, limit, self._reasons), before
+        return "", 0
+
+    def leave(self) -> None:
+        """Leave the line: nothing is to be started now."""
+        while self._places:
+            self._places.popitem()[1].leave()
+
+
+class _FarmGpu:
+    """One device of a farm: the share of its copies, opened with the first one."""
+
+    def __init__(self, host: Host, device: Device) -> None:
+        self.host, self.device = host, device
+        self.share = MpsShare(host, device, Limits())
+        self.several: Several | None = None
+        self.running: dict[int, Program] = {}
+        self._listed: tuple[GpuProcess, ...] | None = None
+        self._listed_at = -1.0
+        # When to check whether the copies are clients.
+        self.looks: list[float] = []
+
+    def open(self, held: contextlib.ExitStack, grace_seconds: float) -> Several:
+        """Return the share of the copies. Raises GpushareError: no daemon can be started or joined."""
+        if self.several is None:
+            self.share.open()
+            self.several = held.enter_context(Several(self.host, self.share, grace_seconds=grace_seconds))
+            self.looks = [time.monotonic() + seconds for seconds in _LOOKS]
+        return self.several
+
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        """Return the processes on the GPU, read once for all copies."""
+        now = time.monotonic()
+        if now - self._listed_at >= _STEP_SECONDS:
+            self._listed, self._listed_at = self.host.nvml.processes(self.device.gpu.index), now
+        return self._listed
+
+    def prove(self, copies: Sequence[Copy]) -> None:
+        """Check from time to time whether the copies are clients of the daemon."""
+        if self.several is None or not self.looks or time.monotonic() < self.looks[0]:
+            return
+        self.looks.pop(0)
+        clients = self.several.clients()
+        if clients is None:
+            return
+        for number, program in self.running.items():
+            if not copies[number].attached:
+                copies[number].attached = self.several.attached(program, clients)
 
 
 class _Farm:
     def __init__(
         self,
         host: Host,
-        device: Device,
+        devices: Sequence[Device],
         command: Sequence[str],
         options: FarmOptions,
         reporter: FarmReporter,
-        several: Several,
-        logs: int | None,
     ) -> None:
-        self._logs = logs
-        self._host, self._device, self._command = host, device, command
-        self._options, self._reporter, self._several = options, reporter, several
-        self._copies = [Copy(number=number) for number in range(options.copies)]
-        self._running: dict[int, Program] = {}
+        self._host, self._command, self._options, self._reporter = host, command, options, reporter
+        lines = options.lines
+        self._copies = [
+            Copy(number=number, line=None if lines is None else lines[number]) for number in range(options.copies)
+        ]
+        self._gpus = {device.uuid: _FarmGpu(host, device) for device in devices}
+        self._user_limits = options.user_limits or UserLimits({}, None)
+        self._line = _FarmLine(host, options.name, self._user_limits, devices)
         # What watches the memory of each copy that runs, and has its place in the ledger.
         self._memories: dict[int, JobMemory] = {}
         self._places: dict[int, Place] = {}
-        self._full_since: float | None = None
-        # Whether gpushare itself runs in a job that has reserved memory on the device.
-        self._inside = False
-        self._lapses = Lapses()
-        self._next_look, self._ran = 0.0, 0
-        self._listed: tuple[GpuProcess, ...] | None = None
-        self._listed_at = -1.0
+        # What a copy reserves, by device (None: not known yet), and from where that is known.
+        self._sizes: Mapping[str, int] | None = None
+        self._source: str | None = None
+        # The copy that is measured alone, and when it was first on the GPU.
+        self._alone: int | None = None
+        self._alone_since: float | None = None
+        # What jobs that gpushare itself runs in have reserved, by device.
+        self._inside: dict[str, int | None] = {}
+        self._caps: dict[str, float | None] = {}
+        self._next_look, self._ran = 0.0, -1
+        self._said_at, self._said = -_SAY_SECONDS, ""
         # Copies above their limit that cannot be ended.
         self._stuck: set[int] = set()
+        self._giving_up = False
         self._started = time.monotonic()
-        self._looks: list[float] = []
         self._signals = Wakeups()
+        self._logs: int | None = None
+        self._results: FarmResults | None = None
+        self._held = contextlib.ExitStack()
 
-    def run(self) -> FarmResult:
+    def check(self) -> None:
+        """Raise if no copy could ever start; nothing is changed."""
+        options = self._options
+        if options.copies < 1:
+            raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
+        program = command_of(self._command, self._copies[0])[0]
+        refused: dict[str, GpushareError] = {}
+        for uuid, gpu in self._gpus.items():
+            try:
+                gpu.share.check(program)
+            except GpushareError as error:
+                refused[uuid] = error
+        if len(refused) == len(self._gpus):
+            raise next(iter(refused.values()))
+        for uuid, reason in refused.items():
+            self._drop(uuid, reason)
+        self._find_inside()
+        self._find_sizes()
+        if self._sizes is not None:
+            lines = self._lines()
+            limit = self._user_limits.get(os.geteuid())
+            for size in {*self._sizes.values()}:
+                keys = tuple(uuid for uuid, own in self._sizes.items() if own == size)
+                here = [line for line in lines if line.device.uuid in keys]
+                request = Request(memory_bytes=size, keys=keys, client=True)
+                if len(here) == len(keys):
+                    check_ever(here, request)
+                if here:
+                    check_limit(here, request, limit)
+
+    def _drop(self, uuid: str, error: GpushareError) -> None:
+        gpu = self._gpus.pop(uuid)
+        self._sizes = None if self._sizes is None else {key: size for key, size in self._sizes.items() if key != uuid}
+        self._reporter.say(f"{gpu.device.title} is left out: {error.message}")
+
+    def _find_inside(self) -> None:
+        found = reservations(self._host) or []
+        others = {job.id for job in not_around(self._host, found)}
+        around = {job.key: job.memory_bytes for job in found if job.id not in others}
+        self._inside = {uuid: around[uuid] for uuid in self._gpus if uuid in around}
+        if self._inside:
+            # The memory of that job is for the copies.
+            self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in around}
+
+    def _find_sizes(self) -> None:
+        """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
+        if self._options.job_bytes is not None:
+            self._sizes = {uuid: self._options.job_bytes[uuid] for uuid in self._gpus}
+            self._source = "given"
+            return
+        commands = [self._command, command_of(self._command, self._copies[0])]
+        found = [
+            profile
+            for gpu in self._gpus.values()
+            for words in commands
+            if (profile := find_profile(self._host, gpu.device, words)) is not None and profile.memory_bytes is not None
+        ]
+        peaks = [(profile.memory_bytes or 0, profile.short) for profile in found]
+        if peaks:
+            peak, short = max(peaks)
+            self._set_size(size_of_others(peak) if short else peak, "known")
+
+    def _set_size(self, size: int, source: str) -> None:
+        """Let each further copy reserve so much, but no more than it can ever have."""
+        lines = {line.device.uuid: line for line in self._lines()}
+        limit = self._user_limits.get(os.geteuid())
+        sizes = {}
+        for uuid in self._gpus:
+            bounds = [lines[uuid].room.whole_bytes] if uuid in lines else []
+            bounds += [] if limit is None else [limit]
+            sizes[uuid] = min([size, *bounds]) // MIB * MIB
+        self._sizes, self._source = sizes, source
+
+    def _lines(self) -> list[Line]:
+        """Return the ledger of the devices as they are now, without those whose memory is unknown."""
+        now, _ = usable_now(self._host, [gpu.device for gpu in self._gpus.values()], client=True)
+        return read_lines(self._host, now, self._user_limits)
+
+    # -- what is said before -------------------------------------------------------------------------
+
+    def say_first(self) -> None:
+        """Say what each copy is given, and how many run at the same time."""
+        options, copies = self._options, [copy for copy in self._copies if copy.state == "waiting"]
+        titles = ", ".join(gpu.device.title for gpu in self._gpus.values())
+        done = len(self._copies) - len(copies)
+        if done:
+            self._reporter.say(f"{format_copies(done)} done earlier: not started again")
+        what = f"{format_copies(len(copies))} on {titles}"
+        if not copies:
+            return
+        if self._sizes is None:
+            self._reporter.say(
+                f"{what}; the memory of a copy is not known: the first one runs alone until it is measured"
+            )
+            return
+        sizes = sorted({*self._sizes.values()})
+        size = " or ".join(map(format_bytes, sizes))
+        how = {"known": ", the most that this command has used here", "given": ""}.get(self._source or "", "")
+        at_once = min(len(copies), sum(self._together().values()), options.parallel or len(copies))
+        more = "" if at_once >= len(copies) else f"; {at_once} at a time"
+        self._reporter.say(f"{what}, {size} each{how}{more}")
+
+    # -- the plan ------------------------------------------------------------------------------------
+
+    def plan(self) -> list[Step]:
+        """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched."""
+        steps, options = [], self._options
+        gpus = list(self._gpus.values())
+        titles = ", ".join(gpu.device.title for gpu in gpus)
+        if self._sizes is None:
+            steps.append(_step(f"run copy 0 alone on {titles}, at most {_ALONE_SECONDS:g} s, and measure its memory"))
+            steps.append(_step("reserve a fifth more than that for each further copy while it runs"))
+        elif not self._inside:
+            for gpu in gpus:
+                size = format_bytes(self._sizes[gpu.device.uuid])
+                steps.append(_step(f"reserve {size} on {gpu.device.title} for each copy while it runs"))
+        steps += [step for gpu in gpus for step in gpu.share.steps()]
+        self._set_caps()
+        for place, copy in enumerate(self._copies):
+            gpu = gpus[place % len(gpus)]
+            environment = MpsShare(self._host, gpu.device, self._limits(gpu.device.uuid)).environment({})
+            steps.append(
+                Step(
+                    what=f"run copy {copy.number} {gpu.share.where}",
+                    command=command_line({**environment, **self._variables(copy)}, command_of(self._command, copy)),
+                    do=lambda: None,
+                )
+            )
+        if options.job_bytes is not None:
+            action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[options.action]
+            for limit in sorted({*options.job_bytes.values()}):
+                what = f"{action} each copy whose processes together hold more than {format_bytes(limit)}"
+                steps.append(_step(f"{what} (added up five times a second)"))
+        return steps
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def run(self, held: contextlib.ExitStack) -> FarmResult:
+        """Run all copies; ``held`` closes the shares."""
+        self._held = held
         with self._signals:
+            self._open_logs()
+            self.say_first()
             while True:
-                if self._may_fit():
-                    self._start_what_fits()
+                self._start_what_may()
                 self._watch_memory()
                 self._collect()
-                self._prove()
+                self._measure()
+                for gpu in self._gpus.values():
+                    gpu.prove(self._copies)
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
                 if self._signals.first is None:
-                    if not self._running and not any(copy.state == "waiting" for copy in self._copies):
+                    if self._next_step() == "end":
                         break
                     self._signals.came(_STEP_SECONDS)
                 if self._signals.first is not None:
-                    self._interrupt()
                     break
+            self._line.leave()
+            if self._signals.first is not None or self._giving_up:
+                self._interrupt()
+        self._keep_peaks()
         seconds = time.monotonic() - self._started
-        return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._signals.first)
+        size = None if not self._sizes else max(self._sizes.values())
+        return FarmResult(
+            copies=tuple(self._copies),
+            seconds=seconds,
+            ended_by=self._signals.first,
+            memory_bytes=size,
+            source=self._source,
+        )
 
     def close(self) -> None:
         """Leave the ledger with all copies."""
+        self._line.leave()
         for number in list(self._memories):
             self._leave(number)
 
+    def _open_logs(self) -> None:
+        """Open the directory of logs, and note what an earlier farm has done."""
+        options = self._options
+        if options.logs is None:
+            return
+        self._logs = self._held.enter_context(directory_of_logs(options.logs))
+        results = FarmResults(self._host, options.logs / NAME, self._logs, self._command)
+        self._results = self._held.enter_context(results)
+        results.wait_for_left(self._reporter.say, self._signals.asked)
+        done: set[int] = set()
+        if options.resume:
+            done = results.done(options.copies, options.lines)
+            for number in done:
+                self._copies[number].state = "done earlier"
+        remove_earlier_logs(self._logs, options.copies, done)
+
+    def _running(self) -> dict[int, Program]:
+        return {number: program for gpu in self._gpus.values() for number, program in gpu.running.items()}
+
+    def _next_step(self) -> str:
+        return next_step(
+            waiting=sum(copy.state == "waiting" for copy in self._copies),
+            running=len(self._running()),
+            parallel=self._options.parallel,
+            size_known=self._sizes is not None,
+            giving_up=self._giving_up,
+        )
+
     # -- starting ------------------------------------------------------------------------------------
 
-    def _may_fit(self) -> bool:
-        """Return whether to look for room: now and then, and whenever the number of copies that run has changed."""
-        now, running = time.monotonic(), len(self._running)
+    def _start_what_may(self) -> None:
+        """Start copies, one after another, as long as one may start: look now and then, and whenever one has ended."""
+        now, running = time.monotonic(), len(self._running())
         if now < self._next_look and running == self._ran:
-            return False
-        self._next_look, self._ran = now + _ROOM_LOOK_SECONDS, running
-        return True
-
-    def _start_what_fits(self) -> None:
-        for copy in self._copies:
-            if copy.state != "waiting":
+            return
+        self._next_look = now + _ROOM_LOOK_SECONDS
+        if self._next_step() == "start" and self._sizes is not None:
+            self._set_caps()
+        while (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
+            taken = self._turn(alone=step == "alone")
+            if taken is None:
+                self._say_waiting()
+                break
+            gpu, place, size = taken
+            copy = next(copy for copy in self._copies if copy.state == "waiting")
+            if not self._opened(gpu, place):
                 continue
-            if not self._fits():
-                return
+            self._said_at, self._said = -_SAY_SECONDS, ""
             try:
-                self._reserve(copy)
-                # Another job may have reserved the same memory meanwhile. Both have written before they read again.
-                if copy.number in self._places and not self._fits():
-                    self._leave(copy.number)
-                    return
-                self._full_since = None
-                self._start(copy)
+                self._start(copy, gpu, place, size)
             except GpushareError as error:
                 self._leave(copy.number)
                 self._cannot_start(copy, error)
+                continue
+            if step == "alone":
+                self._alone, self._alone_since = copy.number, None
+        else:
+            # It waits for its own copies, and keeps nobody back.
+            self._line.leave()
+        self._ran = len(self._running())
 
-    def _reserve(self, copy: Copy) -> None:
-        """Reserve the memory of a copy that is about to start.
+    def _opened(self, gpu: _FarmGpu, place: Place | None) -> bool:
+        """Open the share of a device; without it the farm goes on, if there is another one."""
+        try:
+            gpu.open(self._held, self._options.grace_seconds)
+        except GpushareError as error:
+            if place is not None:
+                place.leave()
+            if len(self._gpus) == 1:
+                raise
+            self._drop(gpu.device.uuid, error)
+            return False
+        return True
 
-        Raises:
-            GpushareError: the ledger cannot be written, and MPS alone does not hold the limit.
-        """
-        options, size = self._options, self._options.reserved_bytes
-        if size is None:
+    def _turn(self, *, alone: bool) -> tuple[_FarmGpu, Place | None, int] | None:
+        """Return the device of the next copy, its place in the ledger, and what it reserves there; None: it waits."""
+        if self._inside:
+            return self._turn_inside(alone=alone)
+        sizes = self._sizes
+        if alone:
+            # Nothing is known of it. What it holds beyond this counts too, and others may still come.
+            limit = self._user_limits.get(os.geteuid())
+            free = [line.free_bytes for line in self._lines()]
+            most = max(free, default=0) if limit is None else min(max(free, default=0), limit)
+            if most < _LEAST_BYTES and not self._any_memory_known():
+                return min(self._gpus.values(), key=lambda gpu: len(gpu.running)), None, 0
+            size = max(_LEAST_BYTES, most // 2 // MIB * MIB)
+            sizes = dict.fromkeys(self._gpus, size)
+        if sizes is None or not self._any_memory_known():
+            # Nothing bounds them but how many clients a server takes.
+            gpu = min(self._gpus.values(), key=lambda gpu: len(gpu.running))
+            clients = client_limit(self._host, gpu.device)
+            return None if clients is not None and len(gpu.running) >= clients else (gpu, None, 0)
+        taken = self._line.take(sizes, self._order)
+        if taken is None:
+            return None
+        device, place = taken
+        return self._gpus[device.uuid], place, sizes[device.uuid]
+
+    def _any_memory_known(self) -> bool:
+        return any(gpu.device.memory_total_bytes is not None for gpu in self._gpus.values())
+
+    def _order(self) -> list[str]:
+        """Return the devices with the fewest copies first."""
+        return sorted(self._gpus, key=lambda uuid: len(self._gpus[uuid].running))
+
+    def _turn_inside(self, *, alone: bool) -> tuple[_FarmGpu, Place | None, int] | None:
+        """Return a device with room within what the job around has reserved: the copies reserve nothing themselves."""
+        for uuid in self._order():
+            gpu, around = self._gpus[uuid], self._inside[uuid]
+            size = 0 if self._sizes is None else self._sizes[uuid]
+            if alone or around is None or (len(gpu.running) + 1) * size <= around:
+                return gpu, None, size
+        return None
+
+    def _say_waiting(self) -> None:
+        """Say once what the next copy waits for, if that is not only for copies of this farm."""
+        now = time.monotonic()
+        if self._inside or now - self._said_at < _SAY_SECONDS:
             return
-        place = None
-        if not self._inside:
-            request = Request(memory_bytes=size, keys=(self._device.uuid,), client=True, name=options.name)
-            try:
-                place = Place(self._host, request)
-                place.take(self._device.uuid)
-            except GpushareError:
-                if place is not None:
-                    place.leave()
-                if options.job_bytes is not None:
-                    raise
-                place = None
-        if place is not None:
-            self._places[copy.number] = place
-        self._memories[copy.number] = JobMemory(
-            self._host,
-            self._device,
-            limit_bytes=options.job_bytes,
-            action=options.action,
-            place=place,
-            say=functools.partial(self._reporter.news, copy),
-            listed=self._processes,
+        text, before = self._line.waits_for()
+        if not text or (self._running() and not before):
+            return
+        self._said_at = now
+        # The number of bytes changes all the time.
+        if not self._said:
+            self._said = text
+            self._reporter.say(text)
+
+    def _set_caps(self) -> None:
+        """Find the thread cap of the copies on each device: of those that run there at the same time."""
+        for uuid, number in self._together().items():
+            given = self._options.limits.threads_percent
+            cap = self._options.cap or share_of_threads
+            self._caps[uuid] = cap(number) if given is None else given
+
+    def _together(self) -> dict[str, int]:
+        """Return how many copies run at the same time on each device, as far as it is known now."""
+        copies = sum(copy.state != "done earlier" for copy in self._copies)
+        fitting: dict[str, int | None] = dict.fromkeys(self._gpus)
+        limit = self._user_limits.get(os.geteuid())
+        lines = {line.device.uuid: line for line in self._lines()}
+        for uuid, gpu in self._gpus.items():
+            line, size = lines.get(uuid), 0 if self._sizes is None else self._sizes[uuid]
+            here = len(gpu.running)
+            if line is None or not size:
+                fitting[uuid] = client_limit(self._host, gpu.device)
+                continue
+            around = self._inside.get(uuid)
+            bounds = [
+                here + line.free_bytes // size if uuid not in self._inside else (around or line.free_bytes) // size
+            ]
+            if limit is not None and uuid not in self._inside:
+                bounds.append(here + max(0, limit - line.granted.get(os.geteuid(), 0)) // size)
+            if line.free_clients is not None:
+                bounds.append(here + line.free_clients)
+            fitting[uuid] = min(bounds)
+        return together(copies, self._options.parallel, fitting)
+
+    def _limits(self, uuid: str) -> Limits:
+        options = self._options
+        memory = None if options.job_bytes is None else client_memory(options.job_bytes[uuid])
+        if options.action != "end":
+            # MPS would refuse what is only to be warned of.
+            memory = None
+        return Limits(
+            threads_percent=self._caps.get(uuid, options.limits.threads_percent),
+            memory_limit_bytes=memory,
+            priority=options.limits.priority,
         )
 
     def _leave(self, number: int) -> None:
-        self._places.pop(number, None)
-        memory = self._memories.pop(number, None)
+        place, memory = self._places.pop(number, None), self._memories.pop(number, None)
         if memory is not None:
             memory.close()
+        elif place is not None:
+            place.leave()
 
     def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
         copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
-        self._reporter.ended(copy, again=False)
-
-    def _fits(self) -> bool:
-        options = self._options
-        if options.at_once is not None and len(self._running) >= options.at_once:
-            return False
-        own = {place.claim.path.name for place in self._places.values()}
-        free = None
-        if options.reserved_bytes is not None:
-            free = free_memory(self._host, self._device, options.user_limits, own, self._lapses)
-        if free is None:
-            return True
-        self._inside = free.inside
-        # Memory that a running copy may still allocate is not free.
-        left = free.memory_bytes
-        for program in self._running.values():
-            left -= max(0, options.needed_bytes - (peak_memory(self._host, self._device, program) or 0))
-        if left >= options.needed_bytes and free.allows(len(self._running), options):
-            return True
-        if free.pending:
-            self._full_since = None
-        elif not self._running:
-            self._wait_for_room(no_room(self._device, free, 1, options))
-        return False
-
-    def _wait_for_room(self, error: GpushareError) -> None:
-        """Give up the waiting copies when none of ours will make room; those that ended keep their results."""
-        now = time.monotonic()
-        self._full_since = self._full_since or now
-        if now - self._full_since >= _ROOM_SECONDS:
-            for copy in self._copies:
-                if copy.state == "waiting":
-                    self._cannot_start(copy, error)
-
-    def before(self) -> list[Step]:
-        """Return what is reserved for the copies."""
-        size = self._options.reserved_bytes
-        free = None if size is None else free_memory(self._host, self._device, self._options.user_limits)
-        if size is None or (free is not None and free.inside):
-            return []
-        return [step_of_run(f"reserve {format_bytes(size)} on {self._device.title} for each copy while it runs")]
-
-    def meanwhile(self) -> list[Step]:
-        """Return what is done while the copies run."""
-        limit = self._options.job_bytes
-        if limit is None:
-            return []
-        action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._options.action]
-        return [
-            step_of_run(
-                f"{action} each copy whose processes together hold more than {format_bytes(limit)} (added up five times a second)"
-            )
-        ]
-
-    def steps(self, where: str, environment: Mapping[str, str]) -> list[Step]:
-        """Return the start of each copy."""
-        return [
-            Step(
-                what=f"run copy {copy.number} {where}",
-                command=command_line({**environment, **self._variables(copy)}, numbered(self._command, copy.number)),
-                do=functools.partial(self._start, copy),
-            )
-            for copy in self._copies
-        ]
+        self._after_end(copy, again=False)
 
     def _variables(self, copy: Copy) -> dict[str, str]:
-        return {"GPUSHARE_COPY": str(copy.number), "GPUSHARE_COPIES": str(self._options.copies)}
+        found = {"GPUSHARE_COPY": str(copy.number), "GPUSHARE_COPIES": str(self._options.copies)}
+        if copy.line is not None:
+            found["GPUSHARE_LINE"] = copy.line
+        if self._results is not None:
+            found[MARK] = self._results.mark
+        return found
 
-    def _start(self, copy: Copy) -> None:
-        number = copy.number
-        memory = self._memories.get(number)
-        if not self._looks:
-            self._looks = [time.monotonic() + seconds for seconds in _LOOKS]
+    def _start(self, copy: Copy, gpu: _FarmGpu, place: Place | None, size: int) -> None:
+        """Start a copy on a device, where ``place`` holds its memory.
 
-        def listen(line: str, _at: float) -> None:
-            self._reporter.line(number, line)
-
-        log = None if self._options.logs is None else log_of(self._options.logs, number, copy.tries)
+        Raises:
+            GpushareError: its program cannot be started, or its log not be written.
+        """
+        number, options = copy.number, self._options
+        if place is not None:
+            self._places[number] = place
+        memory = self._memories[number] = JobMemory(
+            self._host,
+            gpu.device,
+            limit_bytes=None if options.job_bytes is None else size or options.job_bytes[gpu.device.uuid],
+            action=options.action,
+            place=place,
+            say=functools.partial(self._reporter.news, copy),
+            listed=gpu.processes,
+        )
+        log = None if options.logs is None else log_of(options.logs, number, copy.tries)
         copy.tries += 1
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
-        program = self._several.start(
+        copy.gpu = gpu.device.gpu.index
+        limits = Limits(priority=options.limits.priority) if self._sizes is None else self._limits(gpu.device.uuid)
+        if self._sizes is None and options.limits.threads_percent is not None:
+            limits = self._limits(gpu.device.uuid)
+        copy.threads_percent = limits.threads_percent
+        program = gpu.open(self._held, options.grace_seconds).start(
             f"copy {number}",
-            numbered(self._command, number),
-            self._options.limits,
-            variables={**self._variables(copy), **(memory.variables if memory is not None else {})},
-            listen=listen,
+            command_of(self._command, copy),
+            limits,
+            variables={**self._variables(copy), **memory.variables},
+            listen=lambda line, _at: self._reporter.line(number, line),
             log=None if log is None or self._logs is None else Log(log, self._logs),
         )
         copy.pid, copy.state = program.pid, "running"
-        self._running[number] = program
-        if memory is not None:
-            memory.started(program.pid)
+        gpu.running[number] = program
+        now = time.monotonic()
+        if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
+            gpu.looks = [now + seconds for seconds in _LOOKS]
+        memory.started(program.pid)
         self._reporter.started(copy)
+
+    # -- the size of a copy --------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Learn what a copy needs from the one that runs alone, once it has been on the GPU for a while."""
+        number = self._alone
+        if number is None:
+            return
+        memory, now = self._memories.get(number), time.monotonic()
+        if memory is not None and memory.peak_bytes:
+            self._alone_since = self._alone_since or now
+            if now - self._alone_since >= _ALONE_SECONDS:
+                self._learn(self._copies[number], memory.peak_bytes)
+
+    def _learn(self, copy: Copy, peak_bytes: int | None) -> None:
+        """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
+        self._alone = None
+        if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
+            # It tells nothing of the others: the next one is measured.
+            return
+        self._set_size(size_of_others(peak_bytes), "measured")
+        size = format_bytes(max((self._sizes or {}).values(), default=0))
+        if any(other.state == "waiting" for other in self._copies):
+            used = (
+                f"copy {copy.number} has not used the GPU"
+                if peak_bytes is None
+                else f"copy {copy.number} has used {format_bytes(peak_bytes)}"
+            )
+            at_once = sum(self._together().values())
+            self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
+        memory, gpu = self._memories.get(copy.number), self._gpu_of(copy.number)
+        if memory is not None and gpu is not None and copy.number in self._places:
+            self._shrink(copy, memory, gpu)
+
+    def _shrink(self, copy: Copy, memory: JobMemory, gpu: _FarmGpu) -> None:
+        """Reserve for a copy that runs what it needs, in place of all that was free."""
+        uuid = gpu.device.uuid
+        request = Request(
+            memory_bytes=(self._sizes or {})[uuid], keys=(uuid,), client=True, name=self._options.name, farm=True
+        )
+        # It keeps what it has, if the ledger cannot be written.
+        with contextlib.suppress(GpushareError):
+            place = Place(self._host, request)
+            try:
+                place.take(uuid)
+            except GpushareError:
+                place.leave()
+                raise
+            memory.reserve(place)
+            self._places[copy.number] = place
+
+    def _gpu_of(self, number: int) -> _FarmGpu | None:
+        return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
+
+    def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
+        """Let the next copies reserve more, if one has used more than was known."""
+        if peak_bytes is None:
+            return
+        copy.peak_bytes = max(peak_bytes, copy.peak_bytes or 0)
+        if self._source in {"known", "measured"} and peak_bytes > max((self._sizes or {}).values(), default=0):
+            self._set_size(size_of_others(peak_bytes), "measured")
+            size = format_bytes(max((self._sizes or {}).values(), default=0))
+            self._reporter.news(copy, f"it has used {format_bytes(peak_bytes)}: the next ones reserve {size}")
+
+    def _keep_peaks(self) -> None:
+        """Keep the most that a copy has used, for the next farm of this command."""
+        for gpu in self._gpus.values():
+            peaks = [
+                copy.peak_bytes
+                for copy in self._copies
+                if copy.state == "done" and copy.gpu == gpu.device.gpu.index and copy.peak_bytes
+            ]
+            if peaks:
+                with contextlib.suppress(GpushareError):
+                    keep_profile(self._host, gpu.device, self._command, Profile(memory_bytes=max(peaks)))
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -558,66 +767,87 @@ class _Farm:
         over = self._over_limit()
         if not over:
             return
-        strays = [pid for number in over for pid in self._memories[number].release()]
+        strays = {number: list(self._memories[number].release()) for number in over}
         try:
-            self._several.end([self._running[number] for number in over], hurry=self._hurried, strays=strays)
+            self._end(over, hurry=self._hurried, strays=strays)
         except GpushareError as error:
+            running = self._running()
             for number in over:
-                if self._running[number].runs:
+                if running[number].runs:
                     self._stuck.add(number)
                     self._reporter.news(self._copies[number], f"it cannot be ended: {error.message}; {error.hint}")
 
     def _hurried(self) -> bool:
         """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
         self._over_limit()
-        grow = any(one.grows() for number, one in self._memories.items() if number in self._running)
+        running = self._running()
+        grow = any(memory.grows() for number, memory in self._memories.items() if number in running)
         return self._signals.came() or grow
 
     def _over_limit(self) -> list[int]:
         """Add up the memory of all copies that run, in one look; return those that are to be ended."""
-        if self._options.job_bytes is None:
-            return []
-        here = {number: self._memories[number] for number, one in self._running.items() if one.runs}
-        watched = [one for one in here.values() if one.over is None]
-        if any(one.seconds <= 0 for one in watched):
-            for one in watched:
-                one.look()
-        return [number for number, one in here.items() if one.over is not None and number not in self._stuck]
-
-    def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes on the GPU, read once for all copies."""
-        now = time.monotonic()
-        if now - self._listed_at >= _STEP_SECONDS:
-            self._listed, self._listed_at = self._host.nvml.processes(self._device.gpu.index), now
-        return self._listed
+        here = {number: self._memories[number] for number, program in self._running().items() if program.runs}
+        watched = {number: memory for number, memory in here.items() if memory.over is None}
+        limited = self._options.job_bytes is not None
+        if any(memory.seconds <= 0 for memory in watched.values()):
+            for number, memory in watched.items():
+                if limited or memory.seconds <= 0:
+                    memory.look()
+                    self._note_peak(self._copies[number], memory.peak_bytes)
+        return [number for number, memory in here.items() if memory.over is not None and number not in self._stuck]
 
     # -- ending --------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        self._several.look()
-        over: dict[int, str | None] = {}
-        for number, program in self._running.items():
-            if not program.runs:
-                over[number] = program.failure
-            elif self._stalled(program):
-                self._several.kill(program)
-                over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
-        stuck = self._end_left_behind(list(over))
-        for number, failure in over.items():
-            self._close(number, failure, stuck.get(number))
+    def _end(
+        self, numbers: Sequence[int], *, hurry: Callable[[], bool], strays: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """End copies together, the safe way; on several devices at the same time.
 
-    def _end_left_behind(self, numbers: Sequence[int]) -> dict[int, GpushareError]:
+        Raises:
+            GpushareError: one cannot be ended.
+        """
+        ends: list[Callable[[Callable[[], bool]], Any]] = []
+        for gpu in self._gpus.values():
+            here = [number for number in numbers if number in gpu.running]
+            if here and gpu.several is not None:
+                pids = [pid for number in here for pid in (strays or {}).get(number, ())]
+                programs = [gpu.running[number] for number in here]
+                ends.append(functools.partial(_end_on, gpu.several, programs, pids))
+        if len(ends) == 1:
+            ends[0](hurry)
+        elif ends:
+            _end_at_once(ends, hurry)
+
+    def _collect(self) -> None:
+        for gpu in self._gpus.values():
+            if gpu.several is None:
+                continue
+            gpu.several.look()
+            over: dict[int, str | None] = {}
+            for number, program in gpu.running.items():
+                if not program.runs:
+                    over[number] = program.failure
+                elif self._stalled(program):
+                    gpu.several.kill(program)
+                    over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
+            stuck = self._end_left_behind(gpu, list(over))
+            for number, failure in over.items():
+                self._close(gpu, number, failure, stuck.get(number))
+
+    def _end_left_behind(self, gpu: _FarmGpu, numbers: Sequence[int]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
-        left = self._several.left_behind([self._running[number] for number in numbers])
+        if gpu.several is None or not numbers:
+            return {}
+        left = gpu.several.left_behind([gpu.running[number] for number in numbers])
         failed: GpushareError | None = None
         if left:
             try:
-                self._several.end_left_behind(left, hurry=self._signals.came)
+                gpu.several.end_left_behind(left, hurry=self._signals.came)
             except GpushareError as error:
                 failed = error
         stuck = {}
         for number in numbers:
-            copy, pids = self._copies[number], left.get(self._running[number].pid, ())
+            copy, pids = self._copies[number], left.get(gpu.running[number].pid, ())
             copy.left_behind += pids
             if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
                 stuck[number] = failed
@@ -629,8 +859,16 @@ class _Farm:
         seconds = self._options.stall_seconds
         return seconds is not None and time.monotonic() - program.heard > seconds
 
-    def _close(self, number: int, failure: str | None, stuck: GpushareError | None = None) -> None:
-        copy, program = self._copies[number], self._running.pop(number)
+    def _close(
+        self,
+        gpu: _FarmGpu,
+        number: int,
+        failure: str | None,
+        stuck: GpushareError | None = None,
+        *,
+        interrupted: bool = False,
+    ) -> None:
+        copy, program = self._copies[number], gpu.running.pop(number)
         copy.seconds = (program.ended or time.monotonic()) - program.started
         copy.exit_code, copy.failure = program.status, failure
         if program.no_space:
@@ -641,9 +879,21 @@ class _Farm:
             copy.hint = stuck.hint
         # Nothing new starts next to a process that could not be ended.
         self._stuck.discard(number)
-        more = stuck is None and self._signals.first is None and copy.tries <= self._options.restarts
-        again = copy.failure is not None and more
+        more = stuck is None and self._signals.first is None and not self._giving_up
+        again = copy.failure is not None and more and copy.tries <= self._options.restarts
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
+        if interrupted and copy.reason is None:
+            copy.state = "ended"
+        if number == self._alone and not interrupted:
+            self._learn(copy, copy.peak_bytes)
+        self._after_end(copy, again=again)
+
+    def _after_end(self, copy: Copy, *, again: bool) -> None:
+        """Note how a copy has ended, here and in the file of the farm."""
+        if not again and copy.state in {"done", "failed"} and self._results is not None:
+            self._results.add(copy)
+        if self._options.fail_fast and copy.state == "failed" and self._signals.first is None and not self._giving_up:
+            self._giving_up = True
         self._reporter.ended(copy, again=again)
 
     def _note_limit(self, copy: Copy) -> None:
@@ -651,6 +901,7 @@ class _Farm:
         memory = self._memories.get(copy.number)
         if memory is None:
             return
+        self._note_peak(copy, memory.peak_bytes)
         try:
             memory.check()
         except OperationFailed as error:
@@ -658,28 +909,51 @@ class _Farm:
         self._leave(copy.number)
 
     def _interrupt(self) -> None:
+        """End all copies: the user has asked for it, or one has failed and the farm gives up."""
         # A copy that ended by itself in the meantime keeps its result.
         self._collect()
         for memory in self._memories.values():
             memory.release()
-        self._several.end(list(self._running.values()), hurry=self._signals.came)
-        for number in list(self._running):
-            self._close(number, None)
-            if self._copies[number].reason is None:
-                self._copies[number].state = "ended"
-        for one in self._copies:
-            if one.state == "waiting":
-                one.state = "never started" if one.tries == 0 else "failed"
+        self._end(list(self._running()), hurry=self._signals.came)
+        for gpu in self._gpus.values():
+            for number in list(gpu.running):
+                self._close(gpu, number, None, interrupted=True)
+        for copy in self._copies:
+            if copy.state == "waiting":
+                copy.state = "skipped" if copy.tries == 0 else "failed"
 
-    def _prove(self) -> None:
-        """Check from time to time whether the copies are clients of the daemon."""
-        if not self._looks or time.monotonic() < self._looks[0]:
-            return
-        self._looks.pop(0)
-        clients = self._several.clients()
-        if clients is None:
-            return
-        for number, program in self._running.items():
-            copy = self._copies[number]
-            if not copy.attached:
-                copy.attached = self._several.attached(program, clients)
+
+def _step(what: str) -> Step:
+    return step_of_run(what, "# by gpushare farm itself")
+
+
+def _end_on(several: Several, programs: Sequence[Program], strays: Sequence[int], hurry: Callable[[], bool]) -> None:
+    several.end(programs, hurry=hurry, strays=strays)
+
+
+def _end_at_once(ends: Sequence[Callable[[Callable[[], bool]], Any]], hurry: Callable[[], bool]) -> None:
+    """Call all of them at the same time: each waits for its programs. Signals come to this thread only.
+
+    Raises:
+        GpushareError: the first that failed.
+    """
+    hurried = threading.Event()
+    errors: list[GpushareError] = []
+
+    def end(one: Callable[[Callable[[], bool]], Any]) -> None:
+        try:
+            one(hurried.is_set)
+        except GpushareError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=end, args=(one,)) for one in ends]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if hurry():
+            hurried.set()
+        time.sleep(_STEP_SECONDS)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, cut
+from gpushare.errors import BadUsage, InUse, NotFound, NotSupported, cut
 from gpushare.selection import Device, select_for_change, select_one
-from gpushare.units import format_slice, quoted
+from gpushare.units import format_slice
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -170,49 +170,12 @@ class JobStart:
 
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
 
-    def _candidates(self, gpu: str | None) -> tuple[Device, ...]:
-        """Return the devices that the job may have."""
-        if gpu is None and len(self.gpus) > 1:
-            raise BadUsage(
-                f"this host has {len(self.gpus)} GPUs; say on which to run",
-                "name one: -g 0; or take the one where it harms least: -g any",
-                code="gpu_not_named",
-            )
-        if not _is_any(gpu):
-            return select_for_change(gpu, self.gpus)
-        # Any GPU is one that answers.
-        answering = [one for one in self.gpus if one.error is None] or self.gpus
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return select_for_change("all", answering) if given is None else self._given(given, answering)
-
-    def _given(self, text: str, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
-        """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
-        from gpushare.selection import select
-
-        # CUDA takes those before the first that there is not: "0,-1,1" is GPU 0.
-        words: list[str] = []
-        for word in text.split(","):
-            try:
-                select(word, gpus)
-            except GpushareError:
-                break
-            words.append(word)
-        if not words:
-            raise BadUsage(
-                f"-g any takes one of the GPUs in CUDA_VISIBLE_DEVICES, and {quoted(text)} names none of this host",
-                "name one: -g 0; or for any of the host: env -u CUDA_VISIBLE_DEVICES gpushare run --wait -g any -- CMD",
-                code="bad_gpu",
-            )
-        found = select(",".join(words), gpus)
-        if len(found) < len(gpus):
-            self.say(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(one.title for one in found)}")
-        return found
-
     def _queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
         from gpushare.hostfile.load import kept_limits
         from gpushare.model import ComputeMode
         from gpushare.mps.limits import check_memory
+        from gpushare.run.candidates import candidates, is_any, usable
         from gpushare.run.queued import MemoryOptions, Queued
         from gpushare.run.share import check_program
 
@@ -221,13 +184,13 @@ class JobStart:
 
             check_job_name(self.role.production)
         memory = self.memory or MemoryOptions()
-        devices = self._candidates(gpu)
+        devices = candidates(gpu, self.gpus, self.say)
         if memory.swappable:
             from gpushare.memory.swap import check_host
 
             check_host(self.host)
-        if _is_any(gpu):
-            devices = _usable(devices, instances=not memory.swappable)
+        if is_any(gpu):
+            devices = usable(devices, instances=not memory.swappable)
         _check_not_mig(devices, memory)
         check_program(options.container or self.command[0])
         memory = self._with_spared(devices, replace(memory, job_bytes=self._bytes_on(devices)))
@@ -694,33 +657,9 @@ class JobStart:
         return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
 
 
-def _is_any(gpu: str | None) -> bool:
-    return gpu is not None and gpu.strip().lower() == "any"
-
-
 def _asks_for_mps(options: RunOptions) -> bool:
     """Return whether options are given that only MPS has."""
     return options.limits.threads_percent is not None or options.limits.priority is not None
-
-
-def _usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
-    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others.
-
-    ``devices`` may be instances, of a job that a batch system has given some.
-    """
-    found: list[Device] = []
-    for device in devices:
-        if not device.gpu.mig_enabled or (device.mig is not None and instances):
-            found.append(device)
-        elif instances:
-            found += [Device(gpu=device.gpu, mig=one) for one in device.gpu.mig_instances]
-    if not found:
-        raise NotSupported(
-            "all GPUs are in MIG mode" + (" without an instance" if instances else ", where jobs cannot be swapped"),
-            "see: gpushare mig status; to run in an instance: gpushare run --mig PROFILE -- CMD",
-            code="mig_enabled",
-        )
-    return tuple(found)
 
 
 def _check_not_mig(devices: Sequence[Device], memory: MemoryOptions) -> None:

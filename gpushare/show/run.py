@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
@@ -12,7 +14,7 @@ from gpushare.errors import GpushareError
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.text import put, visible
-from gpushare.units import format_bytes, format_percent
+from gpushare.units import format_bytes, format_duration, format_percent, ranges
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -167,7 +169,7 @@ class InstanceReport(RunReport):
 
 
 class CopyLines:
-    """Prefixed lines of the copies on stdout (on stderr if stdout gets a document), and a progress line on a terminal."""
+    """Prefixed lines of the copies on stdout (on stderr if stdout gets a document), and a progress bar on a terminal."""
 
     def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
         documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
@@ -206,25 +208,47 @@ class CopyLines:
         self.clear()
         self._note(f"copy {copy.number}: {text}")
 
+    def say(self, text: str) -> None:
+        """Say something of the farm."""
+        self.clear()
+        self._note(text)
+
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        """Draw the progress line."""
+        """Draw the progress bar."""
         if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LINE_SECONDS
-        counts = {
-            state: sum(copy.state == state for copy in copies) for state in ("running", "waiting", "done", "failed")
-        }
-        words = [f"{count} {state}" for state, count in counts.items() if count]
-        sys.stderr.write(f"\r\x1b[K{', '.join(words)}, {seconds:.0f} s")
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\x1b[K{progress_text(copies, seconds)[: columns - 1]}")
         sys.stderr.flush()
         self._drawn = True
 
     def clear(self) -> None:
-        """Remove the progress line."""
+        """Remove the progress bar."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
             self._drawn = False
+
+
+_BAR: Final = 20
+
+
+def progress_text(copies: Sequence[Copy], seconds: float) -> str:
+    """Return how far a farm is after some seconds: a bar, how many run, copies per minute, and the time left."""
+    counts = Counter(copy.state for copy in copies)
+    # Those that were done earlier say nothing of the rate.
+    ended = counts["done"] + counts["failed"]
+    total, left = len(copies) - counts["done earlier"], counts["running"] + counts["waiting"]
+    full = _BAR * ended // max(1, total)
+    words = [f"{ended}/{total} [{'#' * full}{'-' * (_BAR - full)}] {counts['running']} running"]
+    words += [f"{counts['failed']} failed"] if counts["failed"] else []
+    if ended and seconds > 0:
+        rate = ended / seconds
+        words += [f"{60 * rate:.3g}/min", f"{format_duration(max(1, round(left / rate)))} left"]
+    else:
+        words.append(format_duration(round(seconds)))
+    return ", ".join(words)
 
 
 def farm_result(
@@ -233,21 +257,51 @@ def farm_result(
     """Return the result of a farm from its data: keys as the JSON document has them."""
     columns = (
         Column(key="copy", title="copy", right=True),
+        Column(key="line", title="line", least=10, rank=2, optional=True),
         Column(key="state", title="state"),
         Column(key="exit_code", title="exit", right=True, rank=1),
         Column(key="seconds", title="seconds", right=True, format=lambda value: f"{value:.1f}"),
-        Column(key="tries", title="starts", right=True, rank=2),
+        Column(key="tries", title="starts", right=True, rank=3),
+        Column(key="gpu", title="GPU", right=True, rank=2),
         Column(key="failure", title="failure", least=10, optional=True),
-        Column(key="log", title="log", rank=3, least=10, optional=True),
+        Column(key="log", title="log", rank=4, least=10, optional=True),
     )
     table = Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"]))
+    shown = _folded(data["copies"])
     return Result(
-        command="run",
+        command="farm",
         data=data,
         # The errors say how copies failed.
-        tables=(replace(table, columns=tuple(one for one in columns if one.key != "failure")),),
+        tables=(replace(table, columns=tuple(one for one in columns if one.key != "failure"), rows=shown),),
         csv=table,
         errors=tuple(errors),
         notes=tuple(notes),
         exit_code=exit_code,
     )
+
+
+# Of more copies, those that are alike are one row for people.
+_MOST_ROWS: Final = 24
+_ALIKE: Final = ("state", "exit_code", "gpu")
+
+
+def _folded(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return rows for people: of many copies, those that ended alike are one, with the mean of their seconds."""
+    if len(rows) <= _MOST_ROWS:
+        return tuple(rows)
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row[key] for key in _ALIKE), []).append(row)
+    return tuple(group[0] if len(group) == 1 else _row_of(group) for group in alike.values())
+
+
+def _row_of(group: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    logs = {str(row["log"]).rpartition("/")[0] for row in group if row["log"]}
+    return {
+        **group[0],
+        "copy": ranges(row["copy"] for row in group),
+        "line": None,
+        "seconds": sum(row["seconds"] for row in group) / len(group),
+        "tries": sum(row["tries"] for row in group),
+        "log": f"{logs.pop()}/" if len(logs) == 1 else None,
+    }

@@ -25,7 +25,7 @@ from gpushare.memory.ledger import (
     Request,
     Reservation,
     line_of,
-    production_first,
+    line_order,
     reservations,
     waiting_before,
 )
@@ -506,6 +506,7 @@ def waiting_job(number: int, uid: int, role: str, keys: tuple[str, ...], *, wait
         sure=not waits,
         production=role == "production",
         opportunistic=role == "opportunistic",
+        farm=role == "farm",
     )
 
 
@@ -520,9 +521,53 @@ jobs = some.lists(
 ).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
 
 
+with_farms = some.lists(
+    some.tuples(
+        some.sampled_from([0, 1]),
+        some.sampled_from(["plain", "production", "opportunistic", "farm", "farm"]),
+        some.sampled_from([("a",), ("b",), ("a", "b")]),
+        some.booleans(),
+    ),
+    max_size=8,
+).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
+
+
+@given(with_farms)
+def test_a_farm_waits_behind_every_job_that_waits_for_its_devices(found: list[Reservation]) -> None:
+    order = line_order(found)
+    assert sorted(job.id for job in order) == sorted(job.id for job in found)
+    # The others are as if there was no farm.
+    assert [job for job in order if not job.farm] == line_order([job for job in found if not job.farm])
+    for place, farm in enumerate(order):
+        if not farm.farm or farm.key is not None:
+            continue
+        after = order[place + 1 :]
+        assert not any(job.key is None and not job.farm and set(job.keys) & set(farm.keys) for job in after)
+    # Farms for the same device keep their order: each goes to its end after a start.
+    for key in "ab":
+        farms = [job.id for job in order if job.farm and job.key is None and job.keys == (key,)]
+        assert farms == [job.id for job in found if job.farm and job.key is None and job.keys == (key,)]
+
+
+def test_a_farm_lets_a_later_job_go_first_and_two_farms_take_turns(host: Host) -> None:
+    key = devices(host)[0].uuid
+
+    def enters(*, farm: bool) -> Place:
+        return Place(host, Request(memory_bytes=10 * GIB, keys=(key,), client=False, farm=farm))
+
+    first, second, job = enters(farm=True), enters(farm=True), enters(farm=False)
+    # Two have room. The job came last, and counts as one that takes its place.
+    assert [take(host, place) for place in (second, first, job)] == [False, True, True]
+    again = enters(farm=True)
+    job.leave()
+    assert [take(host, place) for place in (again, second)] == [False, True]
+    for place in (first, second, again):
+        place.leave()
+
+
 @given(jobs)
 def test_production_goes_first_without_delay_for_anybody_else(found: list[Reservation]) -> None:
-    order = production_first(found)
+    order = line_order(found)
     assert sorted(order, key=lambda one: one.id) == sorted(found, key=lambda one: one.id)
     # All but opportunistic jobs keep their order, and nobody new is before them.
     still = [one for one in order if not one.opportunistic]

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from gpushare.run.copies import FarmOptions
+from gpushare.selection import Device
+from gpushare.units import GIB
+
 
 def shell(text: str) -> list[str]:
     """Return a command that runs a line of shell."""
     return ["sh", "-c", text]
+
+
+def sized(device: Device, *, size: int = 4 * GIB, **options: Any) -> FarmOptions:
+    """Return the options of a farm whose copies get so much memory each."""
+    return FarmOptions(job_bytes={device.uuid: size}, **options)

@@ -12,25 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.errors import BadUsage, InUse, NoPermission, NotFound
+from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.host import Host
-from gpushare.memory.ledger import Lapses, Place, Request
 from gpushare.mps.limits import Limits
-from gpushare.run.farm import (
-    Copy,
-    FarmOptions,
-    FarmReporter,
-    farm,
-    free_memory,
-    numbered,
-    share_of_memory,
-    share_of_threads,
-)
+from gpushare.run.copies import Copy, command_of, share_of_threads
+from gpushare.run.farm import FarmReporter, farm
 from gpushare.selection import Device
-from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.drive import until
-from tests.run.farm_command import shell
+from tests.run.farm_command import shell, sized
 
 
 class Heard(FarmReporter):
@@ -53,12 +43,12 @@ class Heard(FarmReporter):
 
 def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> None:
     heard = Heard()
-    limits = Limits(threads_percent=50.0, memory_limit_bytes=4 * GIB)
+    limits = Limits(threads_percent=50.0)
     text = (
         "echo {} $GPUSHARE_COPY $GPUSHARE_COPIES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     )
-    result = farm(host, device, shell(text), FarmOptions(copies=4, limits=limits), heard)
-    assert sorted(heard.lines) == [(copy, f"{copy} {copy} 4 50.0 0=4096M") for copy in range(4)]
+    result = farm(host, [device], shell(text), sized(device, copies=4, limits=limits), heard)
+    assert sorted(heard.lines) == [(copy, f"{copy} {copy} 4 50.0 0=3584M") for copy in range(4)]
     assert [copy.state for copy in result.copies] == ["done"] * 4
     assert not result.failed
     assert not host.processes.named("nvidia-cuda-mps-control")
@@ -74,7 +64,7 @@ def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> 
 )
 def test_a_copy_that_fails_is_named_and_the_others_go_on(host: Host, device: Device, does: str, failure: str) -> None:
     command = shell(f"if [ {{}} = 1 ]; then {does}; fi; echo good")
-    result = farm(host, device, command, FarmOptions(copies=3), Heard())
+    result = farm(host, [device], command, sized(device, copies=3), Heard())
     assert [copy.number for copy in result.failed] == [1]
     assert result.copies[1].failure == failure
     assert [result.copies[number].exit_code for number in (0, 2)] == [0, 0]
@@ -88,14 +78,14 @@ def test_a_copy_that_hangs_is_ended_and_the_others_are_kept(
     told = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 * (len(heard.endings) >= 2))
     monkeypatch.setattr("gpushare.run.farm.time", told)
     command = shell("if [ {} = 0 ]; then exec sleep 600; fi; echo good")
-    result = farm(host, device, command, FarmOptions(copies=3, stall_seconds=500.0), heard)
+    result = farm(host, [device], command, sized(device, copies=3, stall_seconds=500.0), heard)
     assert [copy.number for copy in result.failed] == [0]
     assert "printed nothing for 500 s" in (result.copies[0].failure or "")
     assert [result.copies[number].exit_code for number in (1, 2)] == [0, 0]
 
 
 def test_a_copy_that_prints_nothing_and_ends_well_has_not_failed(host: Host, device: Device) -> None:
-    result = farm(host, device, ["true"], FarmOptions(copies=2), Heard())
+    result = farm(host, [device], ["true"], sized(device, copies=2), Heard())
     assert not result.failed
 
 
@@ -103,26 +93,26 @@ def test_a_failed_copy_is_started_again_as_often_as_asked(host: Host, device: De
     mark = tmp_path / "mark"
     heard = Heard()
     once = shell(f"if [ {{}} = 1 ] && ! [ -e {mark} ]; then touch {mark}; exit 7; fi")
-    result = farm(host, device, once, FarmOptions(copies=2, restarts=1), heard)
+    result = farm(host, [device], once, sized(device, copies=2, restarts=1), heard)
     assert not result.failed
     assert [copy.tries for copy in result.copies] == [1, 2]
     assert (1, True) in heard.endings
-    never = farm(host, device, shell("exit 7"), FarmOptions(copies=1, restarts=2), Heard())
+    never = farm(host, [device], shell("exit 7"), sized(device, copies=1, restarts=2), Heard())
     assert never.copies[0].tries == 3
     assert never.copies[0].failure == "exit code 7"
 
 
 def test_what_copies_print_is_kept_per_copy_and_per_start(host: Host, device: Device, tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "deep"
-    options = FarmOptions(copies=2, restarts=1, logs=logs)
-    result = farm(host, device, shell("echo out {}; echo err >&2; exit {}"), options, Heard())
+    options = sized(device, copies=2, restarts=1, logs=logs)
+    result = farm(host, [device], shell("echo out {}; echo err >&2; exit {}"), options, Heard())
     assert (logs / "copy-0.log").read_text() == "out 0\nerr\n"
-    assert sorted(path.name for path in logs.iterdir()) == ["copy-0.log", "copy-1.1.log", "copy-1.log"]
+    assert sorted(path.name for path in logs.iterdir()) == ["copy-0.log", "copy-1.1.log", "copy-1.log", "farm.jsonl"]
     assert result.copies[1].log == str(logs / "copy-1.1.log")
 
 
 def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device, tmp_path: Path) -> None:
-    options = FarmOptions(copies=4, limits=Limits(memory_limit_bytes=60 * GIB))
+    options = sized(device, size=60 * GIB, copies=4)
     two = tmp_path / "two"
 
     class Seen(Heard):
@@ -133,45 +123,26 @@ def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device,
 
     heard = Seen()
     # Each waits until two were seen to run: however slow the machine is, two run at once.
-    result = farm(host, device, shell(f"while ! [ -e {two} ]; do sleep 0.02; done"), options, heard)
+    result = farm(host, [device], shell(f"while ! [ -e {two} ]; do sleep 0.02; done"), options, heard)
     assert heard.most == 2
     assert not result.failed
 
 
 def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host, device: Device) -> None:
-    admin.add_process("sim:h200", gpu="0", memory_bytes=100 * GIB)
-    options = FarmOptions(copies=2, limits=Limits(memory_limit_bytes=60 * GIB))
-    with pytest.raises(InUse) as caught:
-        farm(host, device, ["true"], options, Heard())
-    assert caught.value.code == "memory_does_not_fit"
+    with pytest.raises(BadUsage) as caught:
+        farm(host, [device], ["true"], sized(device, size=160 * GIB, copies=2), Heard())
+    assert caught.value.code == "never_fits"
     assert not host.processes.named("nvidia-cuda-mps-control")
-
-
-def test_what_others_reserve_and_never_use_counts_for_a_minute(
-    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever its file says: it may be touched for as long as its owner likes."""
-    place = Place(host, Request(memory_bytes=100 * GIB, keys=(device.uuid,), client=False))
-    place.take(device.uuid)
-    lapses, at = Lapses(), [1000.0]
-    monkeypatch.setattr("gpushare.memory.ledger.time.monotonic", lambda: at[0])
-    for seconds, reserved, pending in ((0, 100 * GIB, True), (60, 100 * GIB, True), (1, 0, False), (1, 0, False)):
-        at[0] += seconds
-        place.touch()
-        free = free_memory(host, device, lapses=lapses)
-        assert free is not None
-        assert (free.reserved_bytes, free.pending) == (reserved, pending)
-    place.leave()
 
 
 def test_bad_farms_are_refused(host: Host, device: Device, tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        farm(host, device, ["no-such-program"], FarmOptions(copies=2), Heard())
+        farm(host, [device], ["no-such-program"], sized(device, copies=2), Heard())
     with pytest.raises(BadUsage):
-        farm(host, device, ["true"], FarmOptions(copies=0), Heard())
+        farm(host, [device], ["true"], sized(device, copies=0), Heard())
     (tmp_path / "file").write_text("")
     with pytest.raises(NoPermission):
-        farm(host, device, ["true"], FarmOptions(copies=1, logs=tmp_path / "file"), Heard())
+        farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path / "file"), Heard())
 
 
 def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: Device) -> None:
@@ -185,18 +156,16 @@ def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: De
     thread = threading.Thread(target=interrupt)
     thread.start()
     command = shell("if [ {} = 2 ]; then exit 0; fi; echo on; sleep 600")
-    result = farm(host, device, command, FarmOptions(copies=3, grace_seconds=0.2), heard)
+    result = farm(host, [device], command, sized(device, copies=3, grace_seconds=0.2), heard)
     thread.join()
     assert result.ended_by == signal.SIGTERM
     assert [copy.state for copy in result.copies] == ["ended", "ended", "done"]
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
 
 
-def test_shares_are_what_was_measured_to_be_best(host: Host, device: Device) -> None:
+def test_shares_are_what_was_measured_to_be_best() -> None:
     assert [share_of_threads(copies) for copies in (1, 2, 4, 16, 3)] == [None, None, 50.0, 12.5, 66.7]
-    share = share_of_memory(host, device, 4)
-    assert share is not None
-    assert 30 * GIB < share < 36 * GIB
-    assert numbered(["a", "--seed={}", "{}"], 3) == ["a", "--seed=3", "3"]
-    with pytest.raises(InUse):
-        share_of_memory(host, device, 1000)
+    copy = Copy(number=3)
+    assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=3", "3"]
+    copy.line = "b c"
+    assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=b c", "b c"]

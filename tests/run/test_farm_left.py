@@ -15,11 +15,12 @@ from gpushare.errors import NoPermission
 from gpushare.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
-from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm
+from gpushare.run.copies import Copy
+from gpushare.run.farm import FarmReporter, farm
 from gpushare.run.several import Several
 from gpushare.selection import Device
 from tests.cli.drive import alive, until
-from tests.run.farm_command import shell
+from tests.run.farm_command import shell, sized
 
 
 class Heard(FarmReporter):
@@ -54,7 +55,7 @@ def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
 ) -> None:
     heard = Heard()
     command = shell(f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
-    result = farm(host, device, command, FarmOptions(copies=2), heard)
+    result = farm(host, [device], command, sized(device, copies=2), heard)
     left = [pid_in(tmp_path / str(number)) for number in range(2)]
     assert not any(alive(pid) for pid in left)
     assert [copy.left_behind for copy in result.copies] == [(left[0],), (left[1],)]
@@ -66,7 +67,7 @@ def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
 def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: Host, device: Device) -> None:
     heard = Heard()
     command = shell("sleep 600 & exit 7")
-    result = farm(host, device, command, FarmOptions(copies=1, restarts=1), heard)
+    result = farm(host, [device], command, sized(device, copies=1, restarts=1), heard)
     assert result.copies[0].tries == 2
     assert heard.gone_at_start == [True]
     assert len(result.copies[0].left_behind) == 2
@@ -78,14 +79,14 @@ def test_a_helper_that_ends_a_moment_later_was_not_left_behind(
     host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 600.0)
-    result = farm(host, device, shell("sleep 0.2 & exit 0"), FarmOptions(copies=1), Heard())
+    result = farm(host, [device], shell("sleep 0.2 & exit 0"), sized(device, copies=1), Heard())
     assert result.copies[0].left_behind == ()
 
 
 def test_what_does_not_heed_its_signal_is_killed(host: Host, device: Device, tmp_path: Path) -> None:
     deaf = f"(trap '' INT TERM; touch {tmp_path}/deaf; while :; do sleep 0.05; done) & echo $! > {tmp_path}/pid"
     command = shell(f"{deaf}; while ! [ -e {tmp_path}/deaf ]; do sleep 0.02; done")
-    result = farm(host, device, command, FarmOptions(copies=1, grace_seconds=0.2), Heard())
+    result = farm(host, [device], command, sized(device, copies=1, grace_seconds=0.2), Heard())
     assert result.copies[0].left_behind[0] == pid_in(tmp_path / "pid")
     assert not alive(pid_in(tmp_path / "pid"))
 
@@ -98,7 +99,7 @@ def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top
 
     monkeypatch.setattr(left_behind, "end_programs", may_not)
     command = shell("if [ {} = 0 ]; then sleep 600 & fi; echo good")
-    result = farm(host, device, command, FarmOptions(copies=2, restarts=3), Heard())
+    result = farm(host, [device], command, sized(device, copies=2, restarts=3), Heard())
     assert [(copy.state, copy.tries) for copy in result.copies] == [("failed", 1), ("done", 1)]
     (pid,) = result.copies[0].left_behind
     os.kill(pid, signal.SIGKILL)
@@ -123,7 +124,7 @@ def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeyp
 
     monkeypatch.setattr(Guard, "_tell", noted)
     monkeypatch.setattr(left_behind, "end_programs", ends)
-    (copy,) = farm(host, device, shell("sleep 600 & exit 0"), FarmOptions(copies=1), Heard()).copies
+    (copy,) = farm(host, [device], shell("sleep 600 & exit 0"), sized(device, copies=1), Heard()).copies
     (pid,) = copy.left_behind
     at = told.index("now")
     assert told[at - 1].startswith(f"{pid} ")
@@ -139,7 +140,7 @@ def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, device: Devi
         def started(self, copy: Copy) -> None:
             until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "it has begun")
 
-    result = farm(host, device, command, FarmOptions(copies=1, stall_seconds=0.1), Never())
+    result = farm(host, [device], command, sized(device, copies=1, stall_seconds=0.1), Never())
     assert "printed nothing for 0.1 s" in (result.copies[0].failure or "")
     # It went together with the copy: one drain for both.
     assert result.copies[0].left_behind == ()
@@ -156,7 +157,7 @@ def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, device: Device,
     thread = threading.Thread(target=interrupt)
     thread.start()
     command = shell(f"(sleep 600 & echo $! > {tmp_path}/{{}}); echo on; exec sleep 600")
-    result = farm(host, device, command, FarmOptions(copies=2, grace_seconds=0.2), heard)
+    result = farm(host, [device], command, sized(device, copies=2, grace_seconds=0.2), heard)
     thread.join()
     assert result.ended_by == signal.SIGTERM
     assert not any(alive(pid_in(tmp_path / str(number))) for number in range(2))
@@ -174,10 +175,10 @@ def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_end
     monkeypatch.setattr(Several, "end_left_behind", told_meanwhile)
     command = shell("(trap '' INT TERM; echo deaf; while :; do sleep 0.05; done) & sleep 0.2; exit {}")
     # Were it not cut short, this would never end.
-    options = FarmOptions(copies=2, at_once=1, restarts=1, grace_seconds=1e6)
-    result = farm(host, device, command, options, Heard())
+    options = sized(device, copies=2, parallel=1, restarts=1, grace_seconds=1e6)
+    result = farm(host, [device], command, options, Heard())
     assert result.ended_by == signal.SIGTERM
-    assert [(copy.state, copy.tries) for copy in result.copies] == [("done", 1), ("never started", 0)]
+    assert [(copy.state, copy.tries) for copy in result.copies] == [("done", 1), ("skipped", 0)]
     assert not alive(result.copies[0].left_behind[0])
 
 
@@ -187,22 +188,22 @@ def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_end
 def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(
     host: Host, device: Device, tmp_path: Path
 ) -> None:
-    options = FarmOptions(copies=2, restarts=2, logs=tmp_path)
-    farm(host, device, shell("exit {}"), options, Heard())
+    options = sized(device, copies=2, restarts=2, logs=tmp_path)
+    farm(host, [device], shell("exit {}"), options, Heard())
     assert (tmp_path / "copy-1.2.log").exists()
     others = ["copy-1.old.log", "copy-11.1.log", "copy-1.1.log.gz", "my-copy-1.1.log"]
     for name in others:
         (tmp_path / name).write_text("mine")
     (tmp_path / "copy-0.1.log").mkdir()
-    farm(host, device, shell("exit 0"), options, Heard())
+    farm(host, [device], shell("exit 0"), options, Heard())
     kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", *others])
+    assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", "farm.jsonl", *others])
 
 
 def test_a_refused_farm_removes_no_log(host: Host, device: Device, tmp_path: Path) -> None:
     (tmp_path / "copy-0.1.log").write_text("kept")
     with pytest.raises(Exception, match="no program"):
-        farm(host, device, ["no-such-program"], FarmOptions(copies=1, logs=tmp_path), Heard())
+        farm(host, [device], ["no-such-program"], sized(device, copies=1, logs=tmp_path), Heard())
     assert (tmp_path / "copy-0.1.log").read_text() == "kept"
 
 
@@ -220,8 +221,8 @@ def test_a_full_disk_is_named_as_the_reason(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     logs = tmp_path / "logs"
-    options = FarmOptions(copies=2, logs=logs if kept else None)
-    result = farm(host, device, shell("echo xxx; exit {}"), options, Heard())
+    options = sized(device, copies=2, logs=logs if kept else None)
+    result = farm(host, [device], shell("echo xxx; exit {}"), options, Heard())
     # Of a copy that did well nobody asks.
     assert result.copies[0].failure is None
     assert result.copies[1].failure == "exit code 1, with no space left for what it prints"
@@ -232,6 +233,6 @@ def test_a_full_disk_is_named_as_the_reason(
 
 
 def test_with_space_left_a_failure_is_the_programs_own(host: Host, device: Device, tmp_path: Path) -> None:
-    options = FarmOptions(copies=1, logs=tmp_path)
-    result = farm(host, device, shell("echo bad luck; exit 1"), options, Heard())
+    options = sized(device, copies=1, logs=tmp_path)
+    result = farm(host, [device], shell("echo bad luck; exit 1"), options, Heard())
     assert (result.copies[0].failure, result.copies[0].hint) == ("exit code 1: bad luck", None)

@@ -18,14 +18,26 @@ Cli = Callable[..., Answer]
 
 
 def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, tmp_path: Path) -> None:
-    answer = cli("farm", "--copies", "3", "--logs", str(tmp_path / "logs"), "--", "sh", "-c", "echo is {}; exit {}")
+    answer = cli(
+        "farm",
+        "--copies",
+        "3",
+        "--memory",
+        "4G",
+        "--logs",
+        str(tmp_path / "logs"),
+        "--",
+        "sh",
+        "-c",
+        "echo is {}; exit {}",
+    )
     assert answer.code == 1
     assert {"[0] is 0", "[1] is 1", "[2] is 2"} <= set(answer.out.splitlines())
     assert list(answer.lines("error")) == [
         "error: copy 1: exit code 1: is 1",
         "error: copy 2: exit code 2: is 2",
     ]
-    assert "3 copies on GPU 0, each with cap 66.7 % and memory limit" in answer.err
+    assert "3 copies on GPU 0, 4.0 GiB each\n" in answer.err
     assert (tmp_path / "logs" / "copy-2.log").read_text() == "is 2\n"
     assert not world.state.daemons
 
@@ -33,7 +45,8 @@ def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, t
 def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
     answer = cli("-o", "json", "farm", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
     data = answer.ok().data
-    assert (data["threads_percent"], data["memory_limit_bytes"]) == (30.0, 2 * 1024**3)
+    assert (data["memory_bytes"], data["memory_limit_bytes"]) == (2 * 1024**3, 3 * 1024**3 // 2)
+    assert [copy["threads_percent"] for copy in data["copies"]] == [30.0, 30.0]
     assert [(copy["copy"], copy["state"], copy["exit_code"], copy["tries"]) for copy in data["copies"]] == [
         (0, "done", 0, 1),
         (1, "done", 0, 1),
@@ -49,10 +62,15 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     }
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(found))
-    answer = cli("farm", "--copies", "4", "--like", str(file), "-n", "--", "true").ok()
+    words = ("--memory", "4G", "--like", str(file), "-n", "--", "true")
+    answer = cli("farm", "--copies", "4", *words).ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
     assert "another way than MPS was faster for 4 copies" in answer.err
-    missing = cli("-o", "json", "farm", "--copies", "5", "--like", str(file), "--", "true")
+    near = cli("farm", "--copies", "5", *words).ok()
+    assert near.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 5
+    assert "the cap is that of 4 copies: 5 copies were not measured" in near.err
+    file.write_text(json.dumps({**found, "cells": found["cells"][:1]}))
+    missing = cli("-o", "json", "farm", "--copies", "4", *words)
     assert missing.json["errors"][0]["code"] == "not_measured"
 
 
@@ -65,7 +83,7 @@ def benched(world: World, *command: str, copies: int = 4, driver: str | None = N
 
 def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World) -> None:
     benched(world, "true", "{}")
-    answer = cli("farm", "--copies", "4", "-n", "--", "true", "{}").ok()
+    answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true", "{}").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0") == 4
     assert "gpushare bench found the cap on 2026-11-20\n" in answer.err
 
@@ -76,14 +94,14 @@ def test_another_number_of_copies_or_another_command_was_not_measured(
 ) -> None:
     benched(world, "true", "{}")
     copies, *command = words
-    answer = cli("farm", "--copies", copies, "-n", "--", *command).ok()
+    answer = cli("farm", "--copies", copies, "--memory", "4G", "-n", "--", *command).ok()
     assert "=40.0" not in answer.out
     assert "bench" not in answer.err
 
 
 def test_a_cap_that_was_found_under_another_driver_says_so(cli: Cli, world: World) -> None:
     benched(world, "true", driver="535.1")
-    answer = cli("farm", "--copies", "4", "-n", "--", "true").ok()
+    answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true").ok()
     assert "under driver 535.1; measure again here" in answer.err
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0" in answer.out
 
@@ -106,17 +124,47 @@ def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None
     ("words", "code", "exit_code"),
     [
         (("--copies", "0", "--", "true"), "bad_copies", 2),
+        (("--copies", "10001", "--", "true"), "bad_copies", 2),
+        (("--", "true"), "bad_copies", 2),
+        (("--copies", "2", "--each", "-", "--", "true"), "bad_copies", 2),
+        (("--copies", "2", "--parallel", "0", "--", "true"), "bad_parallel", 2),
         (("--copies", "2", "--restart", "-1", "--", "true"), "bad_restart", 2),
-        (("--logs", "x", "--", "true"), "bad_combination", 2),
-        (("--copies", "2", "--mig", "1g", "--", "true"), "bad_combination", 2),
-        (("--copies", "2", "--production", "web", "--", "true"), "bad_combination", 2),
+        (("--copies", "2", "--over", "warn", "--", "true"), "bad_combination", 2),
+        (("--copies", "2", "--resume", "--", "true"), "bad_combination", 2),
+        (("--copies", "2", "--wait", "--", "true"), "usage", 2),
+        (("--copies", "2", "--memory", "0%", "--", "true"), "bad_size", 2),
+        (("--copies", "2", "-g", "1-0", "--", "true"), "bad_gpu", 2),
         (("--copies", "2", "--", "no-such-program"), "command_not_found", 6),
-        (("--copies", "200", "--memory", "200G", "--", "true"), "memory_does_not_fit", 19),
+        (("--copies", "200", "--memory", "200G", "--", "true"), "never_fits", 2),
         (("--copies", "2", "--like", "no-such.json", "--", "true"), "no_file", 6),
+        (("--each", "no-such.txt", "--", "true"), "no_file", 6),
+        (("--each", "/dev/null", "--", "true"), "bad_lines", 2),
     ],
 )
 def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
-    refused("run", *words, code=code, exit_code=exit_code)
+    refused("farm", *words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a\n" + b"x" * 4097, "line 2 of '"),
+        (b"\xff\n", "is not text"),
+        (b"a\0b\n", "is not text"),
+        (b"a\n" * 10_001, "more than 10000 lines"),
+        (b"x\n" * (1 << 24), "has more than"),
+        (b"x" * (1 << 26), "is longer than"),
+    ],
+)
+def test_bad_lines_are_refused(refused: Callable[..., str], tmp_path: Path, text: bytes, said: str) -> None:
+    file = tmp_path / "lines"
+    file.write_bytes(text)
+    assert said in refused("farm", "--each", str(file), "--", "true", code="bad_lines", exit_code=2)
+
+
+def test_several_gpus_are_named(refused: Callable[..., str]) -> None:
+    text = refused("farm", "--copies", "2", "--", "true", host="sim:2xh200", code="gpu_not_named", exit_code=2)
+    assert "-g any" in text
 
 
 def test_copies_that_fail_alike_are_told_once(cli: Cli) -> None:

@@ -91,8 +91,8 @@ def test_a_stall_of_no_time_is_refused(refused: Callable[..., str], text: str) -
 
 def test_shares_are_of_those_that_run_at_the_same_time(cli: Cli) -> None:
     """A server of CUDA 13 takes 48 clients: 200 copies have the shares of 48."""
-    planned = cli("farm", "--copies", "200", "-n", "--", "true").ok().out
-    fewer = cli("farm", "--copies", "48", "-n", "--", "true").ok().out
+    planned = cli("farm", "--copies", "200", "--memory", "1G", "-n", "--", "true").ok().out
+    fewer = cli("farm", "--copies", "48", "--memory", "1G", "-n", "--", "true").ok().out
     for name in ("ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT"):
         many, few = (set(re.findall(rf"CUDA_MPS_{name}=(\S+)", text)) for text in (planned, fewer))
         assert many == few

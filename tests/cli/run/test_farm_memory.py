@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -34,7 +33,12 @@ def on_gpu(world: World, count: int) -> None:
 
 
 def reserved(world: World) -> list[int | None]:
-    return [one.memory_bytes for one in reservations(world.host) or []]
+    """Return what the copies and other jobs have reserved; the farm itself waits in line, and has nothing."""
+    return [one.memory_bytes for one in reservations(world.host) or [] if one.key is not None]
+
+
+def holders(world: World) -> set[str]:
+    return {one.id for one in reservations(world.host) or [] if one.key is not None}
 
 
 def taken(world: World, size: int) -> Place:
@@ -59,14 +63,37 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Callable[..., Started]
     assert reserved(world) == []
 
 
-def test_what_gpushare_gives_each_copy_is_reserved(real: Callable[..., Started], world: World) -> None:
+def test_the_first_copy_is_measured_alone_and_the_next_farm_knows_it(cli: Cli, world: World) -> None:
+    command = ("--", *JOB, "--footprint", "2G", "--seconds", "1")
+    first = cli("-o", "json", "farm", "--copies", "3", *command).ok()
+    assert "the memory of a copy is not known: the first one runs alone until it is measured" in first.err
+    assert "note: copy 0 has used 2.0 GiB: each of the others reserves 2.4 GiB, 3 at a time" in first.err
+    assert (first.data["memory_source"], first.data["memory_limit_bytes"]) == ("measured", None)
+    assert [one["memory_peak_bytes"] for one in first.data["copies"]] == [2 * GIB] * 3
+    second = cli("-o", "json", "farm", "--copies", "2", *command).ok()
+    assert (second.data["memory_source"], second.data["memory_bytes"]) == ("known", 2 * GIB)
+    assert "2 copies on GPU 0, 2.0 GiB each, the most that this command has used here" in second.err
+    assert reserved(world) == []
+
+
+def test_a_copy_that_runs_on_is_measured_for_a_while(
+    real: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "0")
     farm = real("farm", "--copies", "2", "--", *JOB, "--footprint", "1G", "--seconds", "60")
-    on_gpu(world, 2)
-    sizes = reserved(world)
-    assert len(sizes) == 2
-    assert all(60 * GIB < (size or 0) < 70 * GIB for size in sizes)
+    on_gpu(world, 1)
+    # All that it might need: half of what is free.
+    (size,) = reserved(world)
+    assert size is not None
+    assert size > 60 * GIB
     farm.signal(signal.SIGINT)
-    farm.result()
+    assert [one["state"] for one in rows(farm)] == ["ended", "skipped"]
+
+
+def rows(farm: Started) -> list[dict[str, str]]:
+    """Return the table of a farm that ends, by columns."""
+    names, *lines = [line.split() for line in farm.result().out.partition("# copies\n")[2].splitlines()]
+    return [dict(zip(names, line, strict=True)) for line in lines]
 
 
 def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
@@ -74,10 +101,10 @@ def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], wo
     script = f"{' '.join(JOB)} --footprint 1G & while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done; kill %1; wait"
     farm = real("farm", "--copies", "3", "--memory", "60G", "--", "bash", "-mc", script)
     on_gpu(world, 2)
-    first = {one.id for one in reservations(world.host) or []}
+    first = holders(world)
     assert len(first) == 2
     (tmp_path / "0").touch()
-    until(lambda: len({one.id for one in reservations(world.host) or []} - first) == 1, "the third one runs")
+    until(lambda: len(holders(world) - first) == 1, "the third one runs")
     assert len(reserved(world)) == 2
     for number in (1, 2):
         (tmp_path / str(number)).touch()
@@ -102,7 +129,7 @@ def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., St
     other = real("run", "--memory", "60G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
     farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
-    farm.says("1 run at the same time")
+    farm.says("2 copies on GPU 0, 50.0 GiB each; 1 at a time")
     on_gpu(world, 2)
     assert sorted(size or 0 for size in reserved(world)) == [50 * GIB, 60 * GIB]
     other.signal(signal.SIGINT)
@@ -112,35 +139,47 @@ def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., St
     farm.result()
 
 
-def test_what_is_reserved_is_not_shared_out(cli: Cli, world: World) -> None:
-    place = taken(world, 100 * GIB)
-    data = cli("-o", "json", "farm", "--copies", "2", "--", "true").ok().data
-    assert 18 * GIB < data["memory_limit_bytes"] < 20 * GIB
-    place.leave()
-
-
-def test_copies_that_do_not_fit_next_to_reservations_are_refused(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_a_farm_waits_for_others_and_says_so_once(real: Callable[..., Started], world: World) -> None:
     other = real("run", "--memory", "100G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
-    text = refused("farm", "--copies", "2", "--memory", "60G", "--", "true", code="memory_does_not_fit", exit_code=19)
-    assert re.search(
-        r"do not fit into the 39\.\d GiB free on GPU 0 \(99\.\d GiB more are reserved by other jobs\)", text
-    )
-    other.signal(signal.SIGINT)
-    other.result()
-
-
-def test_copies_wait_for_a_job_that_does_not_use_the_gpu_yet(real: Callable[..., Started], world: World) -> None:
-    """What it reserves may lapse, if it never does: nobody keeps copies out by a claim alone."""
-    other = real("run", "--memory", "100G", "--", "sleep", "60", env={"GPUSHARE_SIM_ATTACH_DELAY": "600000"})
-    until(lambda: reserved(world) == [100 * GIB], "it has reserved its memory")
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
-    farm.says("the memory is reserved by jobs that do not use the GPU yet: the copies wait")
-    assert farm.process.poll() is None
+    farm.says("waiting for 60.0 GiB: GPU 0 has 39.")
+    (waiting,) = [one for one in reservations(world.host) or [] if one.key is None]
+    assert (waiting.farm, waiting.memory_bytes) == (True, 60 * GIB)
     other.signal(signal.SIGINT)
     other.result()
+    answer = farm.result()
+    assert answer.code == 0
+    assert len([line for line in farm.said if "waiting for" in line]) == 1
+    assert reservations(world.host) == []
+
+
+def test_a_farm_waits_for_memory_of_programs_that_are_no_jobs(real: Callable[..., Started], world: World) -> None:
+    pid = admin.add_process(world.spec, memory_bytes=100 * GIB)
+    farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
+    farm.says("waiting for 60.0 GiB")
+    world.host.processes.send(pid, signal.SIGKILL)
+    assert farm.result().code == 0
+
+
+def test_a_job_that_waits_goes_before_the_next_copy(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+    """Also one that came after the farm's last start. Two copies fit, or one and the job."""
+    hold = f"while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done"
+    farm = real("farm", "--copies", "3", "--memory", "60G", "--", "sh", "-c", hold)
+    until(lambda: len(reserved(world)) == 2, "two copies run")
+    job = real(
+        "run", "--wait", "--memory", "60G", "--", "sh", "-c", f"while ! [ -e {tmp_path}/job ]; do sleep 0.02; done"
+    )
+    job.says("waiting for 60.0 GiB: GPU 0 has")
+    (tmp_path / "0").touch()
+    until(
+        lambda: job.process.pid in {one.claim.pid for one in reservations(world.host) or [] if one.key}, "the job runs"
+    )
+    assert sorted(size or 0 for size in reserved(world)) == [60 * GIB] * 2
+    (tmp_path / "job").touch()
+    assert job.result().code == 0
+    for number in (1, 2):
+        (tmp_path / str(number)).touch()
     assert farm.result().code == 0
 
 
@@ -184,31 +223,29 @@ def test_copies_keep_to_the_limit_of_their_user(
     assert "you may reserve 40.0 GiB" in answer.err
 
 
-def test_without_the_ledger_mps_holds_the_limit(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_ledger_a_farm_is_refused(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
 
     monkeypatch.setattr("gpushare.run.farm.Place", refuse)
-    assert cli("farm", "--copies", "2", "--memory", "10G", "--", "true").code == 0
     answer = cli("farm", "--copies", "2", "--memory", "10G", "--", "true")
-    assert answer.lines("error") == ["error: copies 0-1: the ledger is read-only"]
+    assert answer.code == 1
+    assert answer.lines("error") == ["error: the ledger is read-only"]
+    assert world.state.daemons == []
 
 
 # -- the limit of a copy -----------------------------------------------------------------------------
 
 
-def over(number: int, size: str = "9G", seconds: float = 60) -> tuple[str, ...]:
-    """Return a command whose copy of this number takes more than the others; these end by themselves."""
-    job = " ".join(JOB)
-    return (
-        "sh",
-        "-c",
-        f"if [ {{}} = {number} ]; then exec {job} --footprint {size} --seconds {seconds}; fi; exec {job} --footprint 2G --seconds 1.5",
-    )
+def over(number: int) -> tuple[str, ...]:
+    """Return a command whose copy of this number takes more than 8 GiB in several processes; the others end by themselves."""
+    stray = f'exec {sys.executable} -c "$0"'
+    others = f"exec {' '.join(JOB)} --footprint 2G --seconds 1.5"
+    return ("sh", "-c", f"if [ {{}} = {number} ]; then {stray}; fi; {others}", STRAY)
 
 
 def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: World) -> None:
-    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--", *over(1))
+    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1", "--", *over(1))
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
     assert [(one["state"], one["reason"]) for one in copies] == [
@@ -219,7 +256,7 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     assert answer.json["data"]["job_memory_bytes"] == 8 * GIB
     (error,) = answer.json["errors"]
     assert error["code"] == "memory_limit"
-    assert error["message"].startswith("copy 1: the job holds 9.0 GiB, over its limit of 8.0 GiB (process ")
+    assert error["message"].startswith("copy 1: the job holds ")
     assert "--memory SIZE" in error["hint"]
     assert world.state.processes == []
     assert reserved(world) == []
@@ -244,31 +281,36 @@ def test_a_process_that_leaves_the_tree_of_a_copy_counts_and_ends_with_it(cli: C
     assert world.state.processes == []
 
 
+def test_a_process_over_the_limit_is_refused_its_memory_by_mps(cli: Cli) -> None:
+    answer = cli("farm", "--copies", "1", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    assert answer.lines("error") == ["error: copy 0: exit code 1: error: CUDA_ERROR_OUT_OF_MEMORY"]
+
+
 def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
-    answer = cli("farm", "--copies", "3", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
     assert answer.code == 1
     (error,) = answer.lines("error")
-    assert error.startswith("error: copies 0-2: the job holds 9.0 GiB")
+    assert error.startswith("error: copies 0-2: the job holds ")
     assert error.endswith("ended (copy 0; the others likewise)")
     assert len([line for line in answer.lines("note") if "failed" in line]) == 1
 
 
 def test_a_copy_that_was_ended_for_its_memory_is_started_again_as_often_as_asked(cli: Cli) -> None:
-    words = ("--copies", "1", "--restart", "1", "--memory", "8G")
-    (copy,) = cli("-o", "json", "run", *words, "--", *over(0)).json["data"]["copies"]
+    words = ("--copies", "1", "--restart", "1", "--memory", "8G", "--grace", "1")
+    (copy,) = cli("-o", "json", "farm", *words, "--", *over(0)).json["data"]["copies"]
     assert (copy["tries"], copy["reason"]) == (2, "memory_limit")
 
 
 def test_a_warning_names_the_copy_and_leaves_it_alone(cli: Cli) -> None:
-    words = ("--copies", "2", "--memory", "8G", "--over", "warn")
-    answer = cli("run", *words, "--", *over(1, seconds=1)).ok()
+    words = ("--copies", "1", "--memory", "8G", "--over", "warn")
+    answer = cli("farm", *words, "--", *JOB, "--footprint", "9G", "--seconds", "1.5").ok()
     (line,) = [line for line in answer.lines("note") if "over its limit" in line]
-    assert line.startswith("note: copy 1: the job holds 9.0 GiB")
+    assert line.startswith("note: copy 0: the job holds 9.0 GiB")
 
 
 def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..., Started], world: World) -> None:
     words = ("--copies", "2", "--memory", "8G", "--over", "pause")
-    farm = real("-o", "json", "run", *words, "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    farm = real("-o", "json", "farm", *words, "--", *JOB, "--footprint", "9G", "--seconds", "60")
     for _ in range(2):
         farm.says("stopped (SIGSTOP): it cannot grow")
     assert [one.memory_bytes for one in world.state.processes] == [9 * GIB] * 2
@@ -281,7 +323,7 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..
 
 def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli, world: World) -> None:
     words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
-    farm = real("run", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    farm = real("farm", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     until(lambda: all(one.limit_bytes for one in reservations(world.host) or []), "all have said it")
     limited: list[Any] = cli("status", output="json").ok().data["limited_jobs"]
@@ -292,12 +334,12 @@ def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli,
     farm.result()
 
 
-def test_with_a_limit_of_the_copy_mps_gets_none(cli: Cli) -> None:
-    """Its share of the memory could be less than what one process of the copy may have."""
-    data = cli("-o", "json", "farm", "--copies", "2", "--memory", "100G", "--", "true").ok().data
-    assert (data["memory_limit_bytes"], data["job_memory_bytes"]) == (None, 100 * GIB)
-    both = cli("-o", "json", "farm", "--copies", "2", "--memory", "8G", "--memory", "4G", "--", "true").ok().data
-    assert (both["memory_limit_bytes"], both["job_memory_bytes"]) == (4 * GIB, 8 * GIB)
+@pytest.mark.parametrize(("action", "limit"), [("end", 100 * GIB - 512 * 1024**2), ("warn", None)])
+def test_each_client_of_mps_gets_the_memory_but_one_context(cli: Cli, action: str, limit: int | None) -> None:
+    """What is only to be warned of, MPS may not refuse."""
+    words = ("--copies", "2", "--memory", "100G", "--over", action)
+    data = cli("-o", "json", "farm", *words, "--", "true").ok().data
+    assert (data["memory_limit_bytes"], data["job_memory_bytes"]) == (limit, 100 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -307,21 +349,8 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
     cli: Cli, world: World, action: str, said: str
 ) -> None:
     words = ("--copies", "2", "--memory", "8G", "--over", action)
-    steps = cli("-o", "json", "run", "-n", *words, "--", "true").ok().data["steps"]
+    steps = cli("-o", "json", "farm", "-n", *words, "--", "true").ok().data["steps"]
     texts = [one["what"] for one in steps]
     assert texts[0] == "reserve 8.0 GiB on GPU 0 for each copy while it runs"
     assert texts[-1] == f"{said} whose processes together hold more than 8.0 GiB (added up five times a second)"
     assert reserved(world) == []
-
-
-def test_copies_do_not_wait_and_the_hint_shows_what_does(refused: Callable[..., str]) -> None:
-    text = refused("run", "--wait", "--copies", "3", "--", "true", code="bad_combination", exit_code=2)
-    assert "hint: for example: seq 0 2 | xargs -P 3 -I{} gpushare run --wait --memory 20G -- CMD {}\n" in text
-
-
-def test_memory_that_is_taken_by_others_bounds_the_copies(refused: Callable[..., str], world: World) -> None:
-    admin.add_process(world.spec, memory_bytes=100 * GIB)
-    words = ("--copies", "2", "--memory", "60G", "--", "true")
-    text = refused("run", *words, code="memory_does_not_fit", exit_code=19)
-    assert "a copy with 60.0 GiB does not fit into the" in text
-    assert "a smaller --memory" in text

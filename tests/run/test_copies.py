@@ -1,0 +1,86 @@
+"""Which copies may start, how many run together, and what each is given: pure."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from gpushare.errors import BadUsage
+from gpushare.mps.limits import CONTEXT_BYTES
+from gpushare.run.copies import next_step, parse_lines, share_of_threads, size_of_others, together
+from gpushare.units import GIB, MIB
+
+counts = some.integers(0, 20)
+
+
+@given(counts, counts, some.none() | some.integers(1, 20), some.booleans(), some.booleans())
+def test_a_farm_starts_only_what_may_start(
+    waiting: int, running: int, parallel: int | None, size_known: bool, giving_up: bool
+) -> None:
+    step = next_step(waiting=waiting, running=running, parallel=parallel, size_known=size_known, giving_up=giving_up)
+    if step in {"start", "alone"}:
+        assert waiting
+        assert not giving_up
+        assert parallel is None or running < parallel
+    # Of unknown size, one runs alone; it is never started next to another, nor another next to it.
+    assert (step == "alone") <= (not running and not size_known)
+    assert (step == "start") <= size_known
+    # It never waits for nothing, and never ends with work left, unless it gives up.
+    assert (step == "wait") <= (running > 0)
+    assert (step == "end") <= (giving_up or (not running and not waiting))
+
+
+def test_every_copy_starts_in_the_end() -> None:
+    for parallel in (None, 1, 3):
+        waiting, running, known = 7, 0, False
+        for _ in range(100):
+            step = next_step(waiting=waiting, running=running, parallel=parallel, size_known=known, giving_up=False)
+            if step == "end":
+                break
+            if step == "wait":
+                running, known = running - 1, True
+            else:
+                waiting, running = waiting - 1, running + 1
+        assert (waiting, running) == (0, 0)
+
+
+@given(
+    some.integers(0, 200),
+    some.none() | some.integers(1, 50),
+    some.dictionaries(some.sampled_from("abcd"), some.none() | some.integers(0, 60), min_size=1),
+)
+def test_copies_are_dealt_out_evenly_and_to_each_what_fits(
+    copies: int, parallel: int | None, fitting: dict[str, int | None]
+) -> None:
+    dealt = together(copies, parallel, fitting)
+    most = copies if parallel is None else min(copies, parallel)
+    assert dealt.keys() == fitting.keys()
+    assert all(number == 1 or fitting[key] is None or number <= (fitting[key] or 0) for key, number in dealt.items())
+    # At least one each counts, even where all wait.
+    assert sum(dealt.values()) <= max(most, 0) + len(dealt)
+    for key, number in dealt.items():
+        if number < max(dealt.values()) - 1:
+            # Fewer than elsewhere only where no more fit.
+            assert fitting[key] is not None
+            assert number >= (fitting[key] or 0)
+
+
+def test_the_cap_is_of_those_that_run_together() -> None:
+    assert together(100, None, {"a": 10, "b": 4}) == {"a": 10, "b": 4}
+    assert together(100, 8, {"a": None, "b": None}) == {"a": 4, "b": 4}
+    assert together(3, None, {"a": 0, "b": 9}) == {"a": 1, "b": 3}
+    assert [share_of_threads(number) for number in (1, 2, 4, 10_000)] == [None, None, 50.0, 0.1]
+
+
+def test_the_others_reserve_a_fifth_more_than_was_measured() -> None:
+    assert size_of_others(10 * GIB) == 12 * GIB
+    assert size_of_others(None) == CONTEXT_BYTES
+    assert size_of_others(1000 * MIB + 1) % MIB == 0
+
+
+def test_lines_are_read_without_the_empty_ones() -> None:
+    assert parse_lines(b"a b\r\n\n  \n{}\n\xc3\xa4", "x") == ("a b", "{}", "\u00e4")
+    for text in (b"", b"\n \n"):
+        with pytest.raises(BadUsage):
+            parse_lines(text, "x")

@@ -1,0 +1,177 @@
+"""DIR/farm.jsonl: what is done, for which command and which line; torn lines, other farms, and what a killed one leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from gpushare.errors import InUse
+from gpushare.host.host import Host
+from gpushare.run import farm_results
+from gpushare.run.copies import Copy
+from gpushare.run.farm import FarmReporter, farm
+from gpushare.run.farm_results import (
+    MARK,
+    CopyEnd,
+    FarmResults,
+    copies_done,
+    digest_of_command,
+    parse_ends,
+    text_of_end,
+)
+from gpushare.selection import Device
+from tests.cli.drive import until
+from tests.run.farm_command import shell, sized
+
+
+class Heard(FarmReporter):
+    """Remembers what a farm says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def end(copy: int, line: str | None = None, *, done: bool = True, command: str = "c") -> CopyEnd:
+    return CopyEnd(command=command, copy=copy, line=line, done=done)
+
+
+def test_the_last_word_on_a_copy_of_this_command_counts() -> None:
+    ends = [end(0), end(1, done=False), end(2), end(2, done=False), end(3, command="d"), end(9), end(1, "line")]
+    assert copies_done(ends, "c", 4, None) == {0}
+
+
+def test_a_line_is_known_again_where_it_was_moved() -> None:
+    ends = [end(0, "a"), end(1, "b"), end(2, "b", done=False)]
+    assert copies_done(ends, "c", 3, ["b", "new", "a"]) == {0, 2}
+    # Twice in the file, and done once.
+    assert copies_done(ends, "c", 3, ["b", "b", "a"]) == {1, 2}
+
+
+lines = some.lists(some.sampled_from("abc"), max_size=6)
+
+
+@given(lines, some.lists(some.tuples(some.integers(0, 5), some.sampled_from("abc"), some.booleans()), max_size=12))
+def test_nothing_is_skipped_more_often_than_it_was_done(now: list[str], ended: list[tuple[int, str, bool]]) -> None:
+    done = copies_done([end(copy, line, done=ok) for copy, line, ok in ended], "c", len(now), now)
+    last = {(copy, line): ok for copy, line, ok in ended}
+    for line in "abc":
+        times = sum(ok for (_, other), ok in last.items() if other == line)
+        skipped = sum(now[number] == line for number in done)
+        assert skipped == min(times, now.count(line))
+
+
+@given(some.binary(max_size=60), some.integers(0, 200))
+def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
+    copy = Copy(number=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu=1)
+    whole = text_of_end(copy, "c", 0.0)
+    assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
+    found = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
+    assert found == [CopyEnd(command="c", copy=3, line="x \u00e4", done=True)]
+
+
+def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_path: Path) -> None:
+    path = tmp_path / "farm.jsonl"
+    path.write_bytes(b'{"command": "')
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with FarmResults(host, path, directory, ["job", "{}"]) as results:
+        for number in range(2):
+            results.add(Copy(number=number, state="done", exit_code=0))
+        assert results.done(3, None) == {0, 1}
+    os.close(directory)
+    assert len(path.read_bytes().splitlines()) == 3
+
+
+def test_another_farm_with_these_logs_is_refused(host: Host, device: Device, tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with FarmResults(host, tmp_path / "farm.jsonl", directory, ["job"]), pytest.raises(InUse) as caught:
+        farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
+    os.close(directory)
+    assert caught.value.code == "logs_in_use"
+
+
+def test_a_farm_waits_for_what_a_killed_one_has_left(
+    host: Host, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.stat(tmp_path)
+    mark = {MARK: f"{found.st_dev:x}-{found.st_ino:x}"}
+    heard = Heard()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, **mark}) as left:
+        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
+        assert left.wait() == 0
+    assert "waiting for 1 process of an earlier farm with these logs, being ended" in heard.said
+    monkeypatch.setattr(farm_results, "_LEFT_SECONDS", 0.0)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as left:
+        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        with pytest.raises(InUse) as caught:
+            farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
+        left.kill()
+    assert caught.value.code == "logs_in_use"
+    assert f"gpushare stop {left.pid}" in (caught.value.hint or "")
+
+
+def ran(directory: Path) -> Sequence[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_done_is_skipped_and_what_failed_is_not(host: Host, device: Device, tmp_path: Path) -> None:
+    (tmp_path / "ran").mkdir()
+    command = shell(f"touch {tmp_path}/ran/{{}}; [ -e {tmp_path}/good ] || [ {{}} != b ]")
+    more = {"logs": tmp_path / "logs", "resume": True}
+    first = farm(host, [device], command, sized(device, copies=3, lines=("a", "b", "c"), **more), Heard())
+    assert [copy.state for copy in first.copies] == ["done", "failed", "done"]
+    for path in (tmp_path / "ran").iterdir():
+        path.unlink()
+    (tmp_path / "good").touch()
+    heard = Heard()
+    second = farm(host, [device], command, sized(device, copies=4, lines=("d", "a", "b", "c"), **more), heard)
+    assert [copy.state for copy in second.copies] == ["done", "done earlier", "done", "done earlier"]
+    assert ran(tmp_path / "ran") == ["b", "d"]
+    assert heard.said[0] == "2 copies done earlier: not started again"
+    # Another command has done nothing yet.
+    other = farm(host, [device], ["true", "{}"], sized(device, copies=1, lines=("a",), **more), Heard())
+    assert [copy.state for copy in other.copies] == ["done"]
+    assert digest_of_command(command) != digest_of_command(["true", "{}"])
+
+
+def test_a_farm_that_was_killed_goes_on_where_it_was(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "ran").mkdir()
+    text = f"echo >> {tmp_path}/ran/{{}}; [ {{}} -lt 2 ] || [ -e {tmp_path}/on ] || sleep 60"
+    words = (
+        "farm",
+        "--copies",
+        "4",
+        "--parallel",
+        "2",
+        "--memory",
+        "4G",
+        "--grace",
+        "1",
+        "--logs",
+        str(tmp_path / "logs"),
+    )
+    started = [sys.executable, "-m", "gpushare", "--host", host.spec, *words]
+    with subprocess.Popen(
+        [*started, "--", "sh", "-c", text], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as first:
+        until(lambda: ran(tmp_path / "ran") == ["0", "1", "2", "3"], "the last two run")
+        first.send_signal(signal.SIGKILL)
+    (tmp_path / "on").touch()
+    again = subprocess.run(
+        [*started, "--resume", "-o", "json", "--", "sh", "-c", text], capture_output=True, text=True, check=True
+    )
+    copies = json.loads(again.stdout)["data"]["copies"]
+    assert [copy["state"] for copy in copies] == ["done earlier", "done earlier", "done", "done"]
+    assert [len((tmp_path / "ran" / name).read_text()) for name in "0123"] == [1, 1, 2, 2]
