@@ -27,6 +27,8 @@ from gpushare.sim import admin
 from gpushare.sim.state import parse_spec
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+# Their exit code, and what they print, is of the programs that they run.
+RUNS_A_PROGRAM: Final = frozenset({"run", "farm"})
 # A row with more effects polls; what comes later is the same again.
 MOST: Final = 1000
 
@@ -223,7 +225,7 @@ class Hits:
         refer = self._refer()
         if done.code == refer.code:
             if look != refer.new:
-                if self.row.command[0] == "run" and _is_left_by_the_dead(look, refer.new):
+                if self.row.command[0] in RUNS_A_PROGRAM and _is_left_by_the_dead(look, refer.new):
                     # The exit code is the program's. The next command removes it.
                     return True
                 broken(f"exit code {done.code}, and it is not done: {difference(look, refer.new)}")
@@ -329,7 +331,7 @@ class Hits:
     def _run(self, words: Words, **hit: Any) -> Done:
         given = words_of(self.world, words)
         # A program's own output is no document.
-        return self.world.run(given if given[0] == "run" else [*given, "-o", "json"], **hit)
+        return self.world.run(given if given[0] in RUNS_A_PROGRAM else [*given, "-o", "json"], **hit)
 
     def _settled(self) -> dict[int, str]:
         """Wait for guards and programs; end and return those that stay.

@@ -305,8 +305,11 @@ def _run_rows() -> list[Row]:
     plain, limits = _run("-g", "0"), _run("-g", "0", "--threads", "30", "--memory", "4G")
     stop = ("mps", "stop", "-g", "0")
     running = _after(("mps", "start", "-g", "0", "--threads", "80"), first=_foreign_mps)
-    copies = ("run", "-g", "0", "--copies", "2", "--", *PROGRAM)
-    limited = ("run", "-g", "0", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
+    copies = ("farm", "-g", "0", "--copies", "2", "--", *PROGRAM)
+    limited = ("farm", "-g", "0", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
+    several = ("farm", "-g", "any", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
+    # Whatever happened to it, the same words complete what is missing, and nothing twice.
+    logged = ("farm", "-g", "0", "--copies", "3", "--memory", "4G", "--logs", "{logs}", "--resume", "--", *PROGRAM)
     mig = _run("--mig", "2g.20gb")
     waits = _run("--wait", "--mig", "2g.20gb", "--memory", "4G")
     named = _run("--mig", "idle", "--threads", "50")
@@ -321,6 +324,8 @@ def _run_rows() -> list[Row]:
         row(name="run under MPS, its guard too", prepare=running, command=limits, then=[limits], guard_after=3),
         row(name="farm --copies", command=copies, then=[copies, stop]),
         row(name="farm --copies --memory", command=limited, then=[limited, stop]),
+        row(name="farm on several GPUs", command=several, then=[several]),
+        row(name="farm --logs --resume", prepare=_logs_of_a_farm, command=logged, then=[logged]),
         row(name="run --production", command=production, then=[production]),
         row(name="run --opportunistic", command=opportunistic, then=[opportunistic]),
         inside(name="run --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig]),
@@ -328,6 +333,12 @@ def _run_rows() -> list[Row]:
         inside(name="run --wait --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=waits, then=[waits]),
         inside(name="run --mig NAME with limits", command=named, then=[named]),
     ]  # fmt: skip
+
+
+def _logs_of_a_farm(world: World) -> None:
+    """Name the directory of logs of a farm, where its effects are counted and its results are looked at."""
+    _foreign_mps(world)
+    world.facts["logs"] = str(world.directory / "var" / "farm")
 
 
 def _job(world: World) -> None:

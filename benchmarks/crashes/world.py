@@ -531,8 +531,21 @@ def _gpu(index: int, gpu: SimulatedGpu) -> dict[str, str]:
     return found
 
 
+def _done_copies(text: str) -> str:
+    """Return which copies of a farm were completed, each as often as it was."""
+    done = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            end = json.loads(line)
+            if end["state"] == "done":
+                done.append(end["copy"])
+    return f"copies done: {sorted(done)}"
+
+
 def _content(path: Path, alive: set[int]) -> str:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "no regular file"
+    if path.name == "farm.jsonl":
+        return _done_copies(text)
     try:
         return json.dumps(_steady(json.loads(text), alive), sort_keys=True)
     except ValueError:
