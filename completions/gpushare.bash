@@ -36,7 +36,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status doctor explain observe metrics run mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
+      commands='status doctor explain observe metrics run farm mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -62,9 +62,13 @@ _gpushare_node() {
       valued='--listen --host -o --output'
       ;;
     'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --job-memory --memory-action --wait --wait-timeout --requeue --slice --weight --way --adapt --keep --metric --lower-is-better --lower --higher-is-better --log --name --swappable --idle --turns --swap --copies --logs --restart --stall --container --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output'
+      options='-g --gpu --mig --threads --memory --over --priority --slice --weight --strict --container --wait --timeout --requeue --swap --production --metric --lower-is-better --lower --higher-is-better --opportunistic --for --yield --keep --name --grace -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --over --priority --slice --weight --container --timeout --swap --production --metric --for --yield --keep --name --grace --host -o --output'
       positional='@program'
+      ;;
+    'farm')
+      options='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --resume --restart --fail-fast --stall --like --name --grace -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --restart --stall --like --name --grace --host -o --output'
       ;;
     'mps')
       commands='start stop status set kill logs env'
@@ -222,8 +226,8 @@ _gpushare_node() {
       positional='@jobs'
       ;;
     'swap in')
-      options='--wait --wait-timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--wait-timeout --host -o --output'
+      options='--wait --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--timeout --host -o --output'
       positional='@jobs'
       ;;
     'swap list')
@@ -375,15 +379,14 @@ _gpushare_values() {
     --from) printf '%s\n' '@files' ;;
     --mig) printf '%s\n' '@places' ;;
     --priority) printf '%s\n' 'normal low' ;;
-    --log) printf '%s\n' '@files' ;;
-    --logs) printf '%s\n' '@files' ;;
     --container) printf '%s\n' 'podman docker' ;;
-    --bench) printf '%s\n' '@files' ;;
+    --each) printf '%s\n' '@files' ;;
+    --logs) printf '%s\n' '@files' ;;
+    --like) printf '%s\n' '@files' ;;
     --pipe-directory) printf '%s\n' '@files' ;;
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;
     --evict) printf '%s\n' '@instances' ;;
     --forget) printf '%s\n' '@names' ;;
-    --like) printf '%s\n' 'jupyter spark ci rendering hpc serving training' ;;
     --users) printf '%s\n' 'same different' ;;
     --isolation) printf '%s\n' 'none quota fault full' ;;
     --pattern) printf '%s\n' 'interactive bursty steady' ;;

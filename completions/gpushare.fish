@@ -86,37 +86,37 @@ function __gpushare_valued
             return 0
         case --memory
             return 0
+        case --over
+            return 0
         case --priority
-            return 0
-        case --grace
-            return 0
-        case --production
-            return 0
-        case --job-memory
-            return 0
-        case --memory-action
-            return 0
-        case --wait-timeout
             return 0
         case --slice
             return 0
         case --weight
             return 0
-        case --way
+        case --container
             return 0
-        case --keep
+        case --timeout
+            return 0
+        case --swap
+            return 0
+        case --production
             return 0
         case --metric
             return 0
-        case --log
+        case --yield
+            return 0
+        case --keep
             return 0
         case --name
             return 0
-        case --idle
-            return 0
-        case --turns
+        case --grace
             return 0
         case --copies
+            return 0
+        case --each
+            return 0
+        case --parallel
             return 0
         case --logs
             return 0
@@ -124,9 +124,7 @@ function __gpushare_valued
             return 0
         case --stall
             return 0
-        case --container
-            return 0
-        case --bench
+        case --like
             return 0
         case --pipe-directory
             return 0
@@ -145,10 +143,6 @@ function __gpushare_valued
         case --grant
             return 0
         case --forget
-            return 0
-        case --timeout
-            return 0
-        case --like
             return 0
         case --processes
             return 0
@@ -275,6 +269,7 @@ complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML e
 complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
 complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
+complete -c gpushare -n '__gpushare_at ' -a farm -d 'Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slices: how long a program runs before the GPU switches to the next one, per process or per GPU'
@@ -340,41 +335,29 @@ complete -c gpushare -n '__gpushare_at metrics' -s q -l quiet -d 'Do not print n
 complete -c gpushare -n '__gpushare_at metrics' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at metrics' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at metrics' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
-complete -c gpushare -n '__gpushare_at run' -l mig -x -a '(__gpushare_asked @places)' -d 'Run in a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one with this name.'
+complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'A GPU or instance, or the candidates: 0, 0-3, 0,2, NAME, any.'
+complete -c gpushare -n '__gpushare_at run' -l mig -x -a '(__gpushare_asked @places)' -d 'Run in a free MIG instance: 1g, 1g.10gb, or by its name.'
 complete -c gpushare -n '__gpushare_at run' -l threads -x -d 'Active thread percentage of the program, above 0 up to 100.'
-complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'Device memory that each process may allocate: 4G, 1500M.'
+complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'Device memory of the whole job on each of its GPUs, reserved and limited: 20G, 80%.'
+complete -c gpushare -n '__gpushare_at run' -l over -x -d 'Above --memory: end, warn or pause. [default: end]'
 complete -c gpushare -n '__gpushare_at run' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
+complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 500us, 16ms.'
+complete -c gpushare -n '__gpushare_at run' -l weight -x -d 'Run outside MPS with N times the time of programs without one.'
 complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it runs on the GPU outside MPS.'
-complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10]'
-complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as the production job of this name, spared by opportunistic jobs: under MPS, or outside with --slice.'
-complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run next to a production job: as tuned; else with a time-slice if it runs outside MPS, or a cap of 60 %.'
-complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'With --opportunistic: the production job whose GPU and speed count, by name or PID. Memory is left to all production jobs.'
-complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: pause while the production job works.'
-complete -c gpushare -n '__gpushare_at run' -l job-memory -x -d 'Device memory of all its processes together, contexts included: 20G. Over it, the job is ended. As root with driver 615, the driver refuses what is over it. With --copies: of each copy.'
-complete -c gpushare -n '__gpushare_at run' -l memory-action -x -d 'Over --job-memory: end, warn or pause. [default: end]'
-complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait until a GPU has room, first come first served. With -g any: on the one where it harms least. With --mig: until an instance is free.'
-complete -c gpushare -n '__gpushare_at run' -l wait-timeout -x -d 'With --wait: give up after this time: 30m, 2h. [default: never]'
-complete -c gpushare -n '__gpushare_at run' -l requeue -d 'With --wait: if it runs out of memory, wait again for a fifth more. With --opportunistic: end it when production works, and start it again when it rests.'
-complete -c gpushare -n '__gpushare_at run' -l slice -x -d 'Run outside MPS with this time-slice: 16ms. With --opportunistic: the slice that all of them share.'
-complete -c gpushare -n '__gpushare_at run' -l weight -x -d 'Run outside MPS with a slice for this share: 3 is three times that of programs without a weight.'
-complete -c gpushare -n '__gpushare_at run' -l way -x -d 'With a role: production outside MPS and one time-slice for the others; or all under MPS with caps.'
-complete -c gpushare -n '__gpushare_at run' -l adapt -d 'With --opportunistic: move the time-slice so that production keeps its speed.'
-complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'With --adapt: how much of its speed production keeps. [default: 97%]'
-complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'With --production: its speed in its output, in brackets: \'rate=([0-9.]+)\'; for --adapt.'
+complete -c gpushare -n '__gpushare_at run' -l container -x -a 'podman docker' -d 'Run a container: podman or docker. CMD is [OPTIONS] IMAGE [CMD].'
+complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait in line until a GPU, or an instance, has room.'
+complete -c gpushare -n '__gpushare_at run' -l timeout -x -d 'Wait for at most this long: 30m, 2h. [default: no limit]'
+complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again for a fifth more.'
+complete -c gpushare -n '__gpushare_at run' -l swap -x -d 'Leave the GPU by swap: request, idle=10m, turns[=60s], or two: idle=10m,turns.'
+complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as this production job, which opportunistic jobs spare.'
+complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'The speed that production prints, in brackets: \'rate=([0-9.]+)\'.'
 complete -c gpushare -n '__gpushare_at run' -l lower-is-better -l lower -l higher-is-better -d 'Whether the number is a time or a rate.'
-complete -c gpushare -n '__gpushare_at run' -l log -r -F -d 'With --production: append its output to this file; for --adapt.'
-complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Give the job a name, for --for and other commands that take a JOB.'
-complete -c gpushare -n '__gpushare_at run' -l swappable -d 'Run it outside MPS, so that swap can move it out of the GPU and back.'
-complete -c gpushare -n '__gpushare_at run' -l idle -x -d 'Leave the GPU after this time without work: 10m. Come back at its first work.'
-complete -c gpushare -n '__gpushare_at run' -l turns -x -d 'Take turns of this time with jobs that do not fit at the same time, each with all of its memory. auto: nine times as long as a switch.'
-complete -c gpushare -n '__gpushare_at run' -l swap -d 'With --opportunistic: leave the GPU when any production job needs its memory.'
-complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'Run N copies; {} in CMD and GPUSHARE_COPY are the number of each.'
-complete -c gpushare -n '__gpushare_at run' -l logs -r -F -d 'With --copies: write the output of each to DIR/copy-N.log.'
-complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: restart a failed copy, at most K times.'
-complete -c gpushare -n '__gpushare_at run' -l stall -x -d 'With --copies: end a copy that prints nothing for this long.'
-complete -c gpushare -n '__gpushare_at run' -l container -x -a 'podman docker' -d 'Run a container by podman or docker: CMD is [OPTIONS] IMAGE [CMD].'
-complete -c gpushare -n '__gpushare_at run' -l bench -r -F -d 'With --copies: take the cap from a file of bench --to.'
+complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run beside a production job and yield to it.'
+complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'The production job to spare, by name or PID.'
+complete -c gpushare -n '__gpushare_at run' -l yield -x -d 'slices[=200us], caps[=60], pause, swap, requeue. [default: as tuned]'
+complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'Adapt the time-slice so that production keeps this speed: 97%.'
+complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Name the job, for commands that take a JOB.'
+complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10s]'
 complete -c gpushare -n '__gpushare_at run' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at run' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
@@ -382,7 +365,30 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Do not print notes
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --job-memory --memory-action --wait-timeout --slice --weight --way --keep --metric --log --name --idle --turns --copies --logs --restart --stall --container --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --over --priority --slice --weight --container --timeout --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
+complete -c gpushare -n '__gpushare_at farm' -l copies -x -d 'Run N copies, numbered from 0.'
+complete -c gpushare -n '__gpushare_at farm' -l each -r -F -d 'Run one copy for each line of FILE; - is stdin.'
+complete -c gpushare -n '__gpushare_at farm' -l parallel -x -d 'At most K at a time. [default: as many as fit]'
+complete -c gpushare -n '__gpushare_at farm' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'The GPUs or instances: 0, 0-3, 0,2, any (all).'
+complete -c gpushare -n '__gpushare_at farm' -l threads -x -d 'Active thread percentage of the program, above 0 up to 100.'
+complete -c gpushare -n '__gpushare_at farm' -l memory -x -d 'Device memory of each copy: 20G, 80%. [default: measured]'
+complete -c gpushare -n '__gpushare_at farm' -l over -x -d 'Above --memory: end, warn or pause. [default: end]'
+complete -c gpushare -n '__gpushare_at farm' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
+complete -c gpushare -n '__gpushare_at farm' -l logs -r -F -d 'Write DIR/copy-N.log and DIR/farm.jsonl.'
+complete -c gpushare -n '__gpushare_at farm' -l resume -d 'Skip the copies that are done in DIR/farm.jsonl.'
+complete -c gpushare -n '__gpushare_at farm' -l restart -x -d 'Restart a failed copy, at most K times.'
+complete -c gpushare -n '__gpushare_at farm' -l fail-fast -d 'End the farm with the first failed copy.'
+complete -c gpushare -n '__gpushare_at farm' -l stall -x -d 'End a copy that prints nothing for this long: 60s.'
+complete -c gpushare -n '__gpushare_at farm' -l like -r -F -d 'Take the cap of each from a file of bench --to.'
+complete -c gpushare -n '__gpushare_at farm' -l name -x -d 'Name the farm, for commands that take a JOB.'
+complete -c gpushare -n '__gpushare_at farm' -l grace -x -d 'Time to end after the signal. [default: 10s]'
+complete -c gpushare -n '__gpushare_at farm' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at farm' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at farm' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at farm' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at farm' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at farm' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at farm' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'
@@ -739,7 +745,7 @@ complete -c gpushare -n '__gpushare_at swap out' -l debug -d 'Show the traceback
 complete -c gpushare -n '__gpushare_at swap out' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at swap out' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at swap in' -l wait -d 'Wait until the GPU has room, first come first served.'
-complete -c gpushare -n '__gpushare_at swap in' -l wait-timeout -x -d 'With --wait: give up after this time: 10m. [default: never]'
+complete -c gpushare -n '__gpushare_at swap in' -l timeout -x -d 'With --wait: give up after this time: 10m. [default: never]'
 complete -c gpushare -n '__gpushare_at swap in' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at swap in' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
 complete -c gpushare -n '__gpushare_at swap in' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

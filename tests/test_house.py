@@ -32,6 +32,7 @@ DOMAIN_OF = {
     "status": "snapshot",
     "resume": "pause",
     "swap": "memory",
+    "farm": "run",
 }
 
 
@@ -178,6 +179,7 @@ JSON_READERS = {
     "gpushare.measure.bench_data": "a result that the user names",
     "gpushare.measure.dcgm": "what dcgmi prints",
     "gpushare.measure.recording": "a recording that the user names",
+    "gpushare.run.farm_results": "the results of a farm, in a directory that the user names",
 }
 
 

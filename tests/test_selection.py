@@ -173,3 +173,13 @@ def test_any_text_gives_devices_or_an_error_of_ours(text: str, change: bool) -> 
     else:
         assert devices
         assert len(set(names(devices))) == len(devices)
+
+
+def test_a_range_names_the_gpus_from_one_index_to_another() -> None:
+    gpus = [Gpu(index=index, uuid=f"GPU-{index}") for index in range(4)]
+    assert [device.gpu.index for device in select("0-2", gpus)] == [0, 1, 2]
+    assert [device.gpu.index for device in select("3,1-2,2", gpus)] == [3, 1, 2]
+    with pytest.raises(BadUsage):
+        select("2-1", gpus)
+    with pytest.raises(NotFound):
+        select("2-9", gpus)

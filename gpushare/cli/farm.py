@@ -59,9 +59,7 @@ def farm(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "-g", "--gpu", metavar="SET", help="The GPUs or instances to use: 0, 0-3, 0,2, any (all of them)."
-        ),
+        typer.Option("-g", "--gpu", metavar="SET", help="The GPUs or instances: 0, 0-3, 0,2, any (all)."),
     ] = None,
     threads: ClientThreads = None,
     memory: Annotated[
@@ -69,24 +67,18 @@ def farm(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Device memory of each copy, reserved and limited: 20G, 80%. [default: as measured]",
+            help="Device memory of each copy: 20G, 80%. [default: measured]",
         ),
     ] = None,
     over: OverAction = None,
     priority: PriorityOption = None,
     logs: Annotated[
         str | None,
-        typer.Option(
-            "--logs", metavar="DIR", help="Write the output of each copy to DIR/copy-N.log, and DIR/farm.jsonl."
-        ),
+        typer.Option("--logs", metavar="DIR", help="Write DIR/copy-N.log and DIR/farm.jsonl."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip the copies that DIR/farm.jsonl says are done; needs --logs.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip the copies that are done in DIR/farm.jsonl.")] = False,
     restart: Annotated[int, typer.Option("--restart", metavar="K", help="Restart a failed copy, at most K times.")] = 0,
-    fail_fast: Annotated[
-        bool, typer.Option("--fail-fast", help="End the farm when a copy has failed, after its restarts.")
-    ] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End the farm with the first failed copy.")] = False,
     stall: Annotated[
         str | None, typer.Option("--stall", metavar="TIME", help="End a copy that prints nothing for this long: 60s.")
     ] = None,
@@ -102,9 +94,8 @@ def farm(
 ) -> Any:
     """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 
-    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; jobs that wait for room go before the
-    next copy. Without --memory, a copy reserves the most that this command has used here; if that is not known, the first
-    one runs alone until it is measured. A failed copy leaves the others alone. Ctrl-C ends all of them the safe way.
+    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; jobs that wait go before the next
+    copy. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     """
     from gpushare.hostfile.load import kept_limits
     from gpushare.mps.limits import Limits

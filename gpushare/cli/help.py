@@ -53,7 +53,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "farm": (
         ("Eight trainings with their numbers as seeds", "farm --copies 8 --logs logs -- python train.py --seed {}"),
-        ("At most 10 GiB each", "farm --copies 100 --memory 10G -- python train.py {}"),
+        ("One for each line, on all GPUs", "farm -g any --each inputs.txt --memory 10G -- python infer.py {}"),
+        ("Go on after a crash", "farm --copies 100 --logs logs --resume -- python train.py {}"),
     ),
     "pause": (
         ("For ten minutes at most", "pause 4711 --timeout 10m"),

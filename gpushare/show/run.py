@@ -245,7 +245,10 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     words += [f"{counts['failed']} failed"] if counts["failed"] else []
     if ended and seconds > 0:
         rate = ended / seconds
-        words += [f"{60 * rate:.3g}/min", f"{format_duration(max(1, round(left / rate)))} left"]
+        words += [
+            f"{60 * rate:.0f}/min" if rate > 1 else f"{60 * rate:.2g}/min",
+            f"{format_duration(max(1, round(left / rate)))} left",
+        ]
     else:
         words.append(format_duration(round(seconds)))
     return ", ".join(words)
@@ -282,7 +285,8 @@ def farm_result(
 
 # Of more copies, those that are alike are one row for people.
 _MOST_ROWS: Final = 24
-_ALIKE: Final = ("state", "exit_code", "gpu")
+_ALIKE: Final = ("state", "exit_code")
+_LONGEST_RANGES: Final = 30
 
 
 def _folded(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -296,11 +300,13 @@ def _folded(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _row_of(group: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    named = ranges(row["copy"] for row in group)
     logs = {str(row["log"]).rpartition("/")[0] for row in group if row["log"]}
     return {
         **group[0],
-        "copy": ranges(row["copy"] for row in group),
+        "copy": named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0]['copy']} on",
         "line": None,
+        "gpu": ranges(row["gpu"] for row in group if row["gpu"] is not None) or None,
         "seconds": sum(row["seconds"] for row in group) / len(group),
         "tries": sum(row["tries"] for row in group),
         "log": f"{logs.pop()}/" if len(logs) == 1 else None,

@@ -96,7 +96,7 @@ def test_every_group_of_options_names_options_that_are() -> None:
         assert [name for names in groups.values() for name in names.split() if f"--{name}" not in known] == []
 
 
-CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("timeslice", "keep"), ("run",), ("sim", "reset")]
+CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("timeslice", "keep"), ("run",), ("farm",), ("sim", "reset")]
 CHANGING += [("pause",), ("resume",), ("swap", "out"), ("swap", "in"), ("apply",), ("advise",), ("bench",)]
 CHANGING += [("mps", verb) for verb in ("start", "stop", "set", "kill")]
 CHANGING += [

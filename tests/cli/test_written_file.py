@@ -313,4 +313,4 @@ def test_a_directory_of_logs_that_is_swapped_keeps_its_logs(cli: Cli, tmp_path: 
     swap = f"[ -e {moved} ] && exit 0; mv {logs} {moved}; ln -s {elsewhere} {logs}; exit 1"
     cli("farm", "--copies", "1", "--restart", "1", "--logs", str(logs), "--", "sh", "-c", swap).ok()
     assert os.listdir(elsewhere) == []
-    assert sorted(os.listdir(moved)) == ["copy-0.1.log", "copy-0.log"]
+    assert sorted(os.listdir(moved)) == ["copy-0.1.log", "copy-0.log", "farm.jsonl"]

@@ -176,3 +176,37 @@ def test_copies_that_fail_alike_are_told_once(cli: Cli) -> None:
     assert "boom" not in answer.out[answer.out.index("# copies") :]
     document = cli("-o", "json", "farm", "--copies", "2", "--", "sh", "-c", "exit 3").json
     assert [copy["failure"] for copy in document["data"]["copies"]] == ["exit code 3"] * 2
+
+
+def test_copies_are_dealt_out_to_several_gpus_and_capped_by_those_beside_them(cli: Cli) -> None:
+    words = ("--copies", "7", "--memory", "40G", "--", "sh", "-c", "sleep 0.5")
+    for gpus in ("0-1", "0,1", "any"):
+        data = cli("-o", "json", "farm", "-g", gpus, *words, host="sim:2xh200").ok().data
+        # Three of 40 GiB fit on each.
+        assert {copy["gpu"] for copy in data["copies"]} == {0, 1}
+        assert {copy["threads_percent"] for copy in data["copies"]} == {66.7}
+
+
+def test_parallel_bounds_the_copies_on_all_gpus(cli: Cli) -> None:
+    words = ("--copies", "4", "--parallel", "2", "--memory", "4G", "-n", "--", "true")
+    plan = cli("farm", "-g", "any", *words, host="sim:2xh200").ok().out
+    # One on each: no cap.
+    assert "ACTIVE_THREAD_PERCENTAGE" not in plan
+    assert plan.count("nvidia-cuda-mps-control -d") == 2
+
+
+def test_each_runs_a_copy_for_each_line(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_text("a b\n\n$HOME\n")
+    answer = cli("-o", "json", "farm", "--each", str(file), "--", "printf", "%s:%s\n", "{}", "x{}").ok()
+    assert [copy["line"] for copy in answer.data["copies"]] == ["a b", "$HOME"]
+    assert "[0] a b:xa b\n" in answer.err
+    assert "[1] $HOME:x$HOME\n" in answer.err
+
+
+def test_fail_fast_ends_the_others_and_skips_the_rest(cli: Cli) -> None:
+    words = ("--copies", "4", "--parallel", "2", "--memory", "4G", "--fail-fast", "--grace", "1")
+    answer = cli("-o", "json", "farm", *words, "--", "sh", "-c", "[ {} = 0 ] && exit 3; exec sleep 60")
+    assert answer.code == 1
+    assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["failed", "ended", "skipped", "skipped"]
+    assert "note: not started: copy 2-3" in answer.err

@@ -1,0 +1,50 @@
+"""How far a farm is, and its table: of many copies, those that ended alike are one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpushare.run.copies import Copy
+from gpushare.show.run import farm_result, progress_text
+
+
+def copies(**states: int) -> list[Copy]:
+    names = [state.replace("_", " ") for state, count in states.items() for _ in range(count)]
+    return [Copy(number=number, state=state) for number, state in enumerate(names)]
+
+
+def test_progress_is_a_bar_a_rate_and_the_time_left() -> None:
+    assert progress_text(copies(waiting=3, running=1), 7.6) == "0/4 [--------------------] 1 running, 8 s"
+    half = copies(done=4, failed=1, running=2, waiting=3, done_earlier=90)
+    assert progress_text(half, 60.0) == "5/10 [##########----------] 2 running, 1 failed, 5/min, 1 min left"
+    # A fast one is a whole number; nothing is left of what is done.
+    assert progress_text(copies(done=100), 4.0) == "100/100 [####################] 0 running, 1500/min, 1 s left"
+    assert all(len(progress_text(half, seconds)) < 80 for seconds in (1.0, 1e6))
+
+
+def row(number: int, **more: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {"state": "done", "exit_code": 0, "seconds": 2.0, "tries": 1, "gpu": number % 2}
+    return {"copy": number, "line": None, "failure": None, "log": f"logs/copy-{number}.log", **plain, **more}
+
+
+def shown(rows: list[dict[str, Any]]) -> list[Any]:
+    result = farm_result({"copies": rows})
+    # All of them are in the document and in CSV.
+    assert result.csv is not None
+    assert [len(result.data["copies"]), len(result.csv.rows)] == [len(rows)] * 2
+    return [(line["copy"], line["state"], line["gpu"], line["tries"], line["log"]) for line in result.tables[0].rows]
+
+
+def test_few_copies_have_a_row_each() -> None:
+    assert len(shown([row(number) for number in range(24)])) == 24
+
+
+def test_of_many_copies_those_that_ended_alike_are_one_row() -> None:
+    rows = [row(number) for number in range(100)]
+    rows[17] |= {"state": "failed", "exit_code": 3}
+    assert shown(rows) == [
+        ("0-16, 18-99", "done", "0-1", 99, "logs/"),
+        (17, "failed", 1, 1, "logs/copy-17.log"),
+    ]
+    mixed = [row(number, exit_code=number % 2) for number in range(100)]
+    assert [line[0] for line in shown(mixed)] == ["50 copies, from 0 on", "50 copies, from 1 on"]
