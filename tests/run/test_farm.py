@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
-from gpushare.run.copies import Copy, command_of, share_of_threads
+from gpushare.run.copies import Copy, FarmOptions, command_of, share_of_threads
 from gpushare.run.farm import FarmReporter, farm
-from gpushare.selection import Device
+from gpushare.selection import Device, select
 from gpushare.units import GIB
 from tests.cli.drive import until
 from tests.run.farm_command import shell, sized
@@ -169,3 +170,26 @@ def test_shares_are_what_was_measured_to_be_best() -> None:
     assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=3", "3"]
     copy.line = "b c"
     assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=b c", "b c"]
+
+
+def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
+    host = connect("sim:2xh200")
+    devices = select("all", host.nvml.sweep())
+    heard = Heard()
+
+    def interrupt() -> None:
+        until(lambda: len(heard.lines) == 2, "the copies have begun")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    deaf = shell("trap '' INT TERM; echo on; while :; do sleep 0.05; done")
+    options = FarmOptions(copies=2, job_bytes={one.uuid: 4 * GIB for one in devices}, grace_seconds=2.0)
+    began = time.monotonic()
+    result = farm(host, devices, deaf, options, heard)
+    thread.join()
+    assert [(copy.state, copy.gpu) for copy in result.copies] == [("ended", 0), ("ended", 1)]
+    # One grace for both.
+    assert time.monotonic() - began < 2 * 2.0 + 1.5
+    assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
+    assert not host.processes.named("nvidia-cuda-mps-control")

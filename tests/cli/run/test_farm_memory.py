@@ -354,11 +354,3 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
     assert texts[0] == "reserve 8.0 GiB on GPU 0 for each copy while it runs"
     assert texts[-1] == f"{said} whose processes together hold more than 8.0 GiB (added up five times a second)"
     assert reserved(world) == []
-
-
-def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time(real: Callable[..., Started]) -> None:
-    deaf = "trap '' INT TERM; echo on; while :; do sleep 0.05; done"
-    words = ("-g", "any", "--copies", "2", "--memory", "4G", "--grace", "2s")
-    farm = real("farm", *words, "--", "sh", "-c", deaf, host="sim:2xh200")
-    for _ in range(2):
-        farm.reads("on")
