@@ -295,6 +295,14 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     from gpushare.units import ranges
 
     errors = _failures(result)
+    if result.unrecorded:
+        errors.append(
+            OperationFailed(
+                f"{options.logs}/farm.jsonl could not be written for copy {ranges(result.unrecorded)}: --resume would start them again",
+                "free space there, or keep it elsewhere: --logs DIR",
+                code="not_written",
+            )
+        )
     unproved = [copy.number for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
@@ -329,7 +337,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
             for copy in result.copies
         ],
     }
-    code = 1 if result.failed else 0
+    code = 1 if result.failed or result.unrecorded else 0
     return farm_result(data, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
 
 

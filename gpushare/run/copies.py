@@ -89,7 +89,7 @@ class FarmResult:
     """How all copies did, and the signal by which the user ended them.
 
     ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` where that is from: given, known (an
-    earlier run), measured (the first copy).
+    earlier run), measured (the first copy). ``unrecorded`` are copies whose end could not be written to the file of the farm.
     """
 
     copies: tuple[Copy, ...]
@@ -97,6 +97,7 @@ class FarmResult:
     ended_by: int | None = None
     memory_bytes: int | None = None
     source: str | None = None
+    unrecorded: tuple[int, ...] = ()
 
     @property
     def failed(self) -> tuple[Copy, ...]:

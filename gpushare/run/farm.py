@@ -269,6 +269,8 @@ class _Farm:
         # Copies above their limit that cannot be ended.
         self._stuck: set[int] = set()
         self._giving_up = False
+        # Copies whose end could not be written down.
+        self._unrecorded: list[int] = []
         self._started = time.monotonic()
         self._signals = Wakeups()
         self._logs: int | None = None
@@ -444,6 +446,7 @@ class _Farm:
             ended_by=self._signals.first,
             memory_bytes=size,
             source=self._source,
+            unrecorded=tuple(self._unrecorded),
         )
 
     def close(self) -> None:
@@ -891,7 +894,13 @@ class _Farm:
     def _after_end(self, copy: Copy, *, again: bool) -> None:
         """Note how a copy has ended, here and in the file of the farm."""
         if not again and copy.state in {"done", "failed"} and self._results is not None:
-            self._results.add(copy)
+            try:
+                self._results.add(copy)
+            except OperationFailed as error:
+                # The copies are worth more than the note on them.
+                if not self._unrecorded:
+                    self._reporter.say(f"{error.message}; the farm goes on")
+                self._unrecorded.append(copy.number)
         if self._options.fail_fast and copy.state == "failed" and self._signals.first is None and not self._giving_up:
             self._giving_up = True
         self._reporter.ended(copy, again=again)

@@ -186,8 +186,8 @@ class FarmResults:
         Raises:
             OperationFailed: it cannot be written (code ``not_written``).
         """
-        line = text_of_end(copy, self._command, time.time())
         try:
+            line = text_of_end(copy, self._command, time.time())
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 # A torn line is one of its own.

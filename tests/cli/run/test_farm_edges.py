@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -117,3 +119,21 @@ def test_copies_that_fail_alike_are_named_once(cli: Cli) -> None:
         "note: copy 0 failed: exit code 3; restarting it"
     ]
     assert done.lines("error") == ["error: copies 0-2: exit code 3"]
+
+
+def test_a_farm_goes_on_when_its_results_cannot_be_written(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """--resume would run what is done again: the farm says so, and fails."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("gpushare.run.farm_results.text_of_end", full)
+    answer = cli("-o", "json", "farm", "--copies", "2", "--logs", str(tmp_path), "--", "true")
+    assert answer.code == 1
+    assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["done", "done"]
+    (error,) = answer.json["errors"]
+    assert error["code"] == "not_written"
+    assert "farm.jsonl could not be written for copy 0-1: --resume would start them again" in error["message"]
+    assert answer.err.count("No space left on device; the farm goes on") == 1
