@@ -206,7 +206,7 @@ class MpsPath:
                 [row["threads_percent"] for row in rows],
             )
             self.expect(
-                [row["memory_limit_bytes"] for row in rows] == [4 << 30, 8 << 30],
+                [row["memory_limit_bytes"] for row in rows] == [(4 << 30) - (512 << 20), (8 << 30) - (512 << 20)],
                 "status shows the memory limits",
                 [row["memory_limit_bytes"] for row in rows],
             )

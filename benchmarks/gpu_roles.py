@@ -3,7 +3,7 @@
 Run it as root on a machine with PyTorch and one NVIDIA GPU that nobody else uses. Production (a request of 5.6 ms at half
 load) runs outside MPS with a slice of 16 ms, next to one and then two trainings in one MPS daemon, all started by
 `gpushare run`, as root (part ``root``) and as uid 65534 (part ``user``). Part ``adapt``: production changes between requests
-at half load and work without gaps every 12 s, next to a training with ``--adapt --keep 97%``. It prints JSON and exits with 1
+at half load and work without gaps every 12 s, next to a training with ``--keep 97%``. It prints JSON and exits with 1
 if anything was unexpected. ``--rehearse`` tries the script on a simulated host, without a GPU.
 """
 
@@ -206,11 +206,10 @@ def adapted(part: Part) -> dict[str, Any]:
     """Measure a production job that changes phase, next to a training whose slice follows it."""
     result: dict[str, Any] = {"phase_seconds": PHASE_SECONDS, "keep": 0.97}
     try:
-        log = f"{part.directory}/web.log"
-        words = ("--production", "web", "--slice", "16ms", "--metric", METRIC, "--log", log)
+        words = ("--production", "web", "--slice", "16ms", "--metric", METRIC)
         web = Started(part, "phases", *words)
         web.wait()
-        train = Started(part, "train", "--opportunistic", "--for", "web", "--adapt", "--keep", "97%", "--name", "other")
+        train = Started(part, "train", "--opportunistic", "--for", "web", "--keep", "97%", "--name", "other")
         began = web.state[BEGAN] / 1e6
         # It imports and builds its model meanwhile, and then waits.
         train.hold(True)

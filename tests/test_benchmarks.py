@@ -302,7 +302,7 @@ def test_the_document_has_the_pauses_and_slices_of_a_plain_user() -> None:
 
 
 def test_the_document_has_what_adapt_kept() -> None:
-    (line,) = document_lines("`run --opportunistic --adapt --keep 97%`")
+    (line,) = document_lines("`run --opportunistic --keep 97%`")
     for number in (1, 2):
         found = json.loads(BENCHMARKS.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]
         assert f"{found['kept']:.3f}".lstrip("0") in line

@@ -9,7 +9,7 @@ from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
-from gpushare.host.identity import Identity, identity_of
+from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.plan import Loss
 from gpushare.typed import JOB_NAME, Count, JobName, Percent, Pid, Within
@@ -177,7 +177,6 @@ def record_of(
         device_uuid=device.uuid,
         memory_peak_bytes=peak,
         role=role,
-        supervisor=identity_of(os.getpid()),
         **({} if rate is None else asdict(rate)),
     )
 

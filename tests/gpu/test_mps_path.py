@@ -52,5 +52,5 @@ def test_the_path_is_rehearsed_on_a_simulated_host(tmp_path: Path) -> None:
     figures = walk("sim:h200", tmp_path, "--only", "look", "limits", "outside", seconds=60)
     assert figures["failures"] == []
     assert [row["threads_percent"] for row in figures["limits"]["status"]] == [25.0, 50.0]
-    assert [row["memory_limit_bytes"] for row in figures["limits"]["status"]] == [4 << 30, 8 << 30]
+    assert [row["memory_limit_bytes"] for row in figures["limits"]["status"]] == [7 << 29, 15 << 29]
     assert figures["outside"]["exit_code"] == 1

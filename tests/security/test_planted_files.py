@@ -71,17 +71,8 @@ def test_the_log_of_a_copy_goes_through_no_link(kind: str, mallory: Stranger, st
     assert code != 0 or not (logs / "copy-0.log").is_symlink()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("observe", "--for", "1s", "--to", "FILE"),
-        ("run", "--production", "web", "--metric", r"(\d+)", "--log", "FILE", "--", "echo", "1"),
-    ],
-    ids=["observe", "run"],
-)
-def test_root_writes_through_no_directory_link_of_another_user(
-    words: tuple[str, ...], mallory: Stranger, sticky: Path
-) -> None:
+def test_root_writes_through_no_directory_link_of_another_user(mallory: Stranger, sticky: Path) -> None:
+    words = ("observe", "--for", "1s", "--to", "FILE")
     target = sticky / "target"
     target.mkdir()
     place = mallory.home / words[0]

@@ -34,12 +34,10 @@ def commands(data: dict[str, Any]) -> list[str]:
     return [one["command"] for one in data["commands"] if one["command"]]
 
 
-def words_of(command: str, **instead: str) -> list[str]:
+def words_of(command: str, old: str = "", new: str = "") -> list[str]:
     """Return the words of a printed command after ``gpushare``, with a shorter time in a test."""
-    for old, new in instead.items():
-        option, value = new.split("=")
-        assert f"--{option} {old.removeprefix('_')}" in command
-        command = command.replace(f"--{option} {old.removeprefix('_')}", f"--{option} {value}")
+    assert f"--swap {old}" in command or not old
+    command = command.replace(f"--swap {old}", f"--swap {new}")
     first, *rest = shlex.split(command)
     assert first == "gpushare"
     return rest
@@ -153,7 +151,7 @@ def test_turns_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     (command,) = commands(data)
     first, *rest = words_of(command)
     assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
-    both = [real(*words_of(command, auto="turns=0.5"), host=A30) for _ in range(2)]
+    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for _ in range(2)]
     for one in both:
         one.says("out of the GPU: 14.0 GiB to host memory")
         one.says("back on the GPU: 14.0 GiB")
@@ -170,7 +168,7 @@ def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     assert data["winner"] == "swap"
     (command,) = commands(data)
     world = World(A30)
-    first = real(*words_of(command, _10m="idle=1s"), host=A30)
+    first = real(*words_of(command, "idle=10m", "idle=1s"), host=A30)
     on_gpu(world)
     with changing(world.file) as (state, _):
         state.processes[0].sm_percent = 0
@@ -189,7 +187,7 @@ def test_production_first_as_printed(
     data = asked(cli, "-f", str(pair(tmp_path, users=users)))
     assert data["winner"] == "swap"
     serve, batch = commands(data)
-    other = real(*(words_of(batch) if users is None else words_of(batch, _60s="turns=0.5")), host=A30)
+    other = real(*(words_of(batch) if users is None else words_of(batch, "turns=60s", "turns=0.5")), host=A30)
     on_gpu(World(A30))
     web = real(*words_of(serve), host=A30)
     other.says("out of the GPU: 16.0 GiB")

@@ -72,11 +72,11 @@ def test_production_first_says_that_the_other_could_be_paused(cli: Any) -> None:
     Path("w.yaml").write_text(file)
     assert lines(advice(cli, "-f", "w.yaml", host="sim:h200")) == [
         "gpushare run -g 0 --production serve -- CMD",
-        "gpushare run -g 0 --opportunistic --for serve --pause -- CMD",
+        "gpushare run -g 0 --opportunistic --for serve --yield pause -- CMD",
     ]
     # Before Volta nobody measured it.
     said = [line["what"] for line in advice(cli, *words, host="sim:p100")["commands"]]
-    assert not any("--pause" in what for what in said)
+    assert not any("--yield pause" in what for what in said)
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
     assert data["winner"] == "slices"
     assert lines(data) == [
         "gpushare run -g 0 --production serve -- CMD",
-        "gpushare run -g 0 --opportunistic --for PID --way slices -- CMD",
+        "gpushare run -g 0 --opportunistic --for PID --yield slices -- CMD",
     ]
     assert any("does not document these calls" in one for one in data["conditions"])
     assert (
@@ -341,7 +341,7 @@ def test_gaps_of_production_decide_between_slices_and_caps(cli: Any, words: tupl
     data = advice(cli, *pair, *words, host="sim:h200")
     assert data["winner"] == way
     if way == "slices" and "--running" not in words:
-        assert lines(data)[1] == "gpushare run -g 0 --opportunistic --for serve --way slices -- CMD"
+        assert lines(data)[1] == "gpushare run -g 0 --opportunistic --for serve --yield slices -- CMD"
 
 
 def test_unequal_shares_across_users_are_slices(cli: Any) -> None:

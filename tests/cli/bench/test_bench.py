@@ -94,7 +94,7 @@ def test_caps_that_cannot_be_kept_fail_no_benchmark(cli: Cli, world: World, in_t
         (kept / "something").mkdir(parents=True)
     answer = cli("-o", "json", "bench", "--copies", "2", "--ways", "mps", "--repeat", "1", *WINDOW, *command).ok()
     assert answer.data["reason"] == "finished"
-    assert "the caps are not kept for gpushare farm --copies: " in answer.err
+    assert "the caps are not kept for gpushare farm: " in answer.err
 
 
 def test_finished_runs_are_counted(cli: Cli) -> None:

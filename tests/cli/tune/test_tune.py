@@ -72,7 +72,7 @@ def test_no_setting_that_meets_the_goal_is_an_answer_of_its_own(cli: Cli, world:
     )
     assert answer.code == 7
     assert "no setting meets the goal; nearest: cap 60 %" in answer.out
-    assert "--pause" in answer.err
+    assert "--yield pause" in answer.err
     assert find_tuned(world.host, "production") is None
 
 
