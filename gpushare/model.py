@@ -291,6 +291,62 @@ class SwappedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinePlace:
+    """Where a job waits: ``place`` counts from 1 among those for the same devices.
+
+    ``memory_bytes`` None: it waits for a device without other jobs. ``behind`` are the jobs before it in the line, and
+    ``held_by`` those that have a place on its devices: names, or PIDs of jobs without one.
+    """
+
+    place: int
+    memory_bytes: int | None
+    behind: tuple[str, ...]
+    held_by: tuple[str, ...]
+    # Its gpushare is stopped (Ctrl-Z): skipped in the line until it continues.
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedJob:
+    """One job as `gpushare jobs` lists it; or a process that gpushare did not start, which has no name.
+
+    ``state`` is running, waiting, paused, ended, or for a swapped job leaving, out, returning or lost; ``since_seconds``
+    is how long that is so. ``pid`` is that of its program; of its gpushare while it waits; None: it has ended.
+    """
+
+    name: str | None
+    pid: int | None
+    state: str
+    user: str | None
+    # production, opportunistic or plain; None: gpushare did not start it.
+    role: str | None
+    device: str | None
+    gpu_indexes: tuple[int, ...] = ()
+    device_uuid: str | None = None
+    # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
+    way: str | None = None
+    mig_profile: str | None = None
+    threads_percent: float | None = None
+    slice_us: int | None = None
+    # Device memory of its processes together, and the limit of the job.
+    memory_used_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    # What it holds in host memory while it is swapped out.
+    swapped_bytes: int | None = None
+    sm_percent: int | None = None
+    since_seconds: float | None = None
+    command: str | None = None
+    container: str | None = None
+    # The PIDs of its processes on GPUs.
+    processes: tuple[int, ...] = ()
+    line: LinePlace | None = None
+    # Of a job that has ended; the exit code None: it was not started.
+    exit_code: int | None = None
+    ran_seconds: float | None = None
+    memory_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VgpuSession:
     """A vGPU that a virtual machine uses, on a hypervisor with NVIDIA's vGPU driver."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SECONDS: Final = "2"
 
 
-class _StatusCommand(Command):
+class WatchCommand(Command):
     """Takes ``-w`` without a number, and never the next word for one."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -30,24 +30,24 @@ class _StatusCommand(Command):
         for place, word in enumerate(args):
             words.append(word)
             following = args[place + 1 : place + 2]
-            if re.fullmatch(r"-[qv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", "".join(following)):
+            if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", "".join(following)):
                 words.append(_SECONDS)
         return super().make_context(info_name, words, parent, **extra)
 
 
+WatchOption = Annotated[
+    str | None,
+    typer.Option("-w", "--watch", metavar="[SECS]", help="Look again every SECS seconds (alone: 2), until Ctrl-C."),
+]
+
+
 def register(app: typer.Typer) -> None:
-    app.command("status", cls=_StatusCommand, short_help="Show GPUs, how they are shared, limits and processes.")(
+    app.command("status", cls=WatchCommand, short_help="Show GPUs, how they are shared, limits and processes.")(
         status
     )
 
 
-def status(
-    gpu: GpuOption = None,
-    watch: Annotated[
-        str | None,
-        typer.Option("-w", "--watch", metavar="[SECS]", help="Look again every SECS seconds (alone: 2), until Ctrl-C."),
-    ] = None,
-) -> Any:
+def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
     """Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them.
 
     GPU utilization is the time in which some kernel ran, not a share of the GPU: one small program can

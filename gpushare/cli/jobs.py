@@ -1,0 +1,58 @@
+"""``gpushare jobs``: what runs, waits, is paused or swapped out, and has ended; read by `gpushare/run/listing.py`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.options import settings
+from gpushare.cli.status import WatchCommand, WatchOption, interval
+
+# Jobs that ended lately; all that are kept with -v.
+_MOST_ENDED: Final = 10
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("jobs", cls=WatchCommand, short_help="List jobs: running, waiting, paused, out, ended.")(jobs)
+
+
+def jobs(
+    everything: Annotated[
+        bool, typer.Option("-a", "--all", help="Also each process on the GPUs that gpushare did not start.")
+    ] = False,
+    watch: WatchOption = None,
+) -> Any:
+    """List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended.
+
+    A job is what `gpushare run` has started. A process that gpushare did not start has no name: its PID is the JOB of
+    `stop`, `pause` and others. Memory is what the processes of a job hold, and its limit. "-" is unknown, never zero.
+    Root sees the jobs of all users, and of those that have ended its own. With -v all that are kept, a hundred.
+    """
+    from gpushare.run.jobs import KEPT_JOBS
+    from gpushare.run.listing import listed_jobs
+    from gpushare.show.jobs import jobs_result
+    from gpushare.snapshot import Observer
+
+    host = settings.connect()
+    observer = Observer(host)
+    most = KEPT_JOBS if settings.verbose else _MOST_ENDED
+
+    def look() -> Any:
+        snapshot = observer.look()
+        found = listed_jobs(host, snapshot, everything=everything, most_ended=most)
+        return jobs_result(snapshot, found, everything=everything)
+
+    if watch is None:
+        return look()
+    from gpushare.show.live import watch as keep_watching
+
+    seconds = interval(watch)
+    # A missing driver ends the command instead of repeating.
+    look()
+    keep_watching(
+        look, seconds=seconds, stream=sys.stdout, output=settings.output, command="jobs", quiet=settings.quiet
+    )
+    return 0

@@ -1,0 +1,323 @@
+"""What `gpushare jobs` lists: jobs that run, wait, are paused or swapped out, and those that ended lately."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import cut
+from gpushare.host.identity import uptime
+from gpushare.host.users import has_records
+from gpushare.host.capabilities import user_name
+from gpushare.memory.ledger import reservations
+from gpushare.memory.look import waiting_jobs
+from gpushare.memory.swap import BACK, swaps
+from gpushare.model import LinePlace, ListedJob
+from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
+from gpushare.pause.record import paused_jobs
+from gpushare.run.group import MEMBERS
+from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_running
+from gpushare.selection import Device
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
+    from gpushare.memory.ledger import Reservation
+    from gpushare.memory.swap import Swap
+    from gpushare.model import GpuProcess, MpsClient, Snapshot, WaitingJob
+    from gpushare.pause.record import PausedJob
+    from gpushare.run.jobs import JobRecord
+
+RUNNING: Final = "running"
+WAITING: Final = "waiting"
+PAUSED: Final = "paused"
+ENDED: Final = "ended"
+# A program that starts another through that many is not followed.
+_MOST_PARENTS: Final = 16
+
+
+def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, most_ended: int = 10) -> list[ListedJob]:
+    """Return the jobs of a host: those that run, are paused or swapped out, then those that wait, then those that ended.
+
+    ``snapshot`` was taken just now. ``everything``: also each process on the GPUs that gpushare did not start. Root sees the
+    jobs of all users, but only those of its own that have ended.
+    """
+    found = reservations(host) or []
+    present = _Present(host, snapshot, found)
+    return [*present.jobs(everything=everything), *_waiting(host, snapshot, found), *_ended(host, most_ended)]
+
+
+def running_records(host: Host) -> list[JobRecord]:
+    """Return the records of jobs that run: this user's, root's, and for root those of all users; one of each process."""
+    kept: dict[tuple[int, int], JobRecord] = {}
+    for record in JOBS.all(host):
+        if is_running(host, record):
+            kept.setdefault((record.pid, record.started), record)
+    return list(kept.values())
+
+
+@dataclass(frozen=True)
+class _OnGpu:
+    """A process on a GPU."""
+
+    gpu: int
+    device: Device
+    process: GpuProcess
+
+
+class _Present:
+    """The jobs that have a program now: each with its record, its processes, its pause and its swap."""
+
+    def __init__(self, host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> None:
+        self._host, self._snapshot, self._found = host, snapshot, found
+        self._devices = {
+            device.uuid: device
+            for gpu in snapshot.gpus
+            if gpu.uuid is not None
+            for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances))
+        }
+        self._records = {record.pid: record for record in running_records(host)}
+        self._on_gpu = list(_processes(snapshot))
+        self._clients: dict[int, MpsClient] = {
+            client.pid: client for daemon in snapshot.daemons for client in daemon.clients
+        }
+        self._paused: dict[int, PausedJob] = {}
+        for job in paused_jobs(host) if has_records(host, "pause") else ():
+            if job.state != BETWEEN_PAUSES or not job.kept(host):
+                self._paused.setdefault(self._root(job.pid) or job.pid, job)
+        self._swaps: dict[int, Swap] = {}
+        for swap in swaps(host) if has_records(host, "swap") else ():
+            if swap.state != BACK:
+                roots = (self._root(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
+                self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
+        self._slices = {one.pid: one.slice_us for one in MEMBERS.all(host)} if has_records(host, "group") else {}
+
+    def _root(self, pid: int) -> int | None:
+        """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
+        parent: int | None = pid
+        for _ in range(_MOST_PARENTS):
+            if parent is None or parent in self._records:
+                break
+            parent = self._host.processes.parent(parent)
+        return parent if parent in self._records else None
+
+    def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
+        """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""
+        mine: dict[int, list[_OnGpu]] = {}
+        for one in self._on_gpu if self._records or self._paused or everything else ():
+            mine.setdefault(self._root(one.process.pid) or one.process.pid, []).append(one)
+        for root, record in self._records.items():
+            yield self._job(record, mine.pop(root, []))
+        for pid in {**self._paused, **self._swaps}.keys() - self._records.keys():
+            yield self._process(pid, [one for member in self._family(pid) for one in mine.pop(member, [])])
+        for pid, processes in mine.items() if everything else ():
+            yield self._process(pid, processes)
+
+    def _family(self, pid: int) -> set[int]:
+        """Return the processes of a paused or swapped job that has no record."""
+        pause, swap = self._paused.get(pid), self._swaps.get(pid)
+        paused = set() if pause is None else pause.pids
+        return {pid, *paused, *(() if swap is None else (image.pid for image in swap.images))}
+
+    def _job(self, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
+        info = self._host.processes.describe(record.pid)
+        device = self._devices.get(record.device_uuid)
+        began = record.since
+        state, since = self._state(record.pid, None if began is None else uptime() - began)
+        gpu = None if device is None else device.gpu
+        blind = gpu is None or gpu.processes is None
+        limit = record.memory_bytes
+        pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
+        for one in self._found:
+            if limit is None and not pids.isdisjoint(process.pid for process in one.claim.processes):
+                limit = one.limit_bytes
+        mps = record.mps or any(one.process.mps for one in processes)
+        slices = {one.process.slice_us for one in processes} - {None}
+        return ListedJob(
+            name=record.name,
+            pid=record.pid,
+            state=state,
+            user=None if info is None else info.user,
+            role=record.role,
+            device=None if device is None else device.title,
+            gpu_indexes=tuple(
+                sorted({one.gpu for one in processes} | (set() if gpu is None else {gpu.index}))
+            ),
+            device_uuid=record.device_uuid,
+            way=_way(mps=mps, mig=device is not None and device.mig is not None),
+            mig_profile=None if device is None or device.mig is None else device.mig.profile,
+            threads_percent=record.threads_percent if record.threads_percent else self._threads(processes),
+            slice_us=min(slices) if slices else self._slices.get(record.pid, record.slice_us),
+            # Without a process on the GPU it holds nothing there.
+            memory_used_bytes=None if blind and not processes else _memory(processes),
+            memory_limit_bytes=limit,
+            swapped_bytes=self._swapped(record.pid),
+            sm_percent=_work(processes),
+            since_seconds=since,
+            command=record.command or _program_of(info),
+            container=next((one.process.container for one in processes if one.process.container), None),
+            processes=tuple(sorted({one.process.pid for one in processes})),
+        )
+
+    def _process(self, pid: int, processes: Sequence[_OnGpu]) -> ListedJob:
+        """Return a process that gpushare did not start, or whose record is gone."""
+        info = self._host.processes.describe(pid)
+        swap, pause = self._swaps.get(pid), self._paused.get(pid)
+        first = processes[0] if processes else None
+        device = first.device if first is not None else self._devices.get(swap.gpu_uuid) if swap is not None else None
+        started = None if info is None else info.started_at
+        state, since = self._state(pid, None if started is None else max(0.0, time.time() - started))
+        slices = {one.process.slice_us for one in processes} - {None}
+        mig = None if device is None else device.mig
+        return ListedJob(
+            name=(swap.name if swap is not None else None) or (pause.name if pause is not None else None),
+            pid=pid,
+            state=state,
+            user=None if info is None else info.user,
+            role=None,
+            device=None if device is None else device.title,
+            gpu_indexes=tuple(sorted({one.gpu for one in processes})) or (() if device is None else (device.gpu.index,)),
+            device_uuid=None if device is None else device.uuid,
+            way=None if device is None else _way(mps=any(one.process.mps for one in processes), mig=mig is not None),
+            mig_profile=None if mig is None else mig.profile,
+            threads_percent=self._threads(processes),
+            slice_us=min(slices) if slices else None,
+            memory_used_bytes=_memory(processes) if processes or swap is not None else None,
+            memory_limit_bytes=self._client_memory(processes),
+            swapped_bytes=self._swapped(pid),
+            sm_percent=_work(processes),
+            since_seconds=since,
+            command=None if info is None else _command(info.command_line) or info.name,
+            container=None if info is None else info.container,
+            processes=tuple(sorted({one.process.pid for one in processes})),
+        )
+
+    def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
+        swap, pause = self._swaps.get(pid), self._paused.get(pid)
+        if swap is not None:
+            return swap.state, max(0.0, uptime() - swap.since)
+        if pause is not None:
+            return PAUSED, max(0.0, uptime() - pause.since)
+        return RUNNING, running
+
+    def _swapped(self, pid: int) -> int | None:
+        swap = self._swaps.get(pid)
+        return None if swap is None else swap.memory_bytes
+
+    def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
+        """Return the limit of its clients, if all have the same."""
+        found = {self._clients[one.process.pid].threads_percent for one in processes if one.process.pid in self._clients}
+        return found.pop() if len(found) == 1 else None
+
+    def _client_memory(self, processes: Iterable[_OnGpu]) -> int | None:
+        limits = [
+            self._clients[one.process.pid].memory_limit_bytes for one in processes if one.process.pid in self._clients
+        ]
+        return limits[0] if len(limits) == 1 else None
+
+
+def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
+    for gpu in snapshot.gpus:
+        for process in gpu.processes or ():
+            mig = next(
+                (
+                    one
+                    for one in gpu.mig_instances
+                    if one.gpu_instance_id == process.gpu_instance_id
+                    and process.compute_instance_id in {None, one.compute_instance_id}
+                ),
+                None,
+            )
+            yield _OnGpu(gpu.index, Device(gpu=gpu, mig=mig), process)
+
+
+def _way(*, mps: bool, mig: bool) -> str:
+    if mig:
+        return "mig+mps" if mps else "mig"
+    return "mps" if mps else "timeslice"
+
+
+def _memory(processes: Sequence[_OnGpu]) -> int | None:
+    sizes = [one.process.memory_used_bytes for one in processes]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _work(processes: Sequence[_OnGpu]) -> int | None:
+    """Return the SM percent of its processes together, on the GPU where it is most; None: that of one is unknown."""
+    sums: dict[int, int] = {}
+    for one in processes:
+        if one.process.sm_percent is None:
+            return None
+        sums[one.gpu] = sums.get(one.gpu, 0) + one.process.sm_percent
+    return min(100, max(sums.values())) if sums else None
+
+
+def _command(words: Sequence[str] | None) -> str | None:
+    return cut(shlex.join(words), MOST_COMMAND) if words else None
+
+
+def _program_of(info: ProcessInfo | None) -> str | None:
+    """Return the program in the command line of a `gpushare run ... -- PROGRAM`, or all of the line."""
+    words = (None if info is None else info.command_line) or ()
+    return _command(words[words.index("--") + 1 :] if "--" in words else words)
+
+
+def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> Iterator[ListedJob]:
+    waiting = waiting_jobs(host, snapshot.gpus, found)
+    reserved = {one.claim.pid: one for one in found if one.key is None}
+    now = time.time()
+    for number, one in enumerate(waiting):
+        want = reserved.get(one.pid)
+        info = host.processes.describe(one.pid)
+        yield ListedJob(
+            name=one.name,
+            pid=one.pid,
+            state=WAITING,
+            user=one.user,
+            role=PRODUCTION if one.production else OPPORTUNISTIC if want is not None and want.opportunistic else PLAIN,
+            device=None,
+            gpu_indexes=one.gpu_indexes,
+            memory_limit_bytes=None if want is None else want.limit_bytes,
+            since_seconds=None if one.waiting_since is None else max(0.0, now - one.waiting_since),
+            command=_program_of(info),
+            line=LinePlace(
+                place=one.place,
+                memory_bytes=one.memory_bytes,
+                behind=tuple(_word(other) for other in waiting[:number] if _meet(other, one)),
+                held_by=tuple(
+                    other.name or str(other.pid) for other in found if other.key is not None and other.key in one.device_uuids
+                ),
+                stopped=one.stopped,
+            ),
+        )
+
+
+def _word(job: WaitingJob) -> str:
+    return job.name or str(job.pid)
+
+
+def _meet(one: WaitingJob, other: WaitingJob) -> bool:
+    return not set(one.device_uuids).isdisjoint(other.device_uuids)
+
+
+def _ended(host: Host, most: int) -> Iterator[ListedJob]:
+    now = time.time()
+    kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
+    for past in kept[:most]:
+        yield ListedJob(
+            name=past.name,
+            pid=None,
+            state=ENDED,
+            user=user_name(host.uid),
+            role=past.role,
+            device=past.device,
+            since_seconds=max(0.0, now - past.ended),
+            command=past.command or None,
+            exit_code=past.exit_code,
+            ran_seconds=max(0.0, past.ended - past.began),
+            memory_peak_bytes=past.memory_peak_bytes,
+        )

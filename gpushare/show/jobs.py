@@ -1,0 +1,212 @@
+"""``gpushare jobs``: jobs as data, as tables for people, and as one rectangle for CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from gpushare.errors import ExitCode
+from gpushare.model import ListedJob, Snapshot
+from gpushare.show.result import Column, Result, Table, jsonable
+from gpushare.show.status import age, container_name, gpu_errors, used_of_total
+from gpushare.units import format_bytes, format_percent, format_slice, ranges
+
+Row = Mapping[str, Any]
+
+_STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
+_ROLES: Final = {"production": "bold"}
+# Names in a cell.
+_MOST_NAMED: Final = 2
+CSV: Final = (
+    # The completions of shells read the first two.
+    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuid", "way", "mig_profile", "threads_percent"),
+    *("slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent", "since_seconds"),
+    *("place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command"),
+)
+
+
+def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bool = False) -> Result:
+    """Return the result of ``gpushare jobs``; a GPU that does not answer is an error, and the jobs are shown."""
+    present = [job for job in jobs if job.line is None and job.pid is not None]
+    waiting = [job for job in jobs if job.line is not None]
+    ended = [job for job in jobs if job.pid is None]
+    tables = [_present(present, everything=everything)]
+    tables += [_waiting(waiting)] if waiting else []
+    tables += [_ended(ended)] if ended else []
+    errors = gpu_errors(snapshot.gpus)
+    return Result(
+        command="jobs",
+        data={"host": snapshot.host, "taken_at": snapshot.taken_at, "jobs": jsonable(jobs)},
+        tables=tuple(tables),
+        csv=_csv(jobs),
+        notes=snapshot.warnings,
+        errors=errors,
+        exit_code=ExitCode.FAILED if errors else ExitCode.OK,
+    )
+
+
+def way_text(job: ListedJob) -> str | None:
+    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MIG 1g.10gb``, ``outside MPS``."""
+    if job.way is None:
+        return None
+    percent = "" if job.threads_percent in {None, 100} else f" {format_percent(job.threads_percent)}"
+    instance = f"MIG {job.mig_profile or '-'}"
+    return {"timeslice": "outside MPS", "mps": f"MPS{percent}", "mig": instance}.get(job.way, f"{instance}, MPS{percent}")
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "")
+
+
+def _memory(value: tuple[int | None, int | None]) -> str:
+    held, limit = value
+    return format_bytes(held) if limit is None else used_of_total((held, limit))
+
+
+def _state(value: Any) -> str | None:
+    return _STATES.get(value)
+
+
+def _role(value: Any) -> str | None:
+    return _ROLES.get(value)
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{age(seconds)} ago"
+
+
+def _gpus(job: ListedJob) -> str | None:
+    return ranges(job.gpu_indexes) if job.gpu_indexes else None
+
+
+# What the verbs take as JOB; then what tells a job from its namesake.
+_JOB: Final = Column(key="job", title="job")
+_PID: Final = Column(key="pid", title="pid", right=True, rank=6)
+_USER: Final = Column(key="user", title="user", rank=7)
+_ROLE: Final = Column(key="role", title="role", rank=5, style=_role)
+_GPU: Final = Column(key="gpu", title="GPU", right=True)
+_SINCE: Final = Column(key="since", title="since", right=True, rank=2, format=age)
+_COMMAND: Final = Column(key="command", title="command", rank=3, least=12)
+
+
+def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
+    columns = (
+        _JOB,
+        _PID,
+        Column(key="state", title="state", style=_state),
+        _USER,
+        _ROLE,
+        _GPU,
+        Column(key="way", title="way"),
+        Column(key="memory", title="memory", right=True, format=_memory),
+        Column(key="swapped", title="swapped", right=True, rank=4, optional=True, format=format_bytes),
+        Column(key="sm_percent", title="SM", right=True, rank=1, format=format_percent),
+        Column(
+            key="slice", title="slice", right=True, rank=4, optional=True,
+            format=lambda value: "-" if value is None else format_slice(value),
+        ),
+        _SINCE,
+        Column(key="container", title="container", rank=8, whole=True, optional=True, format=container_name),
+        _COMMAND,
+    )  # fmt: skip
+    rows = tuple(
+        {
+            "job": job.name or job.pid,
+            "pid": job.pid,
+            "state": job.state,
+            "user": job.user,
+            "role": job.role,
+            "gpu": _gpus(job),
+            "way": way_text(job),
+            "memory": (job.memory_used_bytes, job.memory_limit_bytes),
+            "swapped": job.swapped_bytes,
+            "sm_percent": job.sm_percent,
+            "slice": job.slice_us,
+            "since": job.since_seconds,
+            "container": job.container,
+            "command": job.command,
+        }
+        for job in jobs
+    )
+    empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
+    return Table(name="jobs", title="jobs", columns=columns, rows=rows, empty=empty)
+
+
+def _waiting(jobs: Sequence[ListedJob]) -> Table:
+    columns = (
+        Column(key="place", title="place", right=True),
+        _JOB,
+        _PID,
+        _USER,
+        _ROLE,
+        _GPU,
+        Column(key="memory", title="for", right=True, format=lambda value: "all" if value is None else format_bytes(value)),
+        Column(key="behind", title="behind", rank=1),
+        _SINCE,
+        Column(key="state", title="state", optional=True),
+        _COMMAND,
+    )
+    rows = tuple(
+        {
+            "place": job.line.place,
+            "job": job.name or job.pid,
+            "pid": job.pid,
+            "user": job.user,
+            "role": job.role,
+            "gpu": _gpus(job),
+            "memory": job.line.memory_bytes,
+            "behind": _names([*job.line.behind, *job.line.held_by]) or None,
+            "since": job.since_seconds,
+            "state": "stopped: skipped in the line" if job.line.stopped else None,
+            "command": job.command,
+        }
+        for job in jobs
+        if job.line is not None
+    )
+    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
+
+
+def _exit(value: int | None) -> str:
+    return "not started" if value is None else str(value)
+
+
+def _ended(jobs: Sequence[ListedJob]) -> Table:
+    columns = (
+        _JOB,
+        Column(key="exit_code", title="exit code", right=True, format=_exit, style=lambda code: "red" if code else None),
+        _ROLE,
+        Column(key="device", title="device", rank=1),
+        Column(key="ran", title="ran", right=True, rank=2, format=age),
+        Column(key="since", title="ended", right=True, format=_ago),
+        Column(key="peak", title="peak memory", right=True, rank=2, optional=True, format=format_bytes),
+        _COMMAND,
+    )
+    rows = tuple(
+        {
+            "job": job.name,
+            "exit_code": job.exit_code,
+            "role": job.role,
+            "device": job.device,
+            "ran": job.ran_seconds,
+            "since": job.since_seconds,
+            "peak": job.memory_peak_bytes,
+            "command": job.command,
+        }
+        for job in jobs
+    )
+    return Table(name="ended_jobs", title="ended lately", columns=columns, rows=rows)
+
+
+def _csv(jobs: Sequence[ListedJob]) -> Table:
+    columns = tuple(Column(key=key, title=key) for key in CSV)
+    return Table(name="jobs", columns=columns, rows=tuple(_csv_row(job) for job in jobs))
+
+
+def _csv_row(job: ListedJob) -> Row:
+    own = {
+        "gpu_indexes": " ".join(map(str, job.gpu_indexes)) or None,
+        "place": None if job.line is None else job.line.place,
+        "behind": None if job.line is None else " ".join(job.line.behind) or None,
+    }
+    return {key: own[key] if key in own else getattr(job, key) for key in CSV}
