@@ -13,12 +13,12 @@ PROGRAM: Final = "@program"
 FILES: Final = "@files"
 # What the completion asks gpushare for: of this machine, or of the host that the line names.
 GPUS: Final = "@gpus"
-CLIENTS: Final = "@clients"
 NAMES: Final = "@names"
 INSTANCES: Final = "@instances"
 PROFILES: Final = "@profiles"
 PLACES: Final = "@places"
 JOBS: Final = "@jobs"
+ENDED: Final = "@ended"
 
 
 class Asked(NamedTuple):
@@ -34,12 +34,13 @@ _OFFERED: Final = Asked("mig profiles", "^[0-9]", "2")
 # Words that are always offered, and what is asked for.
 ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
     GPUS: (("all",), (Asked("status", "^[0-9]", "1,2"),)),
-    CLIENTS: ((), (Asked("status", ",M+C,", "14"),)),
     NAMES: ((), (_NAMED,)),
     INSTANCES: (("all",), (Asked("mig status", "^[0-9]", "3,4"),)),
     PROFILES: ((), (_OFFERED,)),
     PLACES: ((), (_OFFERED, _NAMED)),
-    JOBS: ((), (Asked("status", "^[0-9]", "14,22"),)),
+    JOBS: ((), (Asked("jobs -a", "^[0-9]", "1,2"),)),
+    # The names of jobs that run, wait, or have ended; the row of the titles begins with a letter.
+    ENDED: ((), (Asked("jobs -v", "^[0-9]*,", "2"),)),
 }
 # Options that take a comma-separated list.
 LISTS: Final = ("-g", "--gpu", "--needs", "--ways", "--isolation", "--evict")
@@ -104,6 +105,8 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
         return (PROGRAM,)
     if path == ("timeslice", "set"):
         return tuple(level.title for level in TimeSlice)
+    if path == ("logs",):
+        return (ENDED,)
     if "JOB" in name:
         return (JOBS, "list") if path == ("pause",) else (JOBS,)
     if path[:1] == ("sim",) and "HOST" in name:
@@ -113,7 +116,6 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     if "WISH" in name or path == ("sim", "mig"):
         return (PROFILES,)
     return {
-        ("mps", "kill"): (CLIENTS,),
         ("mig", "destroy"): (INSTANCES,),
         ("mig", "env"): (NAMES,),
         ("mig", "grant"): (NAMES,),

@@ -56,6 +56,16 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("One for each line, on all GPUs", "farm -g any --each inputs.txt --memory 10G -- python infer.py {}"),
         ("Go on after a crash", "farm --copies 100 --logs logs --resume -- python train.py {}"),
     ),
+    "jobs": (
+        ("With all other processes on the GPUs", "jobs -a"),
+        ("Look again every two seconds", "jobs -w"),
+    ),
+    "stop": (
+        ("Two jobs", "stop train web"),
+        ("At once", "stop train --grace 0"),
+        ("A process that gpushare did not start", "stop 4711 -y"),
+    ),
+    "logs": (("Until the job has ended", "logs train -f"), ("The last lines", "logs train --lines 20")),
     "pause": (
         ("For ten minutes at most", "pause 4711 --timeout 10m"),
         ("Which jobs are paused", "pause list"),

@@ -228,7 +228,6 @@ def register(app: typer.Typer) -> None:
     group.command("stop", cls=AskingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
     group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(status)
     group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
-    group.command("kill", cls=AskingCommand, short_help="End one client without harm to its neighbours.")(kill)
     group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(logs)
     group.command("env", cls=Command, short_help="Print the environment of a client.")(env)
 
@@ -371,52 +370,3 @@ def stop(
         all_failed=not rows,
         exit_code=errors[0].exit_code if errors else 0,
     )
-
-
-def kill(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="The client's process id, as `gpushare mps status` shows it.")
-    ],
-    drain: Annotated[
-        str | None,
-        typer.Option("--drain", metavar="SECS", help="The longest wait for the GPU to drain its queue. [default: 5]"),
-    ] = None,
-) -> Any:
-    """End one MPS client without breaking its neighbours: SIGSTOP, wait until the GPU has drained, SIGKILL.
-
-    On our H200, NVIDIA's documented order (terminate_client, then kill) broke a busy neighbour in 13 of 17 tries, a
-    plain SIGKILL in 6 of 9, and this order in none.
-    """
-    from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Kill, find_client
-    from gpushare.show.plan import plan_result
-    from gpushare.show.result import Result
-    from gpushare.units import parse_seconds
-
-    bound = DRAIN_BOUND_SECONDS if drain is None else parse_seconds(drain)
-    host = settings.connect()
-    gpus = gpus_of(host)
-    try:
-        client = find_client(host, gpus, pid)
-    except NotFound as error:
-        from gpushare.pause.record import paused_since
-
-        if pid not in paused_since(host):
-            raise
-        hint = f"resume it first, then end it: gpushare resume {pid}; kill {pid}"
-        raise error.restated(hint=hint) from None
-    work = Kill(host, client, gpus, bound)
-    if settings.dry_run:
-        return plan_result("mps kill", work.plan.steps, dry_run=True, consent=work.plan.consent)
-    consented(work.plan)
-    done = work.run()
-    return Result(command="mps kill", data=done, text=killed_sentence(done))
-
-
-def killed_sentence(done: Any) -> str:
-    how = {
-        "idle": "the GPU became idle",
-        "fall": "the GPU's activity fell",
-        "bound": "neighbours hide the end of its queue, so this is the whole bound",
-    }[done.drain.by]
-    server = f"; MPS server {done.server_pid} is {done.server_status}" if done.server_status else ""
-    return f"client {done.pid} is gone: stopped, drained for {done.drain.seconds:.2f} s ({how}), killed{server}"

@@ -528,6 +528,17 @@ class RootGroup(Group):
         ]
         super().__init__(*arguments, **named)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the named command; ``help [VERB]`` and ``version`` are the options of the same name."""
+        if args[0] == "version":
+            _version(ctx, None, True)
+        if args[0] == "help":
+            if args[1:]:
+                return super().resolve_command(ctx, [*args[1:], "--help"])
+            put(sys.stdout, ctx.get_help() + "\n")
+            ctx.exit()
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         """List the verbs in their groups, in columns that are the same in all."""
         width = max(len(verb) for verbs in self._listed.values() for verb in verbs)

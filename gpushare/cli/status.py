@@ -42,9 +42,7 @@ WatchOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    app.command("status", cls=WatchCommand, short_help="Show GPUs, how they are shared, limits and processes.")(
-        status
-    )
+    app.command("status", cls=WatchCommand, short_help="Show GPUs, how they are shared, limits and processes.")(status)
 
 
 def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:

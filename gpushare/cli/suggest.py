@@ -39,13 +39,14 @@ _ANYWHERE: Final[Mapping[str, str]] = {
 # By group; "" is the program.
 _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "": {
-        **dict.fromkeys(("list", "ls", "ps", "show", "info", "gpus", "smi"), "status"),
+        **dict.fromkeys(("list", "ls", "show", "info", "gpus", "smi"), "status"),
+        **dict.fromkeys(("ps", "queue", "squeue"), "jobs"),
         **dict.fromkeys(("top", "watch", "monitor"), "status -w"),
         **dict.fromkeys(("delete", "destroy", "remove", "rm"), "mig destroy"),
         "create": "mig create",
         "start": "mps start",
-        "stop": "mps stop",
-        "kill": "mps kill",
+        **dict.fromkeys(("kill", "end", "scancel"), "stop"),
+        "log": "logs",
         "limit": "mps set",
         **dict.fromkeys(("kubernetes", "k8s"), "export k8s"),
         **{
@@ -56,7 +57,6 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "benchmark": "bench",
         "check": "doctor",
         "simulate": "sim",
-        "help": "--help",
     },
     "mps": {
         **dict.fromkeys(("list", "ls", "ps", "show", "top"), "status"),

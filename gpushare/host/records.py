@@ -117,6 +117,28 @@ def understood_tail(path: Path, most: int) -> str:
         return file.read(most).decode(errors="replace")
 
 
+def opened_own(path: Path) -> int:
+    """Open a file in a directory of this user for reading; neither may be a link, another user's, or writable for others.
+
+    Raises:
+        OSError: it does not exist (FileNotFoundError), or cannot be read.
+        ValueError: not a regular file, another user's, or writable for others; the message says which.
+    """
+    owners = frozenset({os.geteuid()})
+    above = os.open(path.parent.parent, DIRECTORY)
+    try:
+        with opened_below(above, path.parent.name, owners) as directory:
+            descriptor = _opened(path.name, directory)
+    finally:
+        os.close(above)
+    stated = os.fstat(descriptor)
+    why = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+    if why is not None:
+        os.close(descriptor)
+        raise ValueError(why)
+    return descriptor
+
+
 def _opened(path: Path | str, directory: int | None = None) -> int:
     try:
         return os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, OperationFailed
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import known, named, signal_known, wait_gone
-from gpushare.mps.control import control_command
+from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
-from gpushare.plan import Loss, Plan, Step, carry_out
+from gpushare.plan import Plan, Step, carry_out
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -225,20 +224,9 @@ def _percent(activity: Activity | None) -> float | None:
 
 
 FAULT_HINT: Final = (
-    "its other clients have lost their contexts: end them (gpushare mps kill PID), and the server recovers; "
+    "its other clients have lost their contexts: end them (gpushare stop PID), and the server recovers; "
     "or restart MPS: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Killed:
-    """What `mps kill` did."""
-
-    pid: int
-    server_pid: int | None
-    method: str
-    drain: Drain
-    server_status: str | None
 
 
 @dataclass(frozen=True)
@@ -247,99 +235,64 @@ class Client:
 
     found: FoundDaemon
     client: MpsClient
-    started: int | None = None
 
     @property
     def daemon(self) -> MpsDaemon:
         return self.found.daemon
 
 
-def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
-    """Return the MPS client with this PID.
+def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list[Client]:
+    """Return those of these processes that are clients of an MPS daemon.
 
     Raises:
-        NotFound: no such process (code ``no_process``), or it is no MPS client (``not_a_client``).
+        BadUsage: one is a daemon or a server of MPS, without which all of its clients lose the GPU (``serves_clients``).
     """
-    # Daemons of other users are asked only if the process is no client of ours or of root's.
-    for strangers in (False, True):
+    blind = host.processes.namespace_is_host() is False
+    listed = blind or any(one.mps and one.pid in pids for gpu in gpus for one in gpu.processes or ())
+    clients: list[Client] = []
+    # Daemons of other users are asked only if a client is not one of ours or of root's.
+    for strangers in (False, True) if listed else (False,):
         for found in find_daemons(host, gpus, strangers=strangers):
+            serving = {found.daemon.pid: "control daemon"} | {one.pid: "server" for one in found.daemon.servers}
+            for pid in serving.keys() & set(pids):
+                raise serves(pid or 0, serving[pid], found.stop_command)
             for client in found.daemon.clients:
-                info = host.processes.describe(pid) if client.pid == pid else None
+                info = host.processes.describe(client.pid) if client.pid in pids else None
                 # A daemon of another user may name any PID: only that user's processes count.
                 if info is not None and (found.trusted or info.uid == found.uid):
-                    return Client(found, client, info.started)
-            if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
-                raise _serves(found, pid)
-    if not host.processes.alive(pid):
-        raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
-    on_gpu = any(process.pid == pid for gpu in gpus for process in gpu.processes or ())
-    plain = f"outside MPS a plain kill does no harm to neighbours: kill {pid}; " if on_gpu else ""
-    raise NotFound(
-        f"process {pid} is not a client of any visible MPS daemon" + ("" if on_gpu else ", and not on a GPU"),
-        f"{plain}see the clients: gpushare mps status",
-        code="not_a_client",
-    )
+                    clients.append(Client(found, client))
+        if clients:
+            break
+    return clients
 
 
-def _serves(found: FoundDaemon, pid: int) -> BadUsage:
-    what = "control daemon" if pid == found.daemon.pid else "server"
+def serves(pid: int, what: str, stop_command: str) -> BadUsage:
     return BadUsage(
-        f"process {pid} is the MPS {what}: without it all of its clients lose the GPU",
-        f"stop the daemon instead: {found.stop_command}",
-        code="not_a_client",
+        f"process {pid} is an MPS {what}: without it all of its clients lose the GPU",
+        f"stop the daemon instead: {stop_command}",
+        code="serves_clients",
     )
 
 
-class Kill:
-    """``gpushare mps kill``: its plan, and what it did."""
+def read_state(host: Host, client: Client) -> str | None:
+    """Return the state of the server of a client that has ended, as it answers; None: it does not.
 
-    def __init__(
-        self, host: Host, client: Client, gpus: Sequence[Gpu], bound_seconds: float = DRAIN_BOUND_SECONDS
-    ) -> None:
-        self._host, self._client = host, client
-        self._status: str | None = None
-        pid, server = client.client.pid, client.client.server_pid
-        pids = [pid] if client.started is None else {pid: client.started}
-        self._ending = Ending(host, pids, meter_of(host, client, gpus), bound_seconds)
-        steps = self._ending.steps()
-        if server is not None:
-            command = control_command(client.daemon.pipe_directory or "", f"get_server_status {server}")
-            steps += (Step(what="read the state of the MPS server", command=command, do=self._read_status),)
-        info = host.processes.describe(pid)
-        lost = Loss(action="ends", what=f"another user's MPS client {named(host.processes, [pid])}")
-        # Whoever names a process of his own means it.
-        own = info is not None and info.uid == host.uid
-        self.plan = Plan(title=f"end MPS client {pid}", steps=steps, consent=() if own else (lost,))
-
-    def run(self) -> Killed:
-        """Carry out the plan.
-
-        Raises:
-            NoPermission: the client belongs to another user.
-            OperationFailed: the server is in FAULT afterwards (code ``server_fault``).
-        """
-        carry_out(self.plan)
-        return Killed(
-            pid=self._client.client.pid,
-            server_pid=self._client.client.server_pid,
-            method="stop-drain-kill",
-            drain=self._ending.drain,
-            server_status=self._status,
+    Raises:
+        OperationFailed: the server is in FAULT (code ``server_fault``).
+    """
+    server, daemon = client.client.server_pid or 0, client.daemon
+    try:
+        status = client.found.control(host).server_status(server)
+    except GpushareError:
+        return None
+    if status == "FAULT":
+        raise OperationFailed(
+            f"client {client.client.pid} is gone, and MPS server {server} is in state FAULT",
+            FAULT_HINT.format(gpu=client.found.device),
+            gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
+            code="server_fault",
         )
-
-    def _read_status(self) -> None:
-        client, daemon, server = self._client.client, self._client.daemon, self._client.client.server_pid or 0
-        try:
-            self._status = self._client.found.control(self._host).server_status(server)
-        except GpushareError:
-            return
-        if self._status == "FAULT":
-            raise OperationFailed(
-                f"client {client.pid} is gone, and MPS server {server} is in state FAULT",
-                FAULT_HINT.format(gpu=self._client.found.device),
-                gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
-                code="server_fault",
-            )
+    return status
 
 
 def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:

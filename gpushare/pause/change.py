@@ -280,7 +280,7 @@ def _gone(pid: int) -> NotFound:
 def _under_mps(pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
-        f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare mps kill {pid}",
+        f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {pid}",
         code="under_mps",
     )
 

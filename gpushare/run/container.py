@@ -12,6 +12,7 @@ of a PID namespace ignores signals that it does not handle (pid_namespaces(7)); 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -36,6 +37,7 @@ PODMAN: Final = "podman"
 DOCKER: Final = "docker"
 ENGINES: Final = (PODMAN, DOCKER)
 _ID: Final = re.compile(r"[0-9a-f]{64}")
+_SHORT_ID: Final = re.compile(r"[0-9a-f]{12,64}")
 # Between two looks whether it runs; the engine may have to pull the image first.
 _POLL_SECONDS: Final = 0.1
 _INSPECT_SECONDS: Final = 10.0
@@ -138,6 +140,35 @@ def check_options(words: Sequence[str], own: Collection[str]) -> None:
             )
 
 
+def ask_engine(engine: str, *words: str, seconds: float = _INSPECT_SECONDS) -> str | None:
+    """Return what a command of an engine prints; None: it fails, or does not end in time."""
+    try:
+        done = subprocess.run(
+            [engine, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def engine_of(container: str) -> str | None:
+    """Return the engine that has a container of this id; None: it is no such id, or no engine here knows it."""
+    if not _SHORT_ID.fullmatch(container):
+        return None
+    for engine in ENGINES:
+        # Not its name, which may look like an id.
+        identity = ask_engine(engine, "container", "inspect", "--format", "{{.Id}}", container)
+        if identity is not None and identity.startswith(container):
+            return engine
+    return None
+
+
+def stop_container(engine: str, container: str, grace_seconds: float) -> bool:
+    """Let an engine stop a container, which it kills after the grace; return whether the engine says that it did."""
+    whole = math.ceil(grace_seconds)
+    return ask_engine(engine, "stop", "-t", str(whole), container, seconds=whole + _INSPECT_SECONDS) is not None
+
+
 @dataclass
 class ContainerShare:
     """A share whose program is a container. The engine's client is started with what `command` returns."""
@@ -219,18 +250,7 @@ class ContainerShare:
         return self._identity
 
     def _ask(self, *words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                [self.engine, *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_INSPECT_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return ask_engine(self.engine, *words)
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the share back; a container that is still there although its client has ended is removed."""

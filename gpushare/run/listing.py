@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import cut
+from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.users import has_records
-from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.swap import BACK, swaps
@@ -136,7 +136,7 @@ class _Present:
             if limit is None and not pids.isdisjoint(process.pid for process in one.claim.processes):
                 limit = one.limit_bytes
         mps = record.mps or any(one.process.mps for one in processes)
-        slices = {one.process.slice_us for one in processes} - {None}
+        slices = _slices(processes)
         return ListedJob(
             name=record.name,
             pid=record.pid,
@@ -144,13 +144,11 @@ class _Present:
             user=None if info is None else info.user,
             role=record.role,
             device=None if device is None else device.title,
-            gpu_indexes=tuple(
-                sorted({one.gpu for one in processes} | (set() if gpu is None else {gpu.index}))
-            ),
+            gpu_indexes=tuple(sorted({one.gpu for one in processes} | (set() if gpu is None else {gpu.index}))),
             device_uuid=record.device_uuid,
             way=_way(mps=mps, mig=device is not None and device.mig is not None),
             mig_profile=None if device is None or device.mig is None else device.mig.profile,
-            threads_percent=record.threads_percent if record.threads_percent else self._threads(processes),
+            threads_percent=record.threads_percent or self._threads(processes),
             slice_us=min(slices) if slices else self._slices.get(record.pid, record.slice_us),
             # Without a process on the GPU it holds nothing there.
             memory_used_bytes=None if blind and not processes else _memory(processes),
@@ -171,7 +169,7 @@ class _Present:
         device = first.device if first is not None else self._devices.get(swap.gpu_uuid) if swap is not None else None
         started = None if info is None else info.started_at
         state, since = self._state(pid, None if started is None else max(0.0, time.time() - started))
-        slices = {one.process.slice_us for one in processes} - {None}
+        slices = _slices(processes)
         mig = None if device is None else device.mig
         return ListedJob(
             name=(swap.name if swap is not None else None) or (pause.name if pause is not None else None),
@@ -180,7 +178,8 @@ class _Present:
             user=None if info is None else info.user,
             role=None,
             device=None if device is None else device.title,
-            gpu_indexes=tuple(sorted({one.gpu for one in processes})) or (() if device is None else (device.gpu.index,)),
+            gpu_indexes=tuple(sorted({one.gpu for one in processes}))
+            or (() if device is None else (device.gpu.index,)),
             device_uuid=None if device is None else device.uuid,
             way=None if device is None else _way(mps=any(one.process.mps for one in processes), mig=mig is not None),
             mig_profile=None if mig is None else mig.profile,
@@ -210,7 +209,9 @@ class _Present:
 
     def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
-        found = {self._clients[one.process.pid].threads_percent for one in processes if one.process.pid in self._clients}
+        found = {
+            self._clients[one.process.pid].threads_percent for one in processes if one.process.pid in self._clients
+        }
         return found.pop() if len(found) == 1 else None
 
     def _client_memory(self, processes: Iterable[_OnGpu]) -> int | None:
@@ -239,6 +240,10 @@ def _way(*, mps: bool, mig: bool) -> str:
     if mig:
         return "mig+mps" if mps else "mig"
     return "mps" if mps else "timeslice"
+
+
+def _slices(processes: Iterable[_OnGpu]) -> set[int]:
+    return {one.process.slice_us for one in processes if one.process.slice_us is not None}
 
 
 def _memory(processes: Sequence[_OnGpu]) -> int | None:
@@ -289,7 +294,9 @@ def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> It
                 memory_bytes=one.memory_bytes,
                 behind=tuple(_word(other) for other in waiting[:number] if _meet(other, one)),
                 held_by=tuple(
-                    other.name or str(other.pid) for other in found if other.key is not None and other.key in one.device_uuids
+                    other.name or str(other.pid)
+                    for other in found
+                    if other.key is not None and other.key in one.device_uuids
                 ),
                 stopped=one.stopped,
             ),

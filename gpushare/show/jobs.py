@@ -51,7 +51,9 @@ def way_text(job: ListedJob) -> str | None:
         return None
     percent = "" if job.threads_percent in {None, 100} else f" {format_percent(job.threads_percent)}"
     instance = f"MIG {job.mig_profile or '-'}"
-    return {"timeslice": "outside MPS", "mps": f"MPS{percent}", "mig": instance}.get(job.way, f"{instance}, MPS{percent}")
+    return {"timeslice": "outside MPS", "mps": f"MPS{percent}", "mig": instance}.get(
+        job.way, f"{instance}, MPS{percent}"
+    )
 
 
 def _names(names: Sequence[str]) -> str:
@@ -141,7 +143,9 @@ def _waiting(jobs: Sequence[ListedJob]) -> Table:
         _USER,
         _ROLE,
         _GPU,
-        Column(key="memory", title="for", right=True, format=lambda value: "all" if value is None else format_bytes(value)),
+        Column(
+            key="memory", title="for", right=True, format=lambda value: "all" if value is None else format_bytes(value)
+        ),
         Column(key="behind", title="behind", rank=1),
         _SINCE,
         Column(key="state", title="state", optional=True),
@@ -174,7 +178,9 @@ def _exit(value: int | None) -> str:
 def _ended(jobs: Sequence[ListedJob]) -> Table:
     columns = (
         _JOB,
-        Column(key="exit_code", title="exit code", right=True, format=_exit, style=lambda code: "red" if code else None),
+        Column(
+            key="exit_code", title="exit code", right=True, format=_exit, style=lambda code: "red" if code else None
+        ),
         _ROLE,
         Column(key="device", title="device", rank=1),
         Column(key="ran", title="ran", right=True, rank=2, format=age),

@@ -1,0 +1,100 @@
+"""``gpushare logs``: the output of a job in the background; kept by `gpushare/run/`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.options import Command, note, settings
+from gpushare.errors import BadCombination, ExitCode
+from gpushare.signals import Ended
+
+if TYPE_CHECKING:
+    from gpushare.run.output import Output
+
+# On a terminal, whose lines of before would be lost.
+_LINES_ON_A_TERMINAL: Final = 200
+# In a document, which is made in memory.
+_LINES_IN_A_DOCUMENT: Final = 10_000
+_DOCUMENT_BYTES: Final = 16 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("logs", cls=Command, short_help="Show the output of a job that runs in the background.")(logs)
+
+
+def logs(
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="A job by name or PID; also one that has ended.", show_default=False)
+    ],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended, or Ctrl-C.")] = False,
+    lines: Annotated[
+        int | None,
+        typer.Option("--lines", metavar="N", help="The last N lines. [default: all; 200 on a terminal]", min=0),
+    ] = None,
+) -> Any:
+    """Show what a job that was started with `gpushare run -d` has printed, byte by byte.
+
+    It is kept until a hundred later jobs have ended. As with `docker logs`, nothing of it is changed, escapes for the
+    terminal included.
+    """
+    from gpushare.run.output import find_output
+    from gpushare.show.result import OutputFormat
+
+    document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
+    if document and follow:
+        raise BadCombination(
+            f"--follow cannot be combined with -o {settings.output.value}: a document has an end",
+            f"gpushare logs {job} -o {settings.output.value}",
+        )
+    output = find_output(settings.connect(), job)
+    try:
+        if document:
+            return _document(output, lines)
+        return _raw(output, lines, follow=follow)
+    except KeyboardInterrupt as error:
+        # The way out of --follow is no error.
+        return 128 + error.number if isinstance(error, Ended) else int(ExitCode.INTERRUPTED)
+    finally:
+        os.close(output.descriptor)
+
+
+def _raw(output: Output, lines: int | None, *, follow: bool) -> int:
+    from gpushare.run.output import follow as followed
+    from gpushare.run.output import read_blocks, seek_lines
+
+    host = settings.connect()
+    most = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
+    if most is not None and seek_lines(output.descriptor, most) and lines is None:
+        note(f"the last {most} lines; all: gpushare logs {output.name} | less")
+    stream = sys.stdout.buffer
+    for block in followed(host, output) if follow else read_blocks(output.descriptor):
+        stream.write(block)
+        stream.flush()
+    return 0
+
+
+def _document(output: Output, lines: int | None) -> Any:
+    from gpushare.run.output import is_present, seek_lines
+    from gpushare.show.result import Column, Result, Table
+
+    before = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
+    with open(output.descriptor, "rb", closefd=False) as file:
+        text = file.read(_DOCUMENT_BYTES).decode(errors="replace")
+    found = text.split("\n")[: None if text and not text.endswith("\n") else -1]
+    rows = tuple({"line": line} for line in found)
+    return Result(
+        command="logs",
+        data={
+            "job": output.name,
+            "path": str(output.path),
+            "running": is_present(settings.connect(), output.name),
+            "complete": not before and len(text) < _DOCUMENT_BYTES,
+            "lines": found,
+        },
+        csv=Table(name="lines", columns=(Column(key="line", title="line"),), rows=rows),
+    )

@@ -1,0 +1,104 @@
+"""``gpushare stop``: end a job in the way that is safe for its share; done by `gpushare/run/stop.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.options import AskingCommand, consented, one_plan, say_step, settings
+from gpushare.errors import BadUsage, GpushareError
+
+if TYPE_CHECKING:
+    from gpushare.run.stop import Stopped
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("stop", cls=AskingCommand, short_help="End jobs in the way that is safe for their share.")(stop)
+
+
+def stop(
+    job: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="JOB...", help="Jobs by name or PID, as `gpushare jobs -a` lists them.", show_default=False
+        ),
+    ],
+    grace: Annotated[
+        str | None,
+        typer.Option("--grace", metavar="TIME", help="Time to end before it is killed: 30s. [default: see above]"),
+    ] = None,
+) -> Any:
+    """End jobs in the way that is safe for their share, and check that they are gone.
+
+    The gpushare that runs a job ends it, with the grace period of `gpushare run --grace`; `--grace` cuts it short. A
+    waiting job leaves the line. What gpushare does not run ends after a question: a client of MPS is stopped, drained
+    (5 s at most) and killed, so that its neighbours survive; a container is stopped by its engine; others get SIGTERM and
+    after 10 s SIGKILL. Other users' jobs need root.
+    """
+    from gpushare.cli.options import gpus_of
+    from gpushare.run.stop import Stop, find_target
+    from gpushare.show.plan import plan_result
+    from gpushare.show.result import Result
+
+    seconds = None if grace is None else _seconds(grace)
+    host = settings.connect()
+    # All are found before the first one ends.
+    targets = {(one.job.pid, one.job.started): one for one in (find_target(host, text) for text in job)}
+    gpus = () if all(one.supervisor is not None for one in targets.values()) else gpus_of(host)
+    work = [Stop(host, target, gpus, seconds) for target in targets.values()]
+    plan = one_plan([one.plan for one in work])
+    if settings.dry_run:
+        return plan_result("stop", plan.steps, dry_run=True, consent=plan.consent)
+    from gpushare.host.records import sweep_leftovers
+
+    sweep_leftovers(host)
+    consented(plan)
+    done: list[Stopped] = []
+    errors: list[GpushareError] = []
+    for one in work:
+        for step in one.plan.steps if settings.verbose else ():
+            say_step(step)
+        try:
+            done.append(one.run())
+        except GpushareError as error:
+            errors.append(error)
+    return Result(
+        command="stop",
+        data={"dry_run": False, "jobs": done},
+        text="\n".join(map(sentence, done)) or None,
+        errors=tuple(errors),
+        exit_code=errors[0].exit_code if errors else 0,
+        all_failed=bool(errors) and not done,
+    )
+
+
+def _seconds(text: str) -> float:
+    from gpushare.host.store import MOST_SECONDS
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds > MOST_SECONDS:
+        raise BadUsage(f"--grace {text} is longer than 30 days", "give a time: --grace 30s", code="bad_duration")
+    return seconds
+
+
+def sentence(done: Stopped) -> str:
+    """Return how a job was ended, for people."""
+    title = f"process {done.pid}" if done.name is None else f"'{done.name}' (process {done.pid})"
+    if done.way == "line":
+        return f"{title} has left the line"
+    if done.drain is None:
+        how = {
+            "gpushare": "its gpushare has ended it",
+            "container": f"its engine has stopped container {done.container}",
+        }.get(done.way, "ended by a signal")
+        return f"{title} is gone after {done.seconds:.1f} s: {how}"
+    drained = {
+        "idle": "the GPU became idle",
+        "fall": "the GPU's activity fell",
+        "bound": "neighbours hide the end of its queue, so this is the whole bound",
+    }[done.drain.by]
+    state = f"; its MPS server is {done.server_status}" if done.server_status else ""
+    return f"{title} is gone: stopped, drained for {done.drain.seconds:.2f} s ({drained}), killed{state}"

@@ -1,0 +1,161 @@
+"""The kept output of a detached job (`gpushare run -d`), for `gpushare logs`: found, opened safely, read from its end, followed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.capabilities import user_name
+from gpushare.host.identity import Identity
+from gpushare.host.records import opened_own
+from gpushare.host.users import as_user
+from gpushare.memory.ledger import reservations
+from gpushare.run.jobs import PAST, check_job_name, find_record, is_running, output_path
+from gpushare.run.listing import running_records
+from gpushare.units import pid_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpushare.host.host import Host
+    from gpushare.run.jobs import JobRecord
+
+_BLOCK: Final = 64 << 10
+_POLL_SECONDS: Final = 0.2
+_MOST_NAMED: Final = 5
+
+
+class Output(NamedTuple):
+    """The output of a job: its name, its file, and the open descriptor of that."""
+
+    name: str
+    path: Path
+    descriptor: int
+
+
+def find_output(host: Host, text: str) -> Output:
+    """Open the output of this user's job with this name or PID, which runs, waits, or has ended.
+
+    Raises:
+        BadUsage: it is neither a PID nor a possible name (``bad_name``).
+        NotFound: there is no such job (``no_job``), or its output was not kept (``no_output``).
+        NotSupported: it is another user's (``other_user``).
+        NoPermission, OperationFailed: the file cannot be read, or is not only this user's (``output_unreadable``).
+    """
+    name = _name_of(host, text)
+    path = output_path(host, name)
+    try:
+        return Output(name, path, opened_own(path))
+    except FileNotFoundError:
+        raise _not_kept(host, name) from None
+    except PermissionError as error:
+        raise NoPermission(
+            f"cannot read the output of '{name}': {error.strerror}",
+            f"look at it: ls -l {path}",
+            code="output_unreadable",
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OperationFailed(
+            f"cannot read the output of '{name}': {why}", f"look at it: ls -l {path}", code="output_unreadable"
+        ) from None
+
+
+def _name_of(host: Host, text: str) -> str:
+    number = pid_of(text)
+    if number is None:
+        return check_job_name(text)
+    for record in running_records(host):
+        if number in {record.pid, None if record.supervisor is None else record.supervisor.pid}:
+            if record.keeper_uid is not None:
+                raise _of_another(record, record.keeper_uid)
+            return record.name
+    for one in reservations(host) or []:
+        if one.claim.pid == number and one.name is not None:
+            return one.name
+    raise NotFound(f"process {text[:20]} is no job of gpushare", "see the jobs: gpushare jobs", code="no_job")
+
+
+def _not_kept(host: Host, name: str) -> GpushareError:
+    """Return why there is no output: the job has a terminal, is another user's, or does not exist."""
+    past = any(one.name == name for one in PAST.all(host, shared=False))
+    if past or _keeper(host, name) is not None:
+        return NotFound(
+            f"the output of '{name}' was not kept: it was not started in the background",
+            "start it so: gpushare run -d -- CMD",
+            code="no_output",
+        )
+    others = [one for one in running_records(host) if one.name == name and one.keeper_uid is not None]
+    if others:
+        return _of_another(others[0], others[0].keeper_uid or 0)
+    names = sorted(one.name for one in running_records(host) if one.keeper_uid is None)[:_MOST_NAMED]
+    running = f"running jobs: {', '.join(names)}; " if names else ""
+    return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
+
+
+def _of_another(record: JobRecord, uid: int) -> NotSupported:
+    user, words = user_name(uid), f"logs {record.name}"
+    return NotSupported(
+        f"'{record.name}' is a job of {user}: gpushare reads only the output of a user's own jobs",
+        f"run it as {user}: {as_user(user, record.path.parent.parent, words) if uid else f'sudo gpushare {words}'}",
+        code="other_user",
+    )
+
+
+def _keeper(host: Host, name: str) -> Identity | None:
+    """Return the gpushare of this user's job of this name, which runs or waits; None: it does neither."""
+    record = find_record(host, name)
+    if record is not None and record.keeper_uid is None and is_running(host, record):
+        return record.supervisor or Identity(record.pid, record.started)
+    for one in reservations(host) or []:
+        info = host.processes.describe(one.claim.pid) if one.name == name else None
+        if info is not None and info.uid == host.uid:
+            return one.claim.processes[0]
+    return None
+
+
+def is_present(host: Host, name: str) -> bool:
+    """Return whether this user's job of this name runs or waits."""
+    return _keeper(host, name) is not None
+
+
+def seek_lines(descriptor: int, lines: int) -> bool:
+    """Put the position of a file so that its last lines follow; return whether there are lines before these."""
+    at = end = os.fstat(descriptor).st_size
+    # The line break at its end begins no further line.
+    left = lines + 1 if end and os.pread(descriptor, 1, end - 1) == b"\n" else lines
+    while at > 0 and left > 0:
+        begin = max(0, at - _BLOCK)
+        block = os.pread(descriptor, at - begin, begin)
+        found = len(block)
+        while left > 0 and (found := block.rfind(b"\n", 0, found)) >= 0:
+            left -= 1
+        at = begin
+        if not left:
+            at = begin + found + 1
+    os.lseek(descriptor, at if lines else end, os.SEEK_SET)
+    return at > 0
+
+
+def read_blocks(descriptor: int) -> Iterator[bytes]:
+    """Yield what a file has from its position up to its present end."""
+    while block := os.read(descriptor, _BLOCK):
+        yield block
+
+
+def follow(host: Host, output: Output) -> Iterator[bytes]:
+    """Yield what a job prints until it has ended; a file that was cut short is read from its begin."""
+    keeper = None
+    while True:
+        # Asked first: what it prints before its end is read after that. The record goes before the last words.
+        keeper = _keeper(host, output.name) or keeper
+        present = keeper is not None and host.processes.identity(keeper.pid) == keeper
+        if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
+            os.lseek(output.descriptor, 0, os.SEEK_SET)
+        yield from read_blocks(output.descriptor)
+        if not present:
+            return
+        time.sleep(_POLL_SECONDS)

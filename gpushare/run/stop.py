@@ -1,0 +1,386 @@
+"""`gpushare stop`: end a job in the way that is safe for its share.
+
+A job that gpushare runs is ended by its own gpushare, which gets SIGTERM; so is one that waits, which leaves the line.
+Without a living gpushare, a client of MPS is stopped, drained and killed, a container is stopped by its engine, and
+another program gets SIGTERM and, after the grace, SIGKILL.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.identity import Identity, is_stopped
+from gpushare.host.process import known, named, signal_known, wait_gone
+from gpushare.host.program import MPS_CONTROL
+from gpushare.host.users import has_records
+from gpushare.memory.ledger import reservations
+from gpushare.memory.swap import swaps
+from gpushare.mps.control import control_command, is_server
+from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Client, Drain, Ending, find_clients, meter_of, read_state, serves
+from gpushare.pause.change import jobs_of
+from gpushare.plan import Loss, Plan, Step, carry_out
+from gpushare.run.container import engine_of, stop_container
+from gpushare.run.end import GRACE_SECONDS, end_programs
+from gpushare.run.jobs import Job, check_job_name, consent_to, job_names
+from gpushare.run.listing import running_records
+from gpushare.units import format_duration, pid_of
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.memory.ledger import Reservation
+    from gpushare.model import Gpu, GpuProcess
+    from gpushare.run.jobs import JobRecord
+
+T = TypeVar("T")
+# What gpushare may take to end a program: its grace, the drain, the kill, and what it gives back.
+BOUND_SECONDS: Final = 30.0
+# The same after a second signal, which cuts the grace short.
+HURRY_SECONDS: Final = 20.0
+_POLL_SECONDS: Final = 0.05
+_GONE_SECONDS: Final = 5.0
+_MOST_NAMED: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is to end: a job, and the gpushare that runs it or waits for it (None: there is none)."""
+
+    job: Job
+    supervisor: Identity | None = None
+    waits: bool = False
+    # It is a job of gpushare, whose gpushare is gone.
+    orphan: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """How a job was ended: by its ``gpushare``, by leaving the ``line``, as a client of ``mps``, as a ``container``, by a ``signal``."""
+
+    name: str | None
+    pid: int
+    way: str
+    seconds: float
+    drain: Drain | None = None
+    server_status: str | None = None
+    container: str | None = None
+
+
+# -- what is meant -----------------------------------------------------------------------------------------------------
+
+
+def find_target(host: Host, text: str) -> Target:
+    """Return the job with this name or PID that runs or waits, or the process with this PID.
+
+    The PID may be that of its program or of its gpushare.
+
+    Raises:
+        BadUsage: it is neither a PID nor a possible name (``bad_name``), or several jobs have the name (``ambiguous_job``).
+        NotFound: there is none (``no_job``).
+    """
+    number = pid_of(text)
+    if number is None:
+        check_job_name(text)
+    record = _one_record(host, text, number)
+    if record is not None:
+        return _of_record(host, record)
+    want = _one_waiting(host, text, number)
+    if want is not None:
+        first = want.claim.processes[0]
+        return Target(job=_job(host, first, want.name), supervisor=first, waits=True)
+    process = host.processes.identity(number) if number else None
+    if process is None:
+        raise _no_job(host, text)
+    return Target(job=_job(host, process, None))
+
+
+def _one_record(host: Host, text: str, number: int | None) -> JobRecord | None:
+    found = [
+        record
+        for record in running_records(host)
+        if (
+            record.name == text
+            if number is None
+            else number in {record.pid, None if record.supervisor is None else record.supervisor.pid}
+        )
+    ]
+    # This user's own, then root's; root is shown those of all users.
+    nearest = [record for record in found if record.keeper_uid is None] or [
+        record for record in found if record.keeper_uid == 0
+    ]
+    return _single(text, nearest or found, [record.pid for record in nearest or found])
+
+
+def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
+    waiting = [one for one in reservations(host) or [] if one.key is None]
+    found = [one for one in waiting if (one.name == text if number is None else one.claim.pid == number)]
+    mine = [one for one in found if _uid(host, one.claim.pid) == host.uid] or found
+    return _single(text, mine, [one.claim.pid for one in mine])
+
+
+def _single(text: str, found: Sequence[T], pids: Sequence[int]) -> T | None:
+    if len(found) > 1:
+        numbers = ", ".join(map(str, pids[:_MOST_NAMED]))
+        raise BadUsage(f"{len(found)} jobs have the name '{text}'", f"give a PID: {numbers}", code="ambiguous_job")
+    return found[0] if found else None
+
+
+def _of_record(host: Host, record: JobRecord) -> Target:
+    supervisor = record.supervisor
+    if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
+        supervisor = None
+    return Target(
+        job=_job(host, Identity(record.pid, record.started), record.name, record),
+        supervisor=supervisor,
+        orphan=supervisor is None,
+    )
+
+
+def _uid(host: Host, pid: int) -> int | None:
+    info = host.processes.describe(pid)
+    return None if info is None else info.uid
+
+
+def _job(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
+    info = host.processes.describe(process.pid)
+    if info is None and record is not None and record.supervisor is not None:
+        # Its program has just ended, or is about to begin.
+        info = host.processes.describe(record.supervisor.pid)
+    return Job(
+        pid=process.pid,
+        started=process.started,
+        uid=None if info is None else info.uid,
+        user=None if info is None else info.user,
+        name=name,
+        role=None if record is None else record.role,
+        device_uuid=None if record is None else record.device_uuid,
+    )
+
+
+def _no_job(host: Host, text: str) -> NotFound:
+    if pid_of(text) is not None:
+        return NotFound(f"there is no process {text[:20]}", "see what is running: gpushare jobs -a", code="no_job")
+    names = [record.name for record in running_records(host)][:_MOST_NAMED]
+    running = f"running jobs: {', '.join(names)}; " if names else ""
+    return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """The end of one job: ``plan``, and `run`, which carries it out. ``grace_seconds`` None: as `stop` says.
+
+    Raises:
+        NoPermission: the job belongs to another user, and this is not root.
+        NotFound: the process is no job, and not on a GPU (``not_on_gpu``).
+        BadUsage: it serves the clients of MPS (``serves_clients``).
+    """
+
+    def __init__(self, host: Host, target: Target, gpus: Sequence[Gpu], grace_seconds: float | None = None) -> None:
+        self._host, self.target, self._gpus, self._grace = host, target, gpus, grace_seconds
+        self._job = target.job
+        self._ending: Ending | None = None
+        self._container: str | None = None
+        self._status: str | None = None
+        if target.supervisor is not None:
+            self.way = "line" if target.waits else "gpushare"
+            self.plan = self._by_gpushare(target.supervisor)
+        else:
+            self.way, self.plan = self._by_itself()
+
+    def run(self) -> Stopped:
+        """Carry the plan out, and read back that the job is gone.
+
+        Raises:
+            NoPermission: a process belongs to another user.
+            OperationFailed: it does not end (``still_running``, ``process_stays``), or its MPS server is in FAULT
+                (``server_fault``).
+        """
+        began = time.monotonic()
+        carry_out(self.plan)
+        return Stopped(
+            name=self._job.name,
+            pid=self._job.pid,
+            way=self.way,
+            seconds=round(time.monotonic() - began, 3),
+            drain=None if self._ending is None else self._ending.drain,
+            server_status=self._status,
+            container=self._container,
+        )
+
+    def _by_gpushare(self, supervisor: Identity) -> Plan:
+        job = self._job
+        does = f"leaves the line: {job.title}" if self.target.waits else f"ends {job.title} the safe way"
+        steps = (
+            Step(
+                what=f"ask its gpushare (process {supervisor.pid}), which {does}",
+                command=f"kill -TERM {supervisor.pid}",
+                do=lambda: self._ask(supervisor),
+            ),
+            Step(
+                what=f"wait until it is gone, at most {format_duration(self._bound)}",
+                command=f"while kill -0 {supervisor.pid}; do sleep 0.1; done",
+                do=lambda: self._wait(supervisor),
+                changes=False,
+            ),
+        )
+        return Plan(title=f"stop {job.title}", steps=steps, consent=consent_to(self._host, job, "ends"))
+
+    @property
+    def _bound(self) -> float:
+        return BOUND_SECONDS if self._grace is None else self._grace + HURRY_SECONDS
+
+    def _ask(self, supervisor: Identity) -> None:
+        if signal_known(self._host.processes, *supervisor, signal.SIGTERM) and is_stopped(supervisor.pid):
+            # Ctrl-Z: it would not see the signal.
+            signal_known(self._host.processes, *supervisor, signal.SIGCONT)
+
+    def _wait(self, supervisor: Identity) -> None:
+        bound = BOUND_SECONDS if self._grace is None else self._grace
+        if self._is_gone(supervisor, bound):
+            return
+        if self._grace is not None:
+            # As a second Ctrl-C.
+            self._ask(supervisor)
+            if self._is_gone(supervisor, HURRY_SECONDS):
+                return
+            hint = "its processes may hang in the driver; see: sudo dmesg | tail"
+        else:
+            hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
+        raise OperationFailed(
+            f"{self._job.title} has not ended within {format_duration(self._bound)}: its gpushare (process"
+            f" {supervisor.pid}) is still running",
+            hint,
+            code="still_running",
+        )
+
+    def _is_gone(self, supervisor: Identity, seconds: float) -> bool:
+        """Wait until its gpushare and its program are gone; return whether they are."""
+        both = {supervisor, Identity(self._job.pid, self._job.started)}
+        deadline = time.monotonic() + seconds
+        while any(self._host.processes.identity(one.pid) == one for one in both):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _by_itself(self) -> tuple[str, Plan]:
+        """Return how a program ends that no gpushare runs, and the plan."""
+        host, job = self._host, self._job
+        info = host.processes.describe(job.pid)
+        if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
+            what = "server" if is_server(info.name) else "control daemon"
+            raise serves(job.pid, what, "gpushare mps stop -g GPU")
+        tree = host.processes.descendants(job.pid)
+        clients = find_clients(host, self._gpus, tree)
+        on_gpu = {one.pid: (gpu, one) for gpu in self._gpus for one in gpu.processes or () if one.pid in set(tree)}
+        under_mps = {*(one.client.pid for one in clients), *(pid for pid, (_, one) in on_gpu.items() if one.mps)}
+        if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
+            raise NotFound(
+                f"process {job.pid} is no job of gpushare, and not on a GPU",
+                f"end it yourself: kill {job.pid}; see what runs: gpushare jobs -a",
+                code="not_on_gpu",
+            )
+        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree) or (self._own_loss(),)
+        container = None if info is None else info.container
+        engine = None if container is None or under_mps else engine_of(container)
+        title = f"stop {job.title}"
+        if under_mps:
+            way, steps = "mps", self._drained(tree, clients, on_gpu)
+        elif engine is not None and container is not None:
+            way, steps = "container", (self._by_engine(engine, container),)
+        else:
+            way, steps = "signal", (self._by_signals(tree),)
+        return way, Plan(title=title, steps=steps, consent=consent)
+
+    def _is_kept_off(self, tree: Sequence[int]) -> bool:
+        """Return whether a program is paused or swapped out, or cannot be seen on the GPU from this PID namespace."""
+        host = self._host
+        if has_records(host, "pause") and jobs_of(host, [self._job.pid]):
+            return True
+        if has_records(host, "swap") and any(image.pid in tree for swap in swaps(host) for image in swap.images):
+            return True
+        blind = host.processes.namespace_is_host() is False
+        return blind and any(host.processes.uses_driver(pid) for pid in tree)
+
+    def _own_loss(self) -> Loss:
+        job = self._job
+        if self.target.orphan:
+            return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
+        inside = job_names(self._host, [job.pid]).get(job.pid)
+        why = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
+        return Loss(action="ends", what=f"process {named(self._host.processes, [job.pid])}", why=(why,))
+
+    def _drained(
+        self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]
+    ) -> tuple[Step, ...]:
+        host = self._host
+        bound = DRAIN_BOUND_SECONDS if self._grace is None else self._grace
+        if clients:
+            meter = meter_of(host, clients[0], self._gpus)
+        else:
+            # NVML knows it as a client, and its daemon does not answer.
+            gpu, process = next((gpu, one) for gpu, one in on_gpu.values() if one.mps)
+            meter = ActivityMeter(host.nvml, gpu.index, process.gpu_instance_id)
+        ending = self._ending = Ending(host, known(host.processes, tree), meter, bound)
+        steps = ending.steps()
+        for client in clients[:1]:
+            if client.client.server_pid is not None:
+                steps += (self._state_step(client, client.client.server_pid),)
+        return steps
+
+    def _state_step(self, client: Client, server: int) -> Step:
+        def read() -> None:
+            self._status = read_state(self._host, client)
+
+        return Step(
+            what="read the state of the MPS server",
+            command=control_command(client.daemon.pipe_directory or "", f"get_server_status {server}"),
+            do=read,
+            changes=False,
+        )
+
+    def _by_engine(self, engine: str, container: str) -> Step:
+        grace = GRACE_SECONDS if self._grace is None else self._grace
+
+        def stop() -> None:
+            self._container = container
+            stop_container(engine, container, grace)
+            if wait_gone(self._host.processes, {self._job.pid: self._job.started}, _GONE_SECONDS):
+                raise OperationFailed(
+                    f"{engine} has not stopped container {container}",
+                    f"see why: {engine} stop {container}; or remove it: {engine} rm --force {container}",
+                    code="still_running",
+                )
+
+        what = f"let {engine} stop container {container}, and kill it after {format_duration(grace)}"
+        return Step(what=what, command=f"{engine} stop -t {grace:g} {container}", do=stop)
+
+    def _by_signals(self, tree: Sequence[int]) -> Step:
+        grace = GRACE_SECONDS if self._grace is None else self._grace
+        host, job = self._host, self._job
+        paused = has_records(host, "pause") and bool(jobs_of(host, [job.pid]))
+        pids = " ".join(map(str, tree))
+        first = "resume it, so that it can end, then " if paused else ""
+
+        def end() -> None:
+            end_programs(
+                host,
+                {job.pid: job.started},
+                set,
+                None,
+                number=signal.SIGTERM,
+                grace_seconds=grace,
+            )
+
+        return Step(
+            what=f"{first}end {job.title}: SIGTERM, and SIGKILL after {format_duration(grace)}",
+            command=f"kill -TERM {pids}; sleep {grace:g}; kill -KILL {pids}",
+            do=end,
+        )
