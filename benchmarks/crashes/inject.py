@@ -409,13 +409,19 @@ def _install_hardware(injector: Injector) -> None:
 
 def _install_signals(injector: Injector) -> None:
     processes: Any = SimulatedProcesses
-    sending, spawning = processes.send, processes.spawn
+    sending, sending_to, spawning = processes.send, processes.send_to, processes.spawn
 
     def send(self: Any, pid: int, number: int) -> Any:
         if number == 0:
             return sending(self, pid, number)
-        what = f"{signal.Signals(number).name} to {_who(pid) if pid < 1 << 22 else 'a simulated process'}"
-        return injector.perform("signal", f"send {what}", lambda: sending(self, pid, number), lambda _: _deny(pid))
+        return injector.perform("signal", sent(pid, number), lambda: sending(self, pid, number), lambda _: _deny(pid))
+
+    def send_to(self: Any, pid: int, started: int, number: int) -> Any:
+        act = partial(sending_to, self, pid, started, number)
+        return injector.perform("signal", sent(pid, number), act, lambda _: _deny(pid))
+
+    def sent(pid: int, number: int) -> str:
+        return f"send {signal.Signals(number).name} to {_who(pid) if pid < 1 << 22 else 'a simulated process'}"
 
     def spawn(self: Any, argv: Any, env: Any, *rest: Any, announce: Any = None, **named: Any) -> Any:
         def announced(*told: Any) -> None:
@@ -434,7 +440,7 @@ def _install_signals(injector: Injector) -> None:
             lambda code: _fail(argv, code),
         )
 
-    processes.send, processes.spawn = send, spawn
+    processes.send, processes.send_to, processes.spawn = send, send_to, spawn
 
 
 def _count_channels(injector: Injector) -> None:

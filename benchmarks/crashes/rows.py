@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,8 @@ from typing import Any, Final
 from benchmarks.crashes.inject import PROGRAM as PROGRAM_STARTS
 from benchmarks.crashes.world import World
 from gpushare.connect import connect
+from gpushare.run.jobs import record_of, write_record
+from gpushare.selection import select_one
 from gpushare.sim import admin
 
 Words = Sequence[str]
@@ -185,7 +187,7 @@ def _mps_rows() -> list[Row]:
     running = _after(("mps", "start", "-g", "0", "--threads", "80", "--memory", "20G"), first=_foreign_mps)
     exclusive = ("mps", "start", "-g", "0", "--exclusive", "--threads", "50", "--memory", "8G")
     stop = ("mps", "stop", "-g", "0")
-    found = [
+    return [
         start(name="mps start", command=("mps", "start", "-g", "0"), then=[("mps", "start", "-g", "0"), stop]),
         start(name="mps start --exclusive", command=exclusive[:5], then=[exclusive[:5], stop]),
         start(
@@ -202,8 +204,6 @@ def _mps_rows() -> list[Row]:
             then=[("mps", "set", "-g", "0", "--threads", "40", "--memory", "8G", "--priority", "low"), stop],
         ),
     ]
-    kill = ("mps", "kill", "{client0}")
-    return [*found, Row(name="mps kill", host=MPS_HOST, prepare=_clients, command=kill, then=[kill])]
 
 
 def _dead_daemon(world: World) -> None:
@@ -378,6 +378,32 @@ def _user_has_swapped_it_out(world: World) -> None:
     world.call(lambda: admin.set_fault(world.spec, "user", None, "0"))
 
 
+def _job_of_a_gpushare(world: World) -> None:
+    """Give GPU 0 a job whose gpushare is a simulated process, as the copies of a farm have one."""
+    _job(world)
+    pid = int(world.facts["job"])
+
+    def note() -> None:
+        host = connect(world.spec)
+        device = select_one("0", host.nvml.sweep())
+        identity = host.processes.identity(pid)
+        write_record(host, replace(record_of(host, device, "train", pid, "plain"), supervisor=identity))
+
+    world.call(note)
+
+
+def _stop_rows() -> list[Row]:
+    stop, client, train = ("stop", "{job}", "-y"), ("stop", "{client0}", "-y"), ("stop", "train", "-y")
+    row = partial(Row, host=MPS_HOST, prepare=_job, command=stop, then=[stop])
+    return [
+        row(name="stop"),
+        row(name="stop, a client of MPS", prepare=_clients, command=client, then=[client]),
+        row(name="stop, by its gpushare", prepare=_job_of_a_gpushare, command=train, then=[train]),
+        row(name="stop, a paused job", prepare=_after(("pause", "{job}"), first=_job), runs=True),
+        row(name="stop, a job that is out", prepare=_after(("swap", "out", "{job}"), first=_job), runs=True),
+    ]
+
+
 def _swap_rows() -> list[Row]:
     out, back = ("swap", "out", "{job}"), ("swap", "in", "{job}")
     row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
@@ -495,6 +521,7 @@ def rows() -> list[Row]:
         *_timeslice_rows(),
         *_pause_rows(),
         *_swap_rows(),
+        *_stop_rows(),
         *_mig_rows(),
         *_apply_rows(),
         *_advise_rows(),

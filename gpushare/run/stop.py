@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gpushare.errors import BadUsage, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.identity import Identity, is_stopped
-from gpushare.host.process import known, named, signal_known, wait_gone
+from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
+from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Client, Drain, Ending, find_clients, meter_of, read_state, serves
 from gpushare.pause.change import jobs_of
+from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
-from gpushare.run.jobs import Job, check_job_name, consent_to, job_names
+from gpushare.run.jobs import Job, check_job_name, consent_to, forget_ended, job_names
 from gpushare.run.listing import running_records
 from gpushare.units import format_duration, pid_of
 from gpushare.values import dataclass
@@ -170,6 +172,15 @@ def _no_job(host: Host, text: str) -> NotFound:
     return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
 
 
+def _tidy(host: Host) -> None:
+    """Remove this user's records of what has ended: nobody else may come by for long."""
+    if has_records(host, "pause"):
+        PAUSES.sweep(host, lambda job: not job.lives(host))
+    if has_records(host, "swap"):
+        forget_ended_swaps(host)
+    forget_ended(host)
+
+
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +214,10 @@ class Stop:
                 (``server_fault``).
         """
         began = time.monotonic()
-        carry_out(self.plan)
+        try:
+            carry_out(self.plan)
+        finally:
+            _tidy(self._host)
         return Stopped(
             name=self._job.name,
             pid=self._job.pid,
@@ -313,9 +327,11 @@ class Stop:
         job = self._job
         if self.target.orphan:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
+        info = self._host.processes.describe(job.pid)
+        program = () if info is None or info.name is None else (info.name,)
         inside = job_names(self._host, [job.pid]).get(job.pid)
         why = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
-        return Loss(action="ends", what=f"process {named(self._host.processes, [job.pid])}", why=(why,))
+        return Loss(action="ends", what=job.title, why=(*program, why))
 
     def _drained(
         self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]

@@ -162,7 +162,7 @@ def _waiting(jobs: Sequence[ListedJob]) -> Table:
             "memory": job.line.memory_bytes,
             "behind": _names([*job.line.behind, *job.line.held_by]) or None,
             "since": job.since_seconds,
-            "state": "stopped: skipped in the line" if job.line.stopped else None,
+            "state": "stopped, skipped" if job.line.stopped else None,
             "command": job.command,
         }
         for job in jobs

@@ -43,7 +43,6 @@ def test_the_tree_has_every_command() -> None:
         ("mps", "stop"),
         ("mps", "status"),
         ("mps", "set"),
-        ("mps", "kill"),
         ("mps", "logs"),
         ("mps", "env"),
         ("timeslice", "show"),
@@ -98,7 +97,7 @@ def test_every_group_of_options_names_options_that_are() -> None:
 
 CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("timeslice", "keep"), ("run",), ("farm",), ("sim", "reset")]
 CHANGING += [("pause",), ("resume",), ("swap", "out"), ("swap", "in"), ("apply",), ("advise",), ("bench",)]
-CHANGING += [("mps", verb) for verb in ("start", "stop", "set", "kill")]
+CHANGING += [("mps", verb) for verb in ("start", "stop", "set")]
 CHANGING += [
     ("mig", verb) for verb in ("create", "destroy", "apply", "enable", "disable", "recover", "grant", "revoke", "name")
 ]
@@ -186,8 +185,9 @@ def test_unknown_host(cli: Cli, spec: str) -> None:
         (("status", "--nonsense"), "status"),
         (("mps", "start", "--treads", "5"), "mps start"),
         (("timeslice", "set"), "timeslice set"),
-        (("mps", "kill", "abc"), "mps kill"),
-        (("mps", "kill"), "mps kill"),
+        (("stop",), "stop"),
+        (("logs", "train", "--lines", "-1"), "logs"),
+        (("jobs", "train"), "jobs"),
         (("status", "-g"), "status"),
         (("status", "more"), "status"),
         (("mps", "logs", "--lines", "0"), "mps logs"),
@@ -207,7 +207,9 @@ def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ..
         (("mps", "strat"), "start"),
         (("timeslce", "show"), "timeslice"),
         (("list",), "status"),
-        (("ps",), "status"),
+        (("ps",), "jobs"),
+        (("queue",), "jobs"),
+        (("kill", "0"), "stop"),
         (("top",), "status -w"),
         (("delete", "0"), "mig destroy"),
         (("kubernetes",), "export k8s"),

@@ -205,7 +205,7 @@ def test_yes_is_accepted_and_not_shown_where_nothing_is_asked(verb: str) -> None
 
 
 @pytest.mark.parametrize(
-    "verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "mps kill", "timeslice set"]
+    "verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "stop", "timeslice set"]
 )
 def test_yes_is_shown_where_something_is_asked(verb: str) -> None:
     assert "--yes" in world_help(World("sim:h200"), verb)

@@ -236,16 +236,6 @@ def test_a_plain_user_cannot_pause_others(refused: Callable[..., str], world: Wo
     refused("pause", str(pid), code="other_user", exit_code=4)
 
 
-def test_mps_kill_says_that_it_is_to_be_resumed_first(cli: Cli, pid: int) -> None:
-    cli("pause", str(pid)).ok()
-    answer = cli("mps", "kill", str(pid), output="json")
-    assert (answer.error["code"], answer.error["hint"]) == (
-        "not_a_client",
-        f"resume it first, then end it: gpushare resume {pid}; kill {pid}",
-    )
-    cli("resume", str(pid)).ok()
-
-
 def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Callable[..., Started]) -> None:
     # Its handler waits for the GPU, as the end of a training step does.
     program = (

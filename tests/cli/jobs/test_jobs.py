@@ -1,0 +1,178 @@
+"""``gpushare jobs``: what runs, waits, is paused or out, and has ended."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpushare.run.jobs import PAST, PastJob, find_record, keep_past
+from gpushare.sim import admin
+from gpushare.units import GIB, MIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+KEYS = {
+    *("name", "pid", "state", "user", "role", "device", "gpu_indexes", "device_uuid", "way", "mig_profile"),
+    *("threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent"),
+    *("since_seconds", "command", "container", "processes", "line", "exit_code", "ran_seconds", "memory_peak_bytes"),
+}
+
+
+def listed(cli: Cli, *words: str) -> list[dict[str, Any]]:
+    answer = cli("jobs", *words, output="json").ok()
+    jobs = answer.data["jobs"]
+    assert all(job.keys() == KEYS for job in jobs)
+    return list(jobs)
+
+
+def runs(real: Callable[..., Started], world: World, *options: str) -> Started:
+    started = real("run", *options, "--name", "train", "--", "sleep", "300")
+
+    def named() -> bool:
+        record = find_record(world.host, "train") if world.begun else None
+        return record is not None and record.pid != started.pid and record.pid in world.pids()
+
+    until(named, "the job runs")
+    return started
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--threads", "25"), {"way": "mps", "threads_percent": 25.0, "role": "plain", "slice_us": None}),
+        (("--slice", "500us"), {"way": "timeslice", "threads_percent": None, "slice_us": 500}),
+        (("--memory", "4G"), {"memory_limit_bytes": 4 * GIB, "memory_used_bytes": 512 * MIB}),
+        (("--mig", "1g.18gb"), {"way": "mig", "mig_profile": "1g.18gb", "gpu_indexes": [0]}),
+    ],
+)
+def test_a_job_that_runs(
+    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    if "--mig" in options:
+        world.run("mig", "apply", "1g.18gb", "-g", "0").ok()
+    started = runs(real, world, *options)
+    (job,) = listed(cli)
+    assert {key: job[key] for key in expected} == expected
+    assert (job["name"], job["state"], job["command"], job["user"]) == ("train", "running", "sleep 300", "root")
+    assert (job["processes"], 0 <= job["since_seconds"] < 120) == ([job["pid"]], True)
+    # Gone from the running ones, it is among those that ended.
+    started.signal(signal.SIGTERM)
+    started.result()
+    (job,) = listed(cli)
+    assert (job["name"], job["state"], job["exit_code"], job["pid"]) == ("train", "ended", 143, None)
+
+
+def test_a_job_without_a_name_gets_one(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = real("run", "--", "sleep", "300")
+    until(lambda: world.begun and [job["name"] for job in listed(cli)] == ["sleep-1"], "it is listed")
+    cli("stop", "sleep-1").ok()
+    assert started.result().code == 143
+
+
+def test_what_gpushare_did_not_start(cli: Cli, world: World) -> None:
+    assert world.host
+    pid = admin.add_process(
+        world.spec, memory_bytes=GIB, name="python3", command_line=("python3", "a b.py"), container="0123456789ab"
+    )
+    assert listed(cli) == []
+    (job,) = listed(cli, "-a")
+    assert (job["name"], job["pid"], job["role"]) == (None, pid, None)
+    assert (job["command"], job["container"], job["memory_used_bytes"]) == ("python3 'a b.py'", "0123456789ab", GIB)
+    # Its PID is the JOB: what gpushare keeps off the GPU is listed all the same.
+    cli("pause", str(pid)).ok()
+    (job,) = listed(cli)
+    assert (job["pid"], job["state"]) == (pid, "paused")
+    cli("resume", str(pid)).ok()
+    cli("swap", "out", str(pid)).ok()
+    (job,) = listed(cli)
+    assert (job["pid"], job["state"], job["swapped_bytes"]) == (pid, "out", GIB)
+
+
+def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "40", "--memory", "2G").ok()
+    pid = world.client()
+    job = next(job for job in listed(cli, "-a") if job["pid"] == pid)
+    assert (job["way"], job["threads_percent"], job["memory_limit_bytes"]) == ("mps", 40.0, 2 * GIB)
+    # The driver counts the work of clients for their server.
+    assert job["sm_percent"] is None
+
+
+def ended(world: World, number: int) -> None:
+    for one in range(number):
+        past = PastJob(
+            name=f"job-{one}", command="true", role="plain", device="GPU 0", began=1e9 + one, ended=1e9 + one + 1,
+            exit_code=one % 2,
+        )  # fmt: skip
+        keep_past(world.host, past)
+
+
+def test_the_last_ten_that_ended_and_all_with_v(cli: Cli, world: World) -> None:
+    ended(world, 15)
+    assert [job["name"] for job in listed(cli)] == [f"job-{one}" for one in range(14, 4, -1)]
+    assert len(listed(cli, "-v")) == 15
+    assert len(PAST.all(world.host)) == 15
+
+
+def test_the_rectangle(cli: Cli, world: World) -> None:
+    ended(world, 1)
+    admin.add_process(world.spec)
+    rows = list(csv.DictReader(io.StringIO(cli("jobs", "-a", output="csv").ok().out)))
+    assert [(row["pid"] != "", row["name"], row["state"]) for row in rows] == [
+        (True, "", "running"),
+        (False, "job-0", "ended"),
+    ]
+
+
+def test_nothing(cli: Cli) -> None:
+    assert "no job is running" in cli("jobs").ok().out
+    assert "no process is on the GPUs" in cli("jobs", "-a").ok().out
+    assert listed(cli, "-a") == []
+
+
+def test_watched_in_another_format_each_look_is_a_document(real: Callable[..., Started], world: World) -> None:
+    ended(world, 1)
+    started = real("jobs", "-w", "0.1", "-o", "json")
+    assert started.process.stdout is not None
+    for _ in range(2):
+        document = json.loads(started.process.stdout.readline())
+        assert (document["command"], document["data"]["jobs"][0]["name"]) == ("jobs", "job-0")
+    started.signal(signal.SIGINT)
+    assert started.result().code == 0
+
+
+def test_watched_in_one_word_with_all(real: Callable[..., Started], world: World) -> None:
+    assert world.host
+    started = real("jobs", "-aw", "-o", "json")
+    assert started.process.stdout is not None
+    assert json.loads(started.process.stdout.readline())["status"] == "ok"
+    started.signal(signal.SIGINT)
+    started.result()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("-w", "0.01"), "bad_interval"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
+)
+def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+    refused("jobs", *words, code=code, exit_code=2)
+
+
+def test_a_lost_gpu_hides_nobody(cli: Cli) -> None:
+    world = World("sim:2xh200")
+    assert world.host
+    admin.add_process(world.spec, "1")
+    world.fault("lost", gpu=0)
+    answer = cli("jobs", "-a", host="sim:2xh200", output="json")
+    assert (answer.code, answer.json["status"], len(answer.json["data"]["jobs"])) == (1, "partial", 1)
+
+
+def test_a_host_without_a_driver(cli: Cli, world: World) -> None:
+    world.fault("no-driver")
+    answer = cli("jobs", output="json")
+    assert (answer.code, len(answer.json["errors"])) == (9, 1)

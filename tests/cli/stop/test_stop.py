@@ -1,0 +1,458 @@
+"""``gpushare stop``: jobs that gpushare runs, that wait, that are paused or out, and processes that it did not start."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.run import stop as module
+from gpushare.run.jobs import find_record, record_of, write_record
+from gpushare.selection import select
+from gpushare.sim import admin
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, alive, environment, until
+
+
+def runs(
+    real: Callable[..., Started], world: World, *options: str, program: tuple[str, ...] = ("sleep", "300")
+) -> Started:
+    """Start a job and wait until its record names its program."""
+    started = real("run", *options, "--name", "train", "--", *program)
+
+    def named() -> bool:
+        record = find_record(world.host, "train") if world.begun else None
+        return record is not None and record.pid != started.pid
+
+    until(named, "the job runs")
+    return started
+
+
+# -- what gpushare runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G")])
+def test_its_gpushare_ends_it_unasked(
+    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...]
+) -> None:
+    started = runs(real, world, *options)
+    answer = cli("stop", "train", output="json", asks=True).ok()
+    (job,) = answer.data["jobs"]
+    assert (job["name"], job["way"], job["drain"]) == ("train", "gpushare", None)
+    assert started.result().code == 128 + signal.SIGTERM
+    assert not alive(job["pid"])
+    assert find_record(world.host, "train") is None
+    assert cli("stop", "train", output="json", asks=True).error["code"] == "no_job"
+
+
+@pytest.mark.parametrize("which", ["program", "gpushare"])
+def test_a_job_by_pid(real: Callable[..., Started], cli: Cli, world: World, which: str) -> None:
+    started = runs(real, world)
+    record = find_record(world.host, "train")
+    assert record is not None
+    answer = cli("stop", str(record.pid if which == "program" else started.pid), asks=True).ok()
+    assert answer.out.startswith(f"'train' (process {record.pid}) is gone after ")
+    assert started.result().code == 143
+
+
+def test_several_jobs_each_once(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = runs(real, world)
+    pid = admin.add_process(world.spec, name="python3")
+    jobs = cli("stop", "train", str(pid), str(started.pid), output="json").ok().data["jobs"]
+    assert [job["way"] for job in jobs] == ["gpushare", "signal"]
+    assert world.pids() == []
+
+
+def test_nothing_ends_if_one_of_several_is_unknown(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = runs(real, world)
+    assert cli("stop", "train", "nosuch", output="json").error["code"] == "no_job"
+    assert started.process.poll() is None
+    cli("stop", "train").ok()
+
+
+STUBBORN = ("sh", "-c", "trap '' TERM INT; echo here >&2; while :; do sleep 0.1; done")
+
+
+def test_a_second_try_cuts_its_grace_period_short(
+    real: Callable[..., Started], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BOUND_SECONDS", 0.4)
+    started = runs(real, world, "--slice", "2ms", "--grace", "600s", program=STUBBORN)
+    answer = cli("stop", "train", output="json", asks=True)
+    assert (answer.code, answer.error["code"]) == (1, "still_running")
+    assert answer.error["hint"].endswith("gpushare stop --grace 0 train")
+    assert started.process.poll() is None
+    cli("stop", "--grace", "0", "train", asks=True).ok()
+    assert started.result().code == 143
+
+
+def test_a_stopped_gpushare_continues_to_end_its_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = runs(real, world)
+    started.signal(signal.SIGSTOP)
+    cli("stop", "train", asks=True).ok()
+    assert started.result().code == 143
+
+
+def test_a_waiting_job_leaves_the_line(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    assert world.host
+    admin.add_process(world.spec, memory_bytes=100 * GIB)
+    waiting = [real("run", "--wait", "--memory", "60G", "--name", name, "--", "true") for name in ("one", "two")]
+    listed = until(lambda: len(jobs := cli("jobs", output="json").data["jobs"]) == 2 and jobs, "both wait", seconds=60)
+    assert [(job["name"], job["state"], job["line"]["place"]) for job in listed] == [
+        ("one", "waiting", 1),
+        ("two", "waiting", 2),
+    ]
+    assert listed[1]["line"]["behind"] == ["one"]
+    assert cli("stop", "one", asks=True).ok().out == f"'one' (process {waiting[0].pid}) has left the line\n"
+    assert waiting[0].result().code == 143
+    (left,) = cli("jobs", output="json").data["jobs"]
+    assert (left["name"], left["line"]["place"]) == ("two", 1)
+    cli("stop", str(waiting[1].pid), asks=True).ok()
+    assert waiting[1].result().code == 143
+
+
+def test_a_paused_job_ends(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = runs(real, world, "--slice", "2ms")
+    cli("pause", "train").ok()
+    assert [job["state"] for job in cli("jobs", output="json").data["jobs"]] == ["paused"]
+    cli("stop", "train", asks=True).ok()
+    assert started.result().code == 143
+    assert "no job is paused" in cli("pause", "list").out
+
+
+def test_a_job_that_is_out_ends_where_it_is(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = runs(real, world, "--slice", "2ms")
+    cli("swap", "out", "train").ok()
+    (job,) = cli("jobs", output="json").data["jobs"]
+    assert (job["state"], job["memory_used_bytes"]) == ("out", 0)
+    assert job["swapped_bytes"] > 0
+    cli("stop", "train", asks=True).ok()
+    assert started.result().code == 143
+    assert cli("swap", "list", output="json").data["jobs"] == []
+
+
+# -- what it does not run ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pid(world: World) -> int:
+    assert world.host
+    return admin.add_process(world.spec, name="python3")
+
+
+def test_a_process_of_one_self_is_asked_for(refused: Callable[..., str], cli: Cli, world: World, pid: int) -> None:
+    said = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends process {pid} (python3, gpushare did not start it)" in said
+    (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
+    assert (job["name"], job["way"]) == (None, "signal")
+    assert world.pids() == []
+
+
+def test_a_program_without_a_handler_is_killed_after_the_grace(cli: Cli, world: World) -> None:
+    pid = admin.add_process(world.spec, catches=(signal.SIGTERM, signal.SIGINT))
+    cli("stop", str(pid), "--grace", "0.1").ok()
+    assert pid not in world.pids()
+
+
+def test_a_paused_process_ends(cli: Cli, world: World, pid: int) -> None:
+    cli("pause", str(pid)).ok()
+    data = cli("stop", str(pid), "-n", output="json").ok().data
+    assert data["steps"][0]["what"].startswith("resume it, so that it can end, then end process")
+    cli("stop", str(pid)).ok()
+    assert world.pids() == []
+    assert "no job is paused" in cli("pause", "list").out
+
+
+def test_a_process_that_is_out_ends(cli: Cli, world: World, pid: int) -> None:
+    cli("swap", "out", str(pid)).ok()
+    cli("stop", str(pid)).ok()
+    assert world.pids() == []
+    assert cli("swap", "list", output="json").data["jobs"] == []
+
+
+def test_a_job_whose_gpushare_is_gone_is_asked_for(
+    refused: Callable[..., str], cli: Cli, world: World, pid: int
+) -> None:
+    host = world.host
+    (device,) = select(None, host.nvml.sweep())
+    dead = subprocess.Popen(["true"])
+    record = record_of(host, device, "train", pid, "plain")
+    assert record.supervisor is not None
+    write_record(host, replace(record, supervisor=record.supervisor._replace(pid=dead.pid)))
+    dead.wait()
+    said = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in said
+    cli("stop", "train").ok()
+    assert (world.pids(), find_record(world.host, "train")) == ([], None)
+
+
+def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = "0123456789ab" + "0" * 52
+    pid = admin.add_process(world.spec, container=identity[:12])
+    asked: list[tuple[str, ...]] = []
+
+    def engine(name: str, *words: str, **_: float) -> str | None:
+        asked.append((name, *words))
+        if name != "docker":
+            return None
+        if words[0] == "stop":
+            world.send(pid, signal.SIGKILL)
+        return identity
+
+    monkeypatch.setattr("gpushare.run.container.ask_engine", engine)
+    plan = cli("stop", str(pid), "-n", output="json").ok().data
+    assert plan["steps"][0]["command"] == "docker stop -t 10 0123456789ab"
+    (job,) = cli("stop", str(pid), "--grace", "3s", output="json").ok().data["jobs"]
+    assert (job["way"], job["container"]) == ("container", "0123456789ab")
+    assert asked[-1] == ("docker", "stop", "-t", "3", "0123456789ab")
+
+
+def test_an_engine_that_does_not_stop_a_container(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = admin.add_process(world.spec, container="0123456789ab")
+    monkeypatch.setattr("gpushare.run.container.ask_engine", lambda *_, **__: "0123456789ab" + "0" * 52)
+    monkeypatch.setattr(module, "_GONE_SECONDS", 0.1)
+    error = cli("stop", str(pid), output="json").error
+    assert (error["code"], "podman rm --force" in error["hint"]) == ("still_running", True)
+
+
+@pytest.mark.parametrize("name", ["--help", "web", "0123"])
+def test_a_name_of_a_container_is_no_id(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pid = admin.add_process(world.spec, container=name)
+    monkeypatch.setattr("gpushare.run.container.ask_engine", lambda *_, **__: pytest.fail("an engine was asked"))
+    cli("stop", str(pid)).ok()
+    assert world.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("nosuch",), "no_job", 6),
+        (("4190000",), "no_job", 6),
+        (("0",), "no_job", 6),
+        (("99999999999999",), "no_job", 6),
+        (("bad name",), "bad_name", 2),
+        (("",), "bad_name", 2),
+        (("list",), "bad_name", 2),
+        (("train", "--grace", "soon"), "bad_duration", 2),
+        (("train", "--grace", "-1"), "bad_duration", 2),
+        (("train", "--grace", "31d"), "bad_duration", 2),
+    ],
+)
+def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("stop", *words, code=code, exit_code=exit_code)
+
+
+def test_a_process_that_is_on_no_gpu_is_left_alone(refused: Callable[..., str], world: World, pid: int) -> None:
+    assert f"kill {os.getpid()}" in refused("stop", str(os.getpid()), code="not_on_gpu", exit_code=6)
+
+
+def test_names_of_running_jobs_are_offered(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    runs(real, world)
+    assert cli("stop", "nosuch", output="json").error["hint"] == "running jobs: train; see all: gpushare jobs -a"
+    cli("stop", "train").ok()
+
+
+# -- clients of MPS ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def daemon(cli: Cli, world: World) -> int:
+    cli("mps", "start").ok()
+    return world.state.daemons[0].pid
+
+
+@pytest.fixture
+def idle(world: World, daemon: int) -> int:
+    """A client that does nothing."""
+    assert daemon
+    return world.client(sm_percent=0)
+
+
+def test_idle_client(cli: Cli, world: World, idle: int) -> None:
+    (job,) = cli("stop", str(idle), "--grace", "600", output="json").ok().data["jobs"]
+    assert (job["pid"], job["way"], job["server_status"]) == (idle, "mps", "ACTIVE")
+    assert job["drain"]["by"] == "idle"
+    assert world.pids() == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_busy_neighbour_survives_the_end_of_a_deep_queue(cli: Cli, world: World) -> None:
+    victim = world.client(sm_percent=60, queue_seconds=0.3)
+    neighbour = world.client(sm_percent=30, queue_seconds=0.1)
+    begun = time.monotonic()
+    answer = cli("stop", str(victim), "--grace", "600").ok()
+    assert time.monotonic() - begun >= 0.3
+    assert "the GPU's activity fell" in answer.out
+    assert f"process {victim} is gone: stopped, drained for" in answer.out
+    assert world.pids() == [neighbour]
+    assert not world.process(neighbour).broken
+    assert world.state.daemons[0].servers[0].status == "ACTIVE"
+
+
+@pytest.mark.usefixtures("daemon")
+def test_neighbours_that_hide_the_fall_cost_the_bound(cli: Cli, world: World) -> None:
+    victim = world.client(sm_percent=5, queue_seconds=0.2)
+    world.client(sm_percent=95)
+    assert "this is the whole bound" in cli("stop", str(victim), "--grace", "0.4").ok().out
+
+
+@pytest.mark.usefixtures("daemon")
+def test_fault_of_an_earlier_plain_kill_is_explained(cli: Cli, world: World) -> None:
+    first, second, third = (world.client(queue_seconds=0.3) for _ in range(3))
+    world.send(first, signal.SIGKILL)
+    assert world.process(second).broken
+    answer = cli("stop", str(second), output="json")
+    assert answer.code == 1
+    assert answer.error["code"] == "server_fault"
+    assert "is in state FAULT" in answer.error["message"]
+    assert "gpushare stop PID" in answer.error["hint"]
+    # The way out that the hint names.
+    cli("stop", str(third)).ok()
+    assert world.state.daemons[0].servers[0].status == "ACTIVE"
+
+
+def test_what_serves_the_clients_is_left_alone(
+    refused: Callable[..., str], world: World, daemon: int, idle: int
+) -> None:
+    server = world.state.daemons[0].servers[0].pid
+    for one in (daemon, server):
+        assert "gpushare mps stop" in refused("stop", str(one), code="serves_clients", exit_code=2)
+
+
+def test_dry_run_of_a_client(cli: Cli, world: World, idle: int) -> None:
+    data = cli("stop", str(idle), "-n", output="json").ok().data
+    commands = [step["command"] for step in data["steps"]]
+    assert commands[0] == f"kill -STOP {idle}"
+    assert commands[2] == f"kill -KILL {idle}"
+    assert commands[3].startswith("echo get_server_status ")
+    assert len(data["consent"]) == 1
+    assert world.process(idle).stopped_at is None
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_stopped_client_is_ended(cli: Cli, world: World) -> None:
+    pid = world.client(queue_seconds=0.2)
+    world.send(pid, signal.SIGSTOP)
+    cli("stop", str(pid)).ok()
+    assert world.pids() == []
+
+
+def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> None:
+    world.foreign_daemon(sim_dir)
+    pid = world.client(sm_percent=0)
+    (job,) = cli("stop", str(pid), output="json").ok().data["jobs"]
+    assert job["way"] == "mps"
+    assert world.pids() == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_interrupted_while_it_drains_lets_the_client_go_on(real: Callable[..., Started], world: World) -> None:
+    pid = world.client(sm_percent=10, queue_seconds=60)
+    world.client(sm_percent=90, queue_seconds=60)
+    started = real("stop", str(pid), "-y", "--grace", "600")
+    until(lambda: world.process(pid).stopped_at is not None, "stopped")
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130
+    assert answer.lines("error") == ["error: interrupted"]
+    assert world.process(pid).stopped_at is None
+
+
+def test_client_on_a_mig_instance(cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    cli("mps", "start", "-g", uuid).ok()
+    pid = world.client(sm_percent=50, queue_seconds=0.1, mig=uuid)
+    (job,) = cli("stop", str(pid), output="json").ok().data["jobs"]
+    assert job["drain"]["source"] == "gpm"
+    assert world.pids() == []
+
+
+# -- other users -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("daemon")
+def test_another_users_client_is_asked_for(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    pid = world.client(sm_percent=0, user="nobody")
+    said = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends process {pid} (of nobody)" in said
+    cli("stop", str(pid), "--yes").ok()
+    assert world.pids() == []
+
+
+def test_another_users_process_may_not_be_ended(refused: Callable[..., str], world: World, idle: int) -> None:
+    world.fault("user", "nobody")
+    refused("stop", str(idle), "--yes", code="other_user", exit_code=4)
+    assert world.process(idle).stopped_at is None
+
+
+@pytest.mark.parametrize(("typed", "gone"), [("y\n", True), ("n\n", False), ("\n", False)])
+@pytest.mark.usefixtures("daemon")
+def test_the_question_on_a_terminal(world: World, typed: str, gone: bool) -> None:
+    pid = world.client(sm_percent=0, user="nobody")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpushare", "--host", world.spec, "stop", str(pid)],
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env=environment(),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said = b""
+    while b"[y/N]" not in said:
+        said += os.read(ours, 1000)
+    os.write(ours, typed.encode())
+    assert process.wait(timeout=120) == (0 if gone else 19)
+    os.close(ours)
+    assert (pid not in world.pids()) == gone
+
+
+def test_root_ends_the_job_of_a_user_after_a_question(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    uids = (65534, 1)
+    for uid in uids:
+        (world.directory / "users" / str(uid)).mkdir(parents=True)
+    pids = []
+    for uid in uids:
+        pid = admin.add_process(world.spec, name="train", user=str(uid))
+        world.fault("user", uid)
+        (device,) = select(None, world.host.nvml.sweep())
+        # Its program is its own supervisor, as the copies of a farm have one.
+        record = record_of(world.host, device, "train", pid, "plain")
+        write_record(world.host, replace(record, supervisor=world.host.processes.identity(pid)))
+        pids.append(pid)
+    world.fault("user", 0)
+    error = cli("stop", "train", output="json").error
+    assert (error["code"], all(str(pid) in error["hint"] for pid in pids)) == ("ambiguous_job", True)
+    assert len(cli("jobs", output="json").ok().data["jobs"]) == 2
+    assert f"'train' (process {pids[0]}) (of nobody)" in refused(
+        "stop", str(pids[0]), asks=True, code="needs_consent", exit_code=19
+    )
+    cli("stop", str(pids[0])).ok()
+    world.fault("user", uids[1])
+    assert [job["pid"] for job in cli("jobs", output="json").ok().data["jobs"]] == [pids[1]]
+    cli("stop", "train", asks=True).ok()
+    assert world.pids() == []
+
+
+def test_a_record_of_a_user_never_ends_what_is_anothers(cli: Cli, world: World) -> None:
+    """A record that names another user's process as its gpushare says nothing to root."""
+    (world.directory / "users" / "65534").mkdir(parents=True)
+    mine, theirs = (admin.add_process(world.spec, name="train", user=str(uid)) for uid in (65534, 1))
+    world.fault("user", 65534)
+    host = world.host
+    (device,) = select(None, host.nvml.sweep())
+    record = record_of(host, device, "train", mine, "plain")
+    write_record(host, replace(record, supervisor=host.processes.identity(theirs)))
+    world.fault("user", 0)
+    assert cli("stop", "train", output="json").error["code"] == "no_job"
+    assert sorted(world.pids()) == sorted([mine, theirs])

@@ -1,0 +1,95 @@
+"""``jobs``: the screens as people see them, and the document."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpushare.errors import ExitCode
+from gpushare.model import Gpu, LinePlace, ListedJob, Snapshot
+from gpushare.show.jobs import jobs_result, way_text
+from gpushare.show.result import OutputFormat
+from tests.show.hosts import GIB, MIB, uuid
+
+COMMAND = "python train.py --data /data/imagenet --epochs 90 --batch-size 256"
+SNAPSHOT = Snapshot(host="local", gpus=(Gpu(index=0, uuid=uuid(0)),), taken_at=1.8e9)
+
+
+def job(name: str | None, pid: int | None, state: str = "running", **facts: object) -> ListedJob:
+    given = {"user": "alice", "role": "plain", "device": "GPU 0", "gpu_indexes": (0,), "way": "timeslice", **facts}
+    return ListedJob(name=name, pid=pid, state=state, command=given.pop("command", COMMAND), **given)
+
+
+JOBS = (
+    job("web", 4711, role="production", slice_us=16000, sm_percent=62, memory_used_bytes=31 * GIB, since_seconds=90000.0),
+    job(
+        "batch-1", 4800, role="opportunistic", way="mps", threads_percent=25.0, memory_used_bytes=3 * GIB,
+        memory_limit_bytes=8 * GIB, since_seconds=42.0, user="bob",
+    ),
+    job("train", 5000, "paused", slice_us=500, sm_percent=0, memory_used_bytes=800 * MIB, since_seconds=61.0),
+    job("notebook", 5100, "out", memory_used_bytes=0, swapped_bytes=40 * GIB, since_seconds=7300.0, way=None),
+    job("small", 5200, way="mig", mig_profile="1g.10gb", gpu_indexes=(1,), memory_limit_bytes=4 * GIB),
+    job("shared", 5201, way="mig+mps", mig_profile="2g.20gb", threads_percent=50.0, gpu_indexes=(1,), since_seconds=1.0),
+    job(None, 6000, role=None, memory_used_bytes=66 * MIB, sm_percent=3, command="Xorg :0", since_seconds=5.0),
+    job(
+        "next", 7000, "waiting", way=None, since_seconds=5.0,
+        line=LinePlace(place=1, memory_bytes=20 * GIB, behind=(), held_by=("web", "batch-1", "5000")),
+    ),
+    job(
+        None, 7001, "waiting", way=None, since_seconds=600.0,
+        line=LinePlace(place=2, memory_bytes=None, behind=("next",), held_by=("web",), stopped=True),
+    ),
+    job("done-1", None, "ended", exit_code=0, ran_seconds=4000.0, since_seconds=30.0, memory_peak_bytes=2 * GIB),
+    job("bad-1", None, "ended", exit_code=143, ran_seconds=3.0, since_seconds=7200.0),
+    job("never-1", None, "ended", exit_code=None, ran_seconds=0.0, since_seconds=90000.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 170])
+def test_the_screen(shown, golden, width):
+    golden(f"jobs-{width}", "".join(shown(jobs_result(SNAPSHOT, JOBS), OutputFormat.TABLE, width=width)))
+
+
+@pytest.mark.parametrize("output", ["plain", "csv"])
+def test_the_document(shown, golden, output):
+    golden(f"jobs-{output}", shown(jobs_result(SNAPSHOT, JOBS), OutputFormat(output))[0])
+
+
+def test_unknown_is_null_in_json_and_never_zero():
+    data = jobs_result(SNAPSHOT, JOBS).data["jobs"]
+    assert (data[1]["sm_percent"], data[2]["sm_percent"]) == (None, 0)
+    assert data[7]["line"] == {
+        "place": 1,
+        "memory_bytes": 20 * GIB,
+        "behind": [],
+        "held_by": ["web", "batch-1", "5000"],
+        "stopped": False,
+    }
+
+
+def test_nothing_to_list(shown):
+    out, err = shown(jobs_result(SNAPSHOT, ()), OutputFormat.TABLE)
+    assert (out, err) == ("no job is running; processes of others: gpushare jobs -a\n", "")
+    assert shown(jobs_result(SNAPSHOT, (), everything=True), OutputFormat.TABLE)[0] == "no process is on the GPUs\n"
+
+
+def test_a_lost_gpu_is_an_error_and_hides_no_job():
+    lost = Snapshot(host="local", gpus=(Gpu(index=0, error="GPU is lost"),))
+    result = jobs_result(lost, JOBS)
+    assert (result.status, result.exit_code, len(result.data["jobs"])) == ("partial", ExitCode.FAILED, len(JOBS))
+
+
+@pytest.mark.parametrize(
+    ("way", "percent", "profile", "text"),
+    [
+        (None, None, None, None),
+        ("timeslice", None, None, "outside MPS"),
+        ("mps", None, None, "MPS"),
+        ("mps", 100.0, None, "MPS"),
+        ("mps", 12.5, None, "MPS 12.5 %"),
+        ("mig", None, "1g.10gb", "MIG 1g.10gb"),
+        ("mig", None, None, "MIG -"),
+        ("mig+mps", 50.0, "1g.10gb", "MIG 1g.10gb, MPS 50 %"),
+    ],
+)
+def test_the_way(way, percent, profile, text):
+    assert way_text(job("x", 1, way=way, threads_percent=percent, mig_profile=profile)) == text
