@@ -225,7 +225,7 @@ class Hits:
         refer = self._refer()
         if done.code == refer.code:
             if look != refer.new:
-                if self.row.command[0] in RUNS_A_PROGRAM and _is_left_by_the_dead(look, refer.new):
+                if self.row.command[0] in {*RUNS_A_PROGRAM, "stop"} and _is_left_by_the_dead(look, refer.new):
                     # The exit code is the program's. The next command removes it.
                     return True
                 broken(f"exit code {done.code}, and it is not done: {difference(look, refer.new)}")

@@ -38,12 +38,18 @@ def stop(
     after 10 s SIGKILL. Other users' jobs need root.
     """
     from gpushare.cli.options import gpus_of
-    from gpushare.run.stop import Stop, find_target
+    from gpushare.run.stop import Stop, find_target, tidy
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
 
     seconds = None if grace is None else _seconds(grace)
     host = settings.connect()
+    if not settings.dry_run:
+        from gpushare.host.records import sweep_leftovers
+
+        # What an earlier one that was killed has left; its jobs may be gone.
+        sweep_leftovers(host)
+        tidy(host)
     # All are found before the first one ends.
     targets = {(one.job.pid, one.job.started): one for one in (find_target(host, text) for text in job)}
     gpus = () if all(one.supervisor is not None for one in targets.values()) else gpus_of(host)
@@ -51,9 +57,6 @@ def stop(
     plan = one_plan([one.plan for one in work])
     if settings.dry_run:
         return plan_result("stop", plan.steps, dry_run=True, consent=plan.consent)
-    from gpushare.host.records import sweep_leftovers
-
-    sweep_leftovers(host)
     consented(plan)
     done: list[Stopped] = []
     errors: list[GpushareError] = []

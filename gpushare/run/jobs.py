@@ -38,10 +38,15 @@ def _is_short(text: str) -> bool:
     return len(text) <= MOST_COMMAND
 
 
+def is_job_name(text: str) -> bool:
+    """Return whether a job can have this name."""
+    # `pause list` lists.
+    return JOB_NAME.fullmatch(text) is not None and text != "list"
+
+
 def check_job_name(name: str) -> str:
     """Return a valid name of a job."""
-    # `pause list` lists.
-    if not JOB_NAME.fullmatch(name) or name == "list":
+    if not is_job_name(name):
         raise BadUsage(
             f"{quoted(name)} cannot be the name of a job",
             "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",

@@ -17,7 +17,7 @@ from gpushare.model import LinePlace, ListedJob
 from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
 from gpushare.pause.record import paused_jobs
 from gpushare.run.group import MEMBERS
-from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_running
+from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, is_running
 from gpushare.selection import Device
 from gpushare.values import dataclass
 
@@ -172,7 +172,7 @@ class _Present:
         slices = _slices(processes)
         mig = None if device is None else device.mig
         return ListedJob(
-            name=(swap.name if swap is not None else None) or (pause.name if pause is not None else None),
+            name=_name(None if swap is None else swap.name) or _name(None if pause is None else pause.name),
             pid=pid,
             state=state,
             user=None if info is None else info.user,
@@ -279,7 +279,7 @@ def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> It
         want = reserved.get(one.pid)
         info = host.processes.describe(one.pid)
         yield ListedJob(
-            name=one.name,
+            name=_name(one.name),
             pid=one.pid,
             state=WAITING,
             user=one.user,
@@ -294,7 +294,7 @@ def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> It
                 memory_bytes=one.memory_bytes,
                 behind=tuple(_word(other) for other in waiting[:number] if _meet(other, one)),
                 held_by=tuple(
-                    other.name or str(other.pid)
+                    _name(other.name) or str(other.pid)
                     for other in found
                     if other.key is not None and other.key in one.device_uuids
                 ),
@@ -304,7 +304,12 @@ def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> It
 
 
 def _word(job: WaitingJob) -> str:
-    return job.name or str(job.pid)
+    return _name(job.name) or str(job.pid)
+
+
+def _name(text: str | None) -> str | None:
+    """Return the name of a job; None for what another user has written that can be none: shells complete names."""
+    return text if text is not None and is_job_name(text) else None
 
 
 def _meet(one: WaitingJob, other: WaitingJob) -> bool:

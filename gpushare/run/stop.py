@@ -172,8 +172,8 @@ def _no_job(host: Host, text: str) -> NotFound:
     return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
 
 
-def _tidy(host: Host) -> None:
-    """Remove this user's records of what has ended: nobody else may come by for long."""
+def tidy(host: Host) -> None:
+    """Remove this user's records of what has ended; a failure does not matter."""
     if has_records(host, "pause"):
         PAUSES.sweep(host, lambda job: not job.lives(host))
     if has_records(host, "swap"):
@@ -217,7 +217,7 @@ class Stop:
         try:
             carry_out(self.plan)
         finally:
-            _tidy(self._host)
+            tidy(self._host)
         return Stopped(
             name=self._job.name,
             pid=self._job.pid,

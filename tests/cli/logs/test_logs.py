@@ -123,9 +123,7 @@ def test_it_is_followed_until_the_job_has_ended(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_is_no_error(
-    real: Callable[..., Started], written: Path, running: int, number: int, code: int
-) -> None:
+def test_ctrl_c_is_no_error(real: Callable[..., Started], written: Path, running: int, number: int, code: int) -> None:
     written.write_text("one\n")
     started = real("logs", "-f", "train")
     assert started.process.stdout is not None
