@@ -18,6 +18,7 @@ INSTANCES: Final = "@instances"
 PROFILES: Final = "@profiles"
 PLACES: Final = "@places"
 JOBS: Final = "@jobs"
+PAUSES: Final = "@pauses"
 ENDED: Final = "@ended"
 
 
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
 
 
 _NAMED: Final = Asked("mig status", "^[0-9]", "3")
+_RUNNING: Final = Asked("jobs -a", "^[0-9]", "1,2")
 _OFFERED: Final = Asked("mig profiles", "^[0-9]", "2")
 # Words that are always offered, and what is asked for.
 ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
@@ -38,7 +40,8 @@ ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
     INSTANCES: (("all",), (Asked("mig status", "^[0-9]", "3,4"),)),
     PROFILES: ((), (_OFFERED,)),
     PLACES: ((), (_OFFERED, _NAMED)),
-    JOBS: ((), (Asked("jobs -a", "^[0-9]", "1,2"),)),
+    JOBS: ((), (_RUNNING,)),
+    PAUSES: (("list",), (_RUNNING,)),
     # The names of jobs that run, wait, or have ended; the row of the titles begins with a letter.
     ENDED: ((), (Asked("jobs -v", "^[0-9]*,", "2"),)),
 }
@@ -108,7 +111,7 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     if path == ("logs",):
         return (ENDED,)
     if "JOB" in name:
-        return (JOBS, "list") if path == ("pause",) else (JOBS,)
+        return (PAUSES,) if path == ("pause",) else (JOBS,)
     if path[:1] == ("sim",) and "HOST" in name:
         return simulated_hosts()
     if "FILE" in name:

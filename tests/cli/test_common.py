@@ -96,7 +96,7 @@ def test_every_group_of_options_names_options_that_are() -> None:
 
 
 CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("timeslice", "keep"), ("run",), ("farm",), ("sim", "reset")]
-CHANGING += [("pause",), ("resume",), ("swap", "out"), ("swap", "in"), ("apply",), ("advise",), ("bench",)]
+CHANGING += [("pause",), ("resume",), ("stop",), ("swap", "out"), ("swap", "in"), ("apply",), ("advise",), ("bench",)]
 CHANGING += [("mps", verb) for verb in ("start", "stop", "set")]
 CHANGING += [
     ("mig", verb) for verb in ("create", "destroy", "apply", "enable", "disable", "recover", "grant", "revoke", "name")

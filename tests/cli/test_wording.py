@@ -38,7 +38,7 @@ def test_a_wrong_option_says_what_was_meant_as_a_wrong_command_does(refused: Cal
 
 
 def test_a_word_for_a_number_is_said_in_words(refused: Callable[..., str]) -> None:
-    said = refused("mps", "kill", "sleep", code="usage", exit_code=2)
+    said = refused("mps", "logs", "--lines", "sleep", code="usage", exit_code=2)
     assert "'sleep' is not a whole number" in said
 
 
