@@ -39,8 +39,8 @@ GUARD: Final = "GPUSHARE_CRASH_GUARD"
 _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
 _CLAIM: Final = re.compile(r"/gpushare-(claim|memory)-[0-9a-f]{16}$")
 _PEAKS: Final = re.compile(r"^var/peaks/[0-9a-f]+\.json$")
-# How earlier jobs ended: a job that was killed says nothing of its end.
-_PAST: Final = re.compile(r"^var/past/[\w-]+\.json$")
+# How earlier jobs ended: each further one adds its own.
+_PAST: Final = re.compile(r"^var/past/\w[\w.-]*\.json$")
 # Records by PID: that of a real process differs from run to run.
 _BY_PID: Final = re.compile(r"(/(?:slices|swap|group|pause)/)(\d{1,7})\.json$")
 _PAUSE_GUARD: Final = "the guard of a pause"
@@ -303,8 +303,10 @@ class World:
                         facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
                         found[f"{claim[1]} held: {facts}"] = "in force"
                     continue
-                if _PAST.search(name) or (_PEAKS.search(name) and "memory_bytes" in _text(path)):
-                    # How a command ended, and what it was seen to use: whether a look was in time is chance.
+                if _PAST.search(name):
+                    continue
+                if _PEAKS.search(name) and "memory_bytes" in _text(path):
+                    # What a command was seen to use: whether a look was in time is chance.
                     continue
                 if _LOCKS.fullmatch(name):
                     if _is_locked(path):
