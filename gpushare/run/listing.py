@@ -14,6 +14,7 @@ from gpushare.memory.ledger import reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.swap import BACK, swaps
 from gpushare.model import LinePlace, ListedJob
+from gpushare.mps.control import is_server
 from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
 from gpushare.pause.record import paused_jobs
 from gpushare.run.group import MEMBERS
@@ -127,7 +128,7 @@ class _Present:
         info = self._host.processes.describe(record.pid)
         device = self._devices.get(record.device_uuid)
         began = record.since
-        state, since = self._state(record.pid, None if began is None else uptime() - began)
+        state, since = self._state(record.pid, _age(info) if began is None else uptime() - began)
         gpu = None if device is None else device.gpu
         blind = gpu is None or gpu.processes is None
         limit = record.memory_bytes
@@ -167,10 +168,10 @@ class _Present:
         swap, pause = self._swaps.get(pid), self._paused.get(pid)
         first = processes[0] if processes else None
         device = first.device if first is not None else self._devices.get(swap.gpu_uuid) if swap is not None else None
-        started = None if info is None else info.started_at
-        state, since = self._state(pid, None if started is None else max(0.0, time.time() - started))
+        state, since = self._state(pid, _age(info))
         slices = _slices(processes)
         mig = None if device is None else device.mig
+        mps = any(one.process.mps for one in processes) or (info is not None and is_server(info.name))
         return ListedJob(
             name=_name(None if swap is None else swap.name) or _name(None if pause is None else pause.name),
             pid=pid,
@@ -181,7 +182,7 @@ class _Present:
             gpu_indexes=tuple(sorted({one.gpu for one in processes}))
             or (() if device is None else (device.gpu.index,)),
             device_uuid=None if device is None else device.uuid,
-            way=None if device is None else _way(mps=any(one.process.mps for one in processes), mig=mig is not None),
+            way=None if device is None else _way(mps=mps, mig=mig is not None),
             mig_profile=None if mig is None else mig.profile,
             threads_percent=self._threads(processes),
             slice_us=min(slices) if slices else None,
@@ -234,6 +235,11 @@ def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
                 None,
             )
             yield _OnGpu(gpu.index, Device(gpu=gpu, mig=mig), process)
+
+
+def _age(info: ProcessInfo | None) -> float | None:
+    started = None if info is None else info.started_at
+    return None if started is None else max(0.0, time.time() - started)
 
 
 def _way(*, mps: bool, mig: bool) -> str:

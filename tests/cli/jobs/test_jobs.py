@@ -103,6 +103,19 @@ def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> 
     assert job["sm_percent"] is None
 
 
+def test_copies_of_a_farm_are_one_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = real("farm", "--copies", "2", "--name", "many", "--", "sleep", "300")
+    job = until(
+        lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
+    )
+    assert (job["name"], job["pid"], job["way"], job["memory_used_bytes"]) == ("many", started.pid, "mps", 1024 * MIB)
+    assert job["since_seconds"] is not None
+    (done,) = cli("stop", "many", output="json").ok().data["jobs"]
+    assert done["way"] == "gpushare"
+    started.result()
+    assert world.pids() == []
+
+
 def ended(world: World, number: int) -> None:
     for one in range(number):
         past = PastJob(
