@@ -303,9 +303,7 @@ class World:
                         facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
                         found[f"{claim[1]} held: {facts}"] = "in force"
                     continue
-                if _PAST.search(name):
-                    continue
-                if _PEAKS.search(name) and "memory_bytes" in _text(path):
+                if _PAST.search(name) or (_PEAKS.search(name) and "memory_bytes" in _text(path)):
                     # What a command was seen to use: whether a look was in time is chance.
                     continue
                 if _LOCKS.fullmatch(name):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,8 +106,13 @@ def test_a_stopped_gpushare_continues_to_end_its_job(real: Callable[..., Started
 def test_a_waiting_job_leaves_the_line(real: Callable[..., Started], cli: Cli, world: World) -> None:
     assert world.host
     admin.add_process(world.spec, memory_bytes=100 * GIB)
-    waiting = [real("run", "--wait", "--memory", "60G", "--name", name, "--", "true") for name in ("one", "two")]
-    listed = until(lambda: len(jobs := cli("jobs", output="json").data["jobs"]) == 2 and jobs, "both wait", seconds=60)
+    waiting: list[Started] = []
+    listed: list[dict[str, Any]] = []
+    for name in ("one", "two"):
+        waiting.append(real("run", "--wait", "--memory", "60G", "--name", name, "--", "true"))
+        listed = until(
+            lambda: len(jobs := cli("jobs", output="json").data["jobs"]) == len(waiting) and jobs, f"{name} waits"
+        )
     assert [(job["name"], job["state"], job["line"]["place"]) for job in listed] == [
         ("one", "waiting", 1),
         ("two", "waiting", 2),
