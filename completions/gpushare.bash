@@ -9,9 +9,6 @@ _gpushare_asked() {
       printf '%s\n' all
       gpushare "${host[@]}" status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
       ;;
-    @clients)
-      gpushare "${host[@]}" status -o csv 2>/dev/null </dev/null | grep ',M+C,' | cut -d, -f14 | tr ',' '\n' | grep . | sort -u
-      ;;
     @names)
       gpushare "${host[@]}" mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
       ;;
@@ -27,7 +24,14 @@ _gpushare_asked() {
       gpushare "${host[@]}" mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
       ;;
     @jobs)
-      gpushare "${host[@]}" status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f14,22 | tr ',' '\n' | grep . | sort -u
+      gpushare "${host[@]}" jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+      ;;
+    @pauses)
+      printf '%s\n' list
+      gpushare "${host[@]}" jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+      ;;
+    @ended)
+      gpushare "${host[@]}" jobs -v -o csv 2>/dev/null </dev/null | grep '^[0-9]*,' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
       ;;
   esac
 }
@@ -36,13 +40,17 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status doctor explain observe metrics run farm mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
+      commands='status jobs doctor explain observe metrics run farm stop logs mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
     'status')
       options='-g --gpu -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
+      ;;
+    'jobs')
+      options='-a --all -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
       ;;
     'doctor')
       options='--fail-on --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -70,8 +78,18 @@ _gpushare_node() {
       options='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --resume --restart --fail-fast --stall --like --name --grace -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --restart --stall --like --name --grace --host -o --output'
       ;;
+    'stop')
+      options='--grace -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--grace --host -o --output'
+      positional='@jobs'
+      ;;
+    'logs')
+      options='-f --follow --lines --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--lines --host -o --output'
+      positional='@ended'
+      ;;
     'mps')
-      commands='start stop status set kill logs env'
+      commands='start stop status set logs env'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -90,11 +108,6 @@ _gpushare_node() {
     'mps set')
       options='-g --gpu --threads --memory --priority -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --threads --memory --priority --host -o --output'
-      ;;
-    'mps kill')
-      options='--drain -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--drain --host -o --output'
-      positional='@clients'
       ;;
     'mps logs')
       options='-g --gpu --lines --server --control --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -208,7 +221,7 @@ _gpushare_node() {
     'pause')
       options='--timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--timeout --host -o --output'
-      positional='@jobs list'
+      positional='@pauses'
       ;;
     'resume')
       options='--all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'

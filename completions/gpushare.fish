@@ -39,8 +39,6 @@ function __gpushare_asked
         case @gpus
             printf '%s\n' all
             gpushare $host status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
-        case @clients
-            gpushare $host status -o csv 2>/dev/null </dev/null | grep ',M+C,' | cut -d, -f14 | tr ',' '\n' | grep . | sort -u
         case @names
             gpushare $host mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
         case @instances
@@ -52,7 +50,12 @@ function __gpushare_asked
             gpushare $host mig profiles -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
             gpushare $host mig status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f3 | tr ',' '\n' | grep . | sort -u
         case @jobs
-            gpushare $host status -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f14,22 | tr ',' '\n' | grep . | sort -u
+            gpushare $host jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+        case @pauses
+            printf '%s\n' list
+            gpushare $host jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+        case @ended
+            gpushare $host jobs -v -o csv 2>/dev/null </dev/null | grep '^[0-9]*,' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
     end
 end
 
@@ -126,11 +129,11 @@ function __gpushare_valued
             return 0
         case --like
             return 0
+        case --lines
+            return 0
         case --pipe-directory
             return 0
         case --drain
-            return 0
-        case --lines
             return 0
         case --model
             return 0
@@ -264,12 +267,15 @@ end
 
 complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them'
+complete -c gpushare -n '__gpushare_at ' -a jobs -d 'List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
 complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept'
 complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
 complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a farm -d 'Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs'
+complete -c gpushare -n '__gpushare_at ' -a stop -d 'End jobs in the way that is safe for their share, and check that they are gone'
+complete -c gpushare -n '__gpushare_at ' -a logs -d 'Show what a job that was started with `gpushare run -d` has printed, byte by byte'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slices: how long a program runs before the GPU switches to the next one, per process or per GPU'
@@ -302,6 +308,14 @@ complete -c gpushare -n '__gpushare_at status' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at status' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at status' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at status' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at jobs' -s a -l all -d 'Also each process on the GPUs that gpushare did not start.'
+complete -c gpushare -n '__gpushare_at jobs' -s w -l watch -d 'Look again every SECS seconds (alone: 2), until Ctrl-C.'
+complete -c gpushare -n '__gpushare_at jobs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at jobs' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at jobs' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at jobs' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at jobs' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at jobs' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at doctor' -l fail-on -x -a 'failure warning' -d 'Exit with 1 on: a failed check (failure), or also on a warning.'
 complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
@@ -389,11 +403,29 @@ complete -c gpushare -n '__gpushare_at farm' -s q -l quiet -d 'Do not print note
 complete -c gpushare -n '__gpushare_at farm' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at farm' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at farm' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at stop' -l grace -x -d 'Time to end before it is killed: 30s. [default: see above]'
+complete -c gpushare -n '__gpushare_at stop' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at stop' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
+complete -c gpushare -n '__gpushare_at stop' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at stop' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at stop' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at stop' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at stop' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at stop' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at stop' -a '(__gpushare_asked @jobs)'
+complete -c gpushare -n '__gpushare_at logs' -s f -l follow -d 'Go on until the job has ended, or Ctrl-C.'
+complete -c gpushare -n '__gpushare_at logs' -l lines -x -d 'The last N lines. [default: all; 200 on a terminal]'
+complete -c gpushare -n '__gpushare_at logs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at logs' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at logs' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at logs' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at logs' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at logs' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at logs' -a '(__gpushare_asked @ended)'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'
 complete -c gpushare -n '__gpushare_at mps' -a set -d 'Change the limits of a running daemon, for clients that start from now on, and read each one back'
-complete -c gpushare -n '__gpushare_at mps' -a kill -d 'End one MPS client without breaking its neighbours: SIGSTOP, wait until the GPU has drained, SIGKILL'
 complete -c gpushare -n '__gpushare_at mps' -a logs -d 'Show the last lines of a daemon\'s control.log and server.log'
 complete -c gpushare -n '__gpushare_at mps' -a env -d 'Print the export lines that make a shell\'s programs clients of the daemon: eval "$(gpushare mps env)"'
 complete -c gpushare -n '__gpushare_at mps' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -444,16 +476,6 @@ complete -c gpushare -n '__gpushare_at mps set' -s q -l quiet -d 'Do not print n
 complete -c gpushare -n '__gpushare_at mps set' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at mps set' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mps set' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at mps kill' -l drain -x -d 'The longest wait for the GPU to drain its queue. [default: 5]'
-complete -c gpushare -n '__gpushare_at mps kill' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
-complete -c gpushare -n '__gpushare_at mps kill' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
-complete -c gpushare -n '__gpushare_at mps kill' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at mps kill' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at mps kill' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at mps kill' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at mps kill' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at mps kill' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at mps kill' -a '(__gpushare_asked @clients)'
 complete -c gpushare -n '__gpushare_at mps logs' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at mps logs' -l lines -x -d 'The last N lines of each log.'
 complete -c gpushare -n '__gpushare_at mps logs' -l server -d 'Only the server\'s log.'
@@ -716,7 +738,7 @@ complete -c gpushare -n '__gpushare_at pause' -s q -l quiet -d 'Do not print not
 complete -c gpushare -n '__gpushare_at pause' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at pause' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at pause' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at pause' -a '(__gpushare_asked @jobs)'
+complete -c gpushare -n '__gpushare_at pause' -a '(__gpushare_asked @pauses)'
 complete -c gpushare -n '__gpushare_at resume' -l all -d 'All paused jobs of this user.'
 complete -c gpushare -n '__gpushare_at resume' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at resume' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
