@@ -371,6 +371,7 @@ complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @job
 complete -c gpushare -n '__gpushare_at run' -l yield -x -d 'slices[=200us], caps[=60], pause, swap, requeue. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'Adapt the time-slice so that production keeps this speed: 97%.'
 complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Name the job, for commands that take a JOB.'
+complete -c gpushare -n '__gpushare_at run' -s d -l detach -d 'Run it in the background, also after logout; print its name.'
 complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'Time to end after its signal. [default: 10s]'
 complete -c gpushare -n '__gpushare_at run' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

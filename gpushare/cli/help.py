@@ -48,7 +48,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
-        ("When a GPU has room", "run --wait -g any --memory 20G -- python train.py"),
+        ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
     ),
     "farm": (

@@ -124,6 +124,9 @@ def run(
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name the job, for commands that take a JOB.")
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("-d", "--detach", help="Run it in the background, also after logout; print its name.")
+    ] = False,
     grace: Annotated[
         str | None, typer.Option("--grace", metavar="TIME", help="Time to end after its signal. [default: 10s]")
     ] = None,
@@ -137,6 +140,7 @@ def run(
     --memory limits the job on each of its GPUs, contexts included, and reserves this memory while the job runs.
     """
     from gpushare.mps.limits import Limits
+    from gpushare.run.detach import own_name
     from gpushare.run.job import (
         Role,
         check_combination,
@@ -176,7 +180,8 @@ def run(
         slice_us = weight_of(weight)
     if yields == "slices" and share is not None:
         slice_us = slice_of(share)
-    options = RunOptions(limits=limits, strict=strict, name=_name(name))
+    own = own_name()
+    options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
     host = connected()
@@ -192,6 +197,8 @@ def run(
     if container is not None:
         options = replace(options, container=_engine(host, container, role))
     wish = None if memory is None else parse_job_memory(memory)
+    if detach and own is None and not settings.dry_run:
+        return _detached(host, command[0], _name(production) or options.name)
     queue = _queue(wish, over, timeout, swaps, wait=wait, requeue=requeue, leaves=yields == "swap")
     started = JobStart(
         host=host,
@@ -205,6 +212,35 @@ def run(
         say=note,
     )
     return started.run(gpu, mig, options)
+
+
+def _detached(host: Host, program: str, name: str | None) -> Any:
+    """Start the job in the background, and return its name; what keeps it from starting is shown as without -d."""
+    import sys
+
+    from gpushare.run.detach import detach, said, was_started
+    from gpushare.show.result import OutputFormat, Result
+    from gpushare.show.text import put
+
+    job = detach(host, settings.words, program, name)
+    if job.state == "ended" and job.exit_code and not was_started(host, job):
+        document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
+        put(sys.stdout if document else sys.stderr, said(job, document=document))
+        return job.exit_code
+    how = {"runs": "it runs", "waits": "it waits in line", "ended": f"it has ended, exit code {job.exit_code}"}
+    state = how.get(job.state or "", "it has not started yet")
+    return Result(
+        command="run",
+        data={
+            "job": job.name,
+            "pid": job.pid,
+            "state": job.state,
+            "exit_code": job.exit_code,
+            "output": str(job.output),
+        },
+        text=f"{job.name}\n",
+        notes=(f"{state}; its output: gpushare logs {job.name}; to end it: gpushare stop {job.name}",),
+    )
 
 
 def _name(name: str | None) -> str | None:

@@ -384,21 +384,30 @@ def check_command(device: Device, program: str, limits: Limits) -> None:
         )
 
 
+_NOT_EXECUTABLE: Final = 126
+_NOT_FOUND: Final = 127
+
+
 def check_program(program: str) -> None:
     """Raise unless there is such a program."""
     if shutil.which(program) is not None:
         return
+    error: GpushareError
     if os.path.isfile(program):
-        raise NoPermission(
+        error = NoPermission(
             f"no permission to execute {quoted(program, 200)}",
             f"check its mode: ls -l {shlex.quote(program)}",
             code="command_not_executable",
         )
-    raise NotFound(
-        f"there is no program {quoted(program, 200)}",
-        f"check the spelling: command -v {shlex.quote(program)}",
-        code="command_not_found",
-    )
+    else:
+        error = NotFound(
+            f"there is no program {quoted(program, 200)}",
+            f"check the spelling: command -v {shlex.quote(program)}",
+            code="command_not_found",
+        )
+    # As a shell, env and nohup end.
+    error.exit_code = _NOT_EXECUTABLE if os.path.isfile(program) else _NOT_FOUND  # type: ignore[assignment]
+    raise error
 
 
 def _check_threads(limits: Limits) -> None:

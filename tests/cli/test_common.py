@@ -322,7 +322,7 @@ def test_output_of_an_error_is_the_asked_one(cli: Cli) -> None:
 
 def test_what_stands_behind_dashes_is_no_option_of_ours(cli: Cli) -> None:
     answer = cli("run", "--", "no-such-program", "-o", "json", "--debug")
-    assert (answer.code, answer.out) == (6, "")
+    assert (answer.code, answer.out) == (127, "")
     assert "Traceback" not in answer.err
 
 

@@ -224,7 +224,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
         (("--copies", "3"), "bad_combination", 2),
         (("--processes", "2", "--", "true"), "bad_combination", 2),
         (("--measure", "--production", "1", "--opportunistic", "1", "--", "true"), "pair_not_measured", 3),
-        (("--measure", "--", "gs-no-such-program"), "command_not_found", 6),
+        (("--measure", "--", "gs-no-such-program"), "command_not_found", 127),
     ],
 )
 def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:

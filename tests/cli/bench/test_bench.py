@@ -341,7 +341,7 @@ def test_a_command_that_fails_already_alone(
         (("--compare", "/nonexistent/x", "--", "true"), "no_file", 6),
         (("--plot", "/tmp/x.gif", "--", "true"), "bad_plot", 2),
         (("-g", "4", "--", "true"), "unknown_gpu", 6),
-        (("--", "gs-no-such-program"), "command_not_found", 6),
+        (("--", "gs-no-such-program"), "command_not_found", 127),
         (("--ways", "streams,mig", "--", "true"), "no_way", 3),
     ],
 )

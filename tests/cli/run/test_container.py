@@ -227,7 +227,7 @@ def test_options_of_a_container_that_stay(words: list[str]) -> None:
 
 def test_without_the_engine(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
-    refused("run", "--container", "podman", "--", "image", code="command_not_found", exit_code=6)
+    refused("run", "--container", "podman", "--", "image", code="command_not_found", exit_code=127)
 
 
 @pytest.mark.parametrize("words", [("--slice", "1ms"), ("--opportunistic", "--yield", "pause")])

@@ -134,7 +134,7 @@ def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None
         (("--copies", "2", "--wait", "--", "true"), "usage", 2),
         (("--copies", "2", "--memory", "0%", "--", "true"), "bad_size", 2),
         (("--copies", "2", "-g", "1-0", "--", "true"), "bad_gpu", 2),
-        (("--copies", "2", "--", "no-such-program"), "command_not_found", 6),
+        (("--copies", "2", "--", "no-such-program"), "command_not_found", 127),
         (("--copies", "200", "--memory", "200G", "--", "true"), "never_fits", 2),
         (("--copies", "2", "--like", "no-such.json", "--", "true"), "no_file", 6),
         (("--each", "no-such.txt", "--", "true"), "no_file", 6),

@@ -44,7 +44,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
         (("--swap", "turns=0", "--", "true"), "bad_duration", 2),
         (("--wait", "-g", "9", "--", "true"), "unknown_gpu", 6),
         (("--wait", "--memory", "4G", "--production", "a b!", "--", "true"), "bad_name", 2),
-        (("--wait", "--memory", "4G", "--", "no-such-program"), "command_not_found", 6),
+        (("--wait", "--memory", "4G", "--", "no-such-program"), "command_not_found", 127),
     ],
 )
 def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:

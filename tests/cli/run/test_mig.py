@@ -416,8 +416,8 @@ def test_wrong_usage(
 
 def test_a_program_that_is_not_there(refused: Callable[..., str], world: World) -> None:
     world.mig("1g.18gb")
-    refused("run", "--mig", "1g", "--", "no-such-program", code="command_not_found", exit_code=6)
-    refused("run", "--mig", "1g", "--threads", "5", "--", "/etc/passwd", code="command_not_executable", exit_code=4)
+    refused("run", "--mig", "1g", "--", "no-such-program", code="command_not_found", exit_code=127)
+    refused("run", "--mig", "1g", "--threads", "5", "--", "/etc/passwd", code="command_not_executable", exit_code=126)
 
 
 def test_an_instance_and_a_kind_of_instance(refused: Callable[..., str], world: World) -> None:

@@ -38,9 +38,9 @@ def test_own_options_without_dashes(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--", "no-such-program"), "command_not_found", 6),
-        (("-n", "--", "no-such-program"), "command_not_found", 6),
-        (("--", "/etc/passwd"), "command_not_executable", 4),
+        (("--", "no-such-program"), "command_not_found", 127),
+        (("-n", "--", "no-such-program"), "command_not_found", 127),
+        (("--", "/etc/passwd"), "command_not_executable", 126),
         ((), "usage", 2),
         (("--",), "usage", 2),
         (("--threads", "0", "--", "true"), "bad_percentage", 2),

@@ -99,8 +99,8 @@ def test_bad_words_are_refused(refused: Callable[..., str], words: tuple[str, st
 def test_bad_commands_are_refused(refused: Callable[..., str]) -> None:
     refused("tune", "--production", "'a", "--opportunistic", "true", code="bad_command", exit_code=2)
     refused("tune", "--production", " ", "--opportunistic", "true", code="no_command", exit_code=2)
-    refused("tune", "--production", "no-such", "--opportunistic", "true", code="command_not_found", exit_code=6)
-    refused("tune", "--production", "true", "--opportunistic", "no-such", code="command_not_found", exit_code=6)
+    refused("tune", "--production", "no-such", "--opportunistic", "true", code="command_not_found", exit_code=127)
+    refused("tune", "--production", "true", "--opportunistic", "no-such", code="command_not_found", exit_code=127)
 
 
 def test_a_job_that_ends_is_named(cli: Cli) -> None:

@@ -1,0 +1,64 @@
+"""``gpushare run -d``: a job in the background, its name, its output and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from gpushare.run.jobs import find_record, output_path
+from tests.cli.conftest import Cli
+from tests.cli.drive import World, until
+
+
+def name_of(cli: Cli, *words: str) -> str:
+    return cli("run", "-d", *words).ok().out.strip()
+
+
+def test_it_prints_its_name_and_goes_on_in_a_session_of_its_own(cli: Cli, world: World) -> None:
+    name = name_of(cli, "--", "sh", "-c", "echo begun; sleep 60")
+    assert name == "sh-1"
+    record = find_record(world.host, name)
+    assert record is not None
+    assert record.supervisor is not None
+    assert os.getsid(record.supervisor.pid) == record.supervisor.pid != os.getsid(0)
+    until(lambda: "begun" in cli("logs", name).ok().out, "its output is kept")
+    assert name_of(cli, "--", "sh", "-c", "exit 3") == "sh-2"
+    cli("stop", name).ok()
+    until(lambda: world.pids() == [], "it is gone")
+    listed = cli("jobs", output="json").ok().data["jobs"]
+    assert {one["name"]: (one["state"], one["exit_code"]) for one in listed} == {
+        "sh-1": ("ended", 143),
+        "sh-2": ("ended", 3),
+    }
+
+
+def test_the_name_that_is_given_is_taken_once(cli: Cli, refused: Callable[..., str]) -> None:
+    assert name_of(cli, "--name", "train", "--", "sleep", "60") == "train"
+    refused("run", "-d", "--name", "train", "--", "true", code="name_in_use", exit_code=19)
+    cli("stop", "train").ok()
+
+
+def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World) -> None:
+    for words in (("--memory", "900G", "--", "true"), ("--", "no-such-program")):
+        plain, detached = cli("run", *words), cli("run", "-d", *words)
+        assert (detached.code, detached.out) == (plain.code, plain.out)
+        assert detached.lines("error") == plain.lines("error")
+        assert cli("-o", "json", "run", "-d", *words).error == cli("-o", "json", "run", *words).error
+    assert world.pids() == []
+
+
+def test_it_waits_in_line(cli: Cli, world: World) -> None:
+    first = name_of(cli, "--memory", "100G", "--name", "first", "--", "sleep", "60")
+    words = ("run", "-d", "--wait", "--memory", "100G", "--name", "second", "--", "sleep", "60")
+    data = cli("-o", "json", *words).ok().data
+    assert (data["job"], data["state"]) == ("second", "waits")
+    cli("stop", first).ok()
+    until(lambda: find_record(world.host, "second") is not None, "it runs")
+    os.kill(data["pid"], signal.SIGTERM)
+    until(lambda: world.pids() == [], "it is gone")
+
+
+def test_a_dry_run_starts_nothing(cli: Cli, world: World) -> None:
+    assert "run true as a client" in cli("run", "-d", "-n", "--", "true").ok().out
+    assert not output_path(world.host, "true-1").exists()
