@@ -112,6 +112,8 @@ class MigInstance:
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     profile: str | None = None
+    # As `gpushare mig name` gave it.
+    name: str | None = None
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Find the devices for ``-g``: index, range, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, all. Pure."""
+"""Find the devices for ``-g``: index, range, UUID or its prefix, PCI bus id, MIG UUID, the name of an instance, a list, all. Pure."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
     elif _PCI.match(word):
         matches = [Device(gpu=gpu) for gpu in gpus if gpu.pci_bus_id and _pci_key(gpu.pci_bus_id) == _pci_key(word)]
     else:
-        matches = []
+        matches = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances if mig.name == word]
     if not matches:
         raise NotFound(
             f"there is no GPU {quoted(word)} on this host", _available(word, gpus), code="unknown_gpu", gpu=word[:60]
@@ -179,5 +179,5 @@ def _available(word: str, gpus: Sequence[Gpu]) -> str:
     indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])
     if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
         # Names, ids and placements are for other options, not for -g.
-        return f"this host has GPU {indexes}; name an instance by its UUID: -g MIG-<uuid>; see: gpushare mig status"
+        return f"this host has GPU {indexes}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"
     return f"this host has GPU {indexes}; see: gpushare status"

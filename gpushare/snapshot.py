@@ -64,6 +64,10 @@ class HostState:
 
     def _gpus(self) -> tuple[Gpu, ...]:
         found = self.host.nvml.sweep() if self._given is None else self._given
+        if any(gpu.mig_instances for gpu in found):
+            from gpushare.mig.places import with_names
+
+            found = with_names(self.host, found)
         # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
         return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in found)
 

@@ -21,7 +21,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "run": {
         "Share": "gpu mig threads memory over priority slice weight strict container",
         "Waiting for room": "wait timeout requeue swap",
-        "Production and opportunistic jobs": "production metric lower-is-better opportunistic for yield keep",
+        "Roles": "production metric lower-is-better opportunistic for yield keep",
     },
     "bench": {
         "What is measured": "copies ways repeat gpu for timeout",
@@ -43,12 +43,12 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("GPU utilization for a script", "status -g 0 -o json"),
     ),
     "run": (
+        ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python train.py"),
+        ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
-        ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
-        ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
     ),
     "farm": (
@@ -212,16 +212,22 @@ def path_of(ctx: Any) -> str:
     return " ".join(str(ctx.command_path).split()[1:])
 
 
+# What `--help` of a command with many options leaves to `--help-all` and to the manual page.
+MORE: Final[Mapping[str, str]] = {"run": "strict metric lower-is-better grace"}
+ALL: Final = "gpushare.help.all"
+
+
 def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write arguments and options in groups. The common options are one line, except in the help of the program."""
     path = path_of(ctx)
+    left_out = set() if ctx.meta.get(ALL) else {f"--{name}" for name in MORE.get(path, "").split()}
     groups = GROUPS.get(path, {})
     group_of = {f"--{name}": title for title, names in groups.items() for name in names.split()}
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in groups}, "Options": []}
     common = sections.setdefault("Common options, before or after the command", [])
     for param in params:
         record = param.get_help_record(ctx)
-        if record is None:
+        if record is None or not left_out.isdisjoint(param.opts):
             continue
         if param.param_type_name == "argument":
             sections["Arguments"].append(record)
@@ -247,5 +253,5 @@ def write_examples(ctx: Any, formatter: Any) -> None:
         return
     formatter.write_paragraph()
     formatter.write("Examples:\n")
-    for what, command in EXAMPLES[path]:
+    for what, command in EXAMPLES[path] if path not in MORE or ctx.meta.get(ALL) else EXAMPLES[path][:1]:
         formatter.write(f"  {what}:\n    {typed(command)}\n")

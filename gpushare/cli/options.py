@@ -563,7 +563,7 @@ OneGpuOption = Annotated[
 ]
 ClientThreads = Annotated[
     str | None,
-    typer.Option("--threads", metavar="PCT", help="Active thread percentage of the program, above 0 up to 100."),
+    typer.Option("--threads", metavar="PCT", help="Active thread percentage: above 0 up to 100."),
 ]
 ClientMemory = Annotated[
     str | None,
@@ -574,7 +574,7 @@ JobMemory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="Device memory of the whole job on each of its GPUs, reserved and limited: 20G, 80%.",
+        help="Device memory of the job, on each GPU: 20G, 80%.",
     ),
 ]
 OverAction = Annotated[
@@ -652,8 +652,13 @@ def note(text: str) -> None:
 
 
 def gpus_of(host: Host) -> Sequence[Gpu]:
-    """Return the GPUs of a host, with their modes."""
-    return host.nvml.sweep()
+    """Return the GPUs of a host, with their modes and the names of their instances."""
+    gpus = host.nvml.sweep()
+    if any(gpu.mig_instances for gpu in gpus):
+        from gpushare.mig.places import with_names
+
+        return with_names(host, gpus)
+    return gpus
 
 
 def answered(prompt: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperOption
 
 from gpushare.cli.options import (
     CONTEXT,
@@ -31,12 +32,40 @@ if TYPE_CHECKING:
     from gpushare.run.queued import MemoryOptions
 
 
+def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        import sys
+
+        from gpushare.cli.help import ALL
+        from gpushare.show.text import put
+
+        ctx.meta[ALL] = True
+        put(sys.stdout, ctx.get_help() + "\n")
+        ctx.exit()
+
+
+class _RunCommand(ChangingCommand):
+    """The command with the most options: --help is one screen, --help-all has all of them."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        more = TyperOption(
+            param_decls=["--help-all", "shared_help_all"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            callback=_help_all,
+            help="Show all options and examples.",
+        )
+        super().__init__(*arguments, **{**named, "params": [*(named.get("params") or []), more]})
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     # Options end at the program's name, even without "--".
     app.command(
         "run",
-        cls=ChangingCommand,
+        cls=_RunCommand,
         short_help="Run a program inside a share of a GPU.",
         context_settings={**CONTEXT, "allow_interspersed_args": False},
     )(run)
@@ -48,38 +77,34 @@ def run(
     ],
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "-g", "--gpu", metavar="SET", help="A GPU or instance, or the candidates: 0, 0-3, 0,2, NAME, any."
-        ),
+        typer.Option("-g", "--gpu", metavar="SET", help="GPU or instance, or candidates: 0-3, NAME, any."),
     ] = None,
     mig: Annotated[
         str | None,
-        typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance: 1g, 1g.10gb, or by its name."),
+        typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance, or in that one."),
     ] = None,
     threads: ClientThreads = None,
     memory: JobMemory = None,
     over: OverAction = None,
     priority: PriorityOption = None,
     slice_text: Annotated[
-        str | None, typer.Option("--slice", metavar="TIME", help="Run outside MPS with this time-slice: 500us, 16ms.")
+        str | None, typer.Option("--slice", metavar="TIME", help="Run outside MPS with this time-slice: 16ms.")
     ] = None,
     weight: Annotated[
         str | None,
-        typer.Option("--weight", metavar="N", help="Run outside MPS with N times the time of programs without one."),
+        typer.Option("--weight", metavar="N", help="Run outside MPS with N times the usual slice."),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="End the program if it runs on the GPU outside MPS.")
     ] = False,
     container: Annotated[
         str | None,
-        typer.Option(
-            "--container", metavar="ENGINE", help="Run a container: podman or docker. CMD is [OPTIONS] IMAGE [CMD]."
-        ),
+        typer.Option("--container", metavar="ENGINE", help="podman or docker; CMD is [OPTIONS] IMAGE [CMD]."),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait in line until a GPU, or an instance, has room.")] = False,
     timeout: Annotated[
         str | None,
-        typer.Option("--timeout", metavar="TIME", help="Wait for at most this long: 30m, 2h. [default: no limit]"),
+        typer.Option("--timeout", metavar="TIME", help="Wait for at most this long: 30m, 2h."),
     ] = None,
     requeue: Annotated[
         bool, typer.Option("--requeue", help="If it runs out of memory, wait again for a fifth more.")
@@ -89,14 +114,12 @@ def run(
         typer.Option(
             "--swap",
             metavar="WHEN",
-            help="Leave the GPU by swap: request, idle=10m, turns[=60s], or two: idle=10m,turns.",
+            help="Leave the GPU at: request, idle=10m, turns[=60s].",
         ),
     ] = None,
     production: Annotated[
         str | None,
-        typer.Option(
-            "--production", metavar="NAME", help="Run as this production job, which opportunistic jobs spare."
-        ),
+        typer.Option("--production", metavar="NAME", help="Run as a job that opportunistic jobs spare."),
     ] = None,
     metric: Annotated[
         str | None,
@@ -113,31 +136,24 @@ def run(
     ] = None,
     how: Annotated[
         str | None,
-        typer.Option(
-            "--yield", metavar="HOW", help="slices[=200us], caps[=60], pause, swap, requeue. [default: as tuned]"
-        ),
+        typer.Option("--yield", metavar="HOW", help="slices[=200us], caps[=60], pause, swap or requeue."),
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option("--keep", metavar="PCT", help="Adapt the time-slice so that production keeps this speed: 97%."),
+        typer.Option("--keep", metavar="PCT", help="Adapt the slice: production keeps 97% of its speed."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name the job, for commands that take a JOB.")
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("-d", "--detach", help="Run it in the background, also after logout; print its name.")
-    ] = False,
+    detach: Annotated[bool, typer.Option("-d", "--detach", help="Run it in the background; print its name.")] = False,
     grace: Annotated[
         str | None, typer.Option("--grace", metavar="TIME", help="Time to end after its signal. [default: 10s]")
     ] = None,
 ) -> Any:
     """Run a program inside a share of a GPU, and prove that it is attached.
 
-    Starts an MPS daemon if the GPU has none, and stops it after the last program. The exit code is the program's own,
-    or 128 + N if signal N ended it. Ctrl-C, SIGTERM, and even the death of gpushare end the program the safe way: its
-    own signal and time to end first.
-
-    --memory limits the job on each of its GPUs, contexts included, and reserves this memory while the job runs.
+    Starts an MPS daemon if the GPU has none. Ctrl-C ends the program the safe way. The exit code is the program's own,
+    or 128 + N if signal N ended it.
     """
     from gpushare.mps.limits import Limits
     from gpushare.run.detach import own_name

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, or_none
 from gpushare.mig.driver import MigReader
 from gpushare.mig.names import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
@@ -251,6 +251,20 @@ def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotF
         f"make one: {make}; see: gpushare mig status",
         code="no_instance",
     )
+
+
+def with_names(host: Host, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+    """Return GPUs with the names of their instances, as far as this user sees them."""
+    if not any(gpu.mig_instances for gpu in gpus) or not names_of(host):
+        return gpus
+    return [_with_names(host, gpu) for gpu in gpus]
+
+
+def _with_names(host: Host, gpu: Gpu) -> Gpu:
+    # A GPU whose layout cannot be read keeps its instances, without names.
+    places = or_none(lambda: places_on(host, gpu)) or ()
+    names = {place.mig.uuid: place.name for place in places}
+    return replace(gpu, mig_instances=tuple(replace(mig, name=names.get(mig.uuid)) for mig in gpu.mig_instances))
 
 
 def places_on(host: Host, gpu: Gpu) -> list[Place]:

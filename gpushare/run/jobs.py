@@ -9,7 +9,7 @@ from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
-from gpushare.host.identity import Identity
+from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.plan import Loss
 from gpushare.typed import JOB_NAME, Count, JobName, Percent, Pid, Within
@@ -254,7 +254,8 @@ def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
         yield
         return
     with _name_taken(host, name):
-        write_record(host, record_of(host, device, name, os.getpid(), PLAIN))
+        own = identity_of(os.getpid())
+        write_record(host, replace(record_of(host, device, name, os.getpid(), PLAIN), supervisor=own))
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ from gpushare.memory.room import (
 from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
-from gpushare.run.swapping import ByHand, ForProduction, Idle, Policy, Swapping, Turns, short_turns
+from gpushare.run.swapping import ByHand, ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
@@ -442,10 +442,12 @@ class Queued:
         return found
 
     def _policy(self) -> Policy | None:
-        if self.memory.turns:
-            return Turns(self.memory.turn_seconds, self.say)
-        if self.memory.idle_seconds is not None:
-            return Idle(self.memory.idle_seconds, self.say)
+        turns = Turns(self.memory.turn_seconds, self.say) if self.memory.turns else None
+        idle = None if self.memory.idle_seconds is None else Idle(self.memory.idle_seconds, self.say)
+        if turns is not None and idle is not None:
+            return IdleInTurns(idle, turns)
+        if turns is not None or idle is not None:
+            return turns or idle
         if self.memory.for_production:
             return ForProduction()
         return ByHand() if self.memory.swappable else None

@@ -324,6 +324,31 @@ class Turns:
             self.say(text)
 
 
+@dataclass
+class IdleInTurns:
+    """Leaves after some time without work, and at the end of its turn; comes back as by what it left for."""
+
+    idle: Idle
+    turns: Turns
+    waiting: str | None = None
+    _left_idle: bool = False
+
+    def leaves(self, look: Look) -> bool:
+        """Return whether it has been idle for long enough, or its turn is over."""
+        # Both look each time: each keeps what it has seen.
+        is_idle, is_over = self.idle.leaves(look), self.turns.leaves(look)
+        self._left_idle, self.waiting = is_idle, self.idle.waiting if is_idle else self.turns.waiting
+        return is_idle or is_over
+
+    def returns(self, look: Look) -> bool:
+        """Return whether it works again, or is in the line for its next turn."""
+        return self.idle.returns(look) if self._left_idle else self.turns.returns(look)
+
+    def switched(self, seconds: float) -> None:
+        """Note how long it took to leave or to come back."""
+        self.turns.switched(seconds)
+
+
 def short_turns(seconds: float, switch_seconds: float) -> str | None:
     """Return what turns lose that are short for their switches; None: they are long enough."""
     if seconds >= TURN_FACTOR * switch_seconds:
@@ -560,7 +585,7 @@ class Swapping:
         Raises:
             InUse: it has not (code ``host_memory``).
         """
-        if not isinstance(self._policy, Turns) or not look.next_bytes:
+        if not isinstance(self._policy, (Turns, IdleInTurns)) or not look.next_bytes:
             return
         need = host_bytes(look.held_bytes + look.next_bytes)
         free = self._host.machine.free_memory(self._pid)

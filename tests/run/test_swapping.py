@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare.run.swapping import ForProduction, Idle, Look, Turns
+from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Look, Turns
 from gpushare.units import GIB
 
 
@@ -263,3 +263,17 @@ def test_a_job_that_needs_nearly_all_of_the_gpu_comes_back_when_nobody_stays() -
     policy = ForProduction()
     alone = [look(float(at), free=31 * GIB, held=30 * GIB)._replace(others_stay=False) for at in range(12)]
     assert [policy.returns(one) for one in alone] == [False] * 10 + [True] * 2
+
+
+def test_of_two_reasons_to_leave_the_one_that_holds_decides_when_it_is_back() -> None:
+    policy = IdleInTurns(Idle(5.0), Turns(2.0))
+    assert not policy.leaves(look(0.0, busy=50, others=True))
+    assert policy.leaves(look(3.0, busy=50, others=True))
+    # Its turn was over: it is in the line again at once.
+    assert policy.returns(look(3.1))
+    still = IdleInTurns(Idle(1.0), Turns(600.0))
+    assert not still.leaves(look(0.0, busy=0))
+    assert not still.leaves(look(0.6, busy=0))
+    assert still.leaves(look(1.2, busy=0))
+    # It was idle: it stays out until it works.
+    assert not still.returns(look(2.0, busy=0))

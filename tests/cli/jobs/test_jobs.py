@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gpushare.host.capabilities import user_name
 from gpushare.run.jobs import PAST, PastJob, find_record, keep_past
 from gpushare.sim import admin
 from gpushare.units import GIB, MIB
@@ -59,7 +61,12 @@ def test_a_job_that_runs(
     started = runs(real, world, *options)
     (job,) = listed(cli)
     assert {key: job[key] for key in expected} == expected
-    assert (job["name"], job["state"], job["command"], job["user"]) == ("train", "running", "sleep 300", "root")
+    assert (job["name"], job["state"], job["command"], job["user"]) == (
+        "train",
+        "running",
+        "sleep 300",
+        user_name(os.geteuid()),
+    )
     assert (job["processes"], 0 <= job["since_seconds"] < 120) == ([job["pid"]], True)
     # Gone from the running ones, it is among those that ended.
     started.signal(signal.SIGTERM)

@@ -99,7 +99,7 @@ def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
     script.write_text("exit 0\n", encoding="utf-8")
     os.chmod(script, 0o644)
     refused = cli("run", "--", str(script))
-    assert refused.code == 4
+    assert refused.code == 126
     assert "no permission to execute" in refused.err
 
 

@@ -337,7 +337,7 @@ def test_names_are_kept_for_who_names_them(
     assert "--mig train" in said
     assert variables(real("run", "--mig", "train", "--", sys.executable, "-c", PRINT))["CUDA_VISIBLE_DEVICES"] == uuid
     started = waiting(real, "--mig", "train")
-    until(lambda: world.host.nvml.processes(0), "it runs")
+    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()) != set(), "it runs")
     assert "train" in refused("run", "--mig", "train", "--", "true", code="instance_in_use", exit_code=19)
     assert ended(started) == 0
 

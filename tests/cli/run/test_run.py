@@ -308,3 +308,25 @@ def test_client_kept_after_the_program_keeps_the_daemon(real: Callable[..., Star
     assert world.state.daemons
     world.send(other, signal.SIGKILL)
     until(lambda: world.state.daemons == [], "no daemon")
+
+
+def test_its_help_is_one_screen_and_all_of_it_is_there_for_the_asking(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, long = cli("run", "--help").ok().out, cli("run", "--help-all").ok().out
+    assert len(short.splitlines()) <= 45
+    assert len([line for line in short.splitlines() if line.startswith("  -")]) <= 24
+    for option in ("--strict", "--metric", "--grace"):
+        assert option not in short
+        assert option in long
+
+
+def test_an_instance_is_named_by_its_name(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    world.mig("1g.18gb", "1g.18gb")
+    cli("mig", "name", "alice", "1g.18gb:0").ok()
+    (named,) = [
+        one for one in cli("status", output="json").ok().data["gpus"][0]["mig_instances"] if one["name"] == "alice"
+    ]
+    assert f"CUDA_VISIBLE_DEVICES={named['uuid']}" in cli("run", "-g", "alice", "-n", "--", "true").ok().out
+    assert "-g NAME" in refused("run", "-g", "bob", "--", "true", code="unknown_gpu", exit_code=6)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.host.identity import Identity
 from gpushare.run import stop as module
 from gpushare.run.jobs import find_record, record_of, write_record
 from gpushare.selection import select
@@ -192,8 +193,7 @@ def test_a_job_whose_gpushare_is_gone_is_asked_for(
     (device,) = select(None, host.nvml.sweep())
     dead = subprocess.Popen(["true"])
     record = record_of(host, device, "train", pid, "plain")
-    assert record.supervisor is not None
-    write_record(host, replace(record, supervisor=record.supervisor._replace(pid=dead.pid)))
+    write_record(host, replace(record, supervisor=Identity(dead.pid, 1)))
     dead.wait()
     said = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
     assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in said
