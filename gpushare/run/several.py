@@ -134,7 +134,8 @@ class Program:
             if len(self._rest) > _LONGEST_LINE:
                 self._tell(self._rest, at)
                 self._rest = b""
-        if not self.kept and self._offset > _MOST_OUTPUT_BYTES:
+        # What it has printed since the last read would be lost.
+        if not self.kept and self._offset > _MOST_OUTPUT_BYTES and os.fstat(self.file.fileno()).st_size == self._offset:
             # The program appends, so it continues at the new end.
             os.ftruncate(self.file.fileno(), 0)
             self._offset = 0
