@@ -819,5 +819,5 @@ def positive(option: str, text: str, example: str) -> float:
 
     seconds = parse_seconds(text)
     if seconds <= 0:
-        raise BadUsage(f"{option} {text} is no time", f"give {option} {example}", code="bad_duration")
+        raise BadUsage(f"invalid duration for {option}: {text}", f"give {option} {example}", code="bad_duration")
     return seconds

@@ -446,7 +446,7 @@ def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
     """Step back if root, or for root the job's user, is swapping it too: each has a lock of its own.
 
     Both write what they are about to do before they read what the other has written, so never do both go on. A user's
-    record does not bind root for ever: after `_USERS_SECONDS` the driver alone decides what can be done.
+    record binds root for a while only: after `_USERS_SECONDS` the driver alone decides what can be done.
 
     Raises:
         InUse: one does (code ``swap_busy``); the record is as it was before.

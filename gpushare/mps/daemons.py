@@ -477,7 +477,7 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_
     pid = live_pid(host, home, record, running)
     daemon = _daemon_of(home, record, pid, gpus)
     if pid is None:
-        way = f"clear it away: gpushare mps stop -g {record.device_uuid}"
+        way = f"clean up: gpushare mps stop -g {record.device_uuid}"
         gone = f"the daemon {record.pid} is gone; {way}"
         if record.interrupted:
             gone = (
@@ -602,7 +602,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             dead = dead or NotFound(
                 f"the MPS daemon of {device.title} is being started, or its start was interrupted",
                 f"start it again: gpushare mps start -g {device.selector}; "
-                f"or clear it away: gpushare mps stop -g {device.selector}",
+                f"or clean up: gpushare mps stop -g {device.selector}",
                 gpu=str(device.gpu.index),
                 code="start_interrupted",
             )
@@ -612,7 +612,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             # There may be another in a shared directory.
             dead = dead or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
-                f"clear it away: gpushare mps stop -g {device.selector}; then start it again",
+                f"clean up: gpushare mps stop -g {device.selector}; then start it again",
                 gpu=str(device.gpu.index),
                 code="dead_daemon",
             )

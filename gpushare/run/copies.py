@@ -32,7 +32,7 @@ class FarmOptions:
     ``parallel`` bounds how many run at the same time on all GPUs together (None: as many as fit). ``job_bytes`` is the
     memory of a copy by device UUID, as given (None: not given), and ``action`` what happens to a copy above it. ``cap``
     returns the thread percentage of each of N copies on one GPU (None: no cap). ``restarts`` is how often a failed copy is
-    started again, ``stall_seconds`` how long a copy may print nothing (None: for ever). ``user_limits`` are what users may
+    started again, ``stall_seconds`` how long a copy may print nothing (None: no limit). ``user_limits`` are what users may
     reserve on a GPU, by uid. ``done`` are the copies that an earlier farm has completed.
     """
 

@@ -58,7 +58,7 @@ _ROOM_LOOK_SECONDS: Final = 0.2
 _ALONE_SECONDS: Final = 20.0
 # With less free memory, a copy of unknown size waits.
 _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
-# How often it may say anew what it waits for.
+# How often it may repeat what it waits for.
 _SAY_SECONDS: Final = 60.0
 
 

@@ -194,7 +194,7 @@ class Pauser:
         try:
             self._checkpoint.unlock(pid)
         except OperationFailed:
-            # A process that has lost its context (by exec) is refused for ever, and is not locked.
+            # A process that has lost its context (by exec) is always refused, and is not locked.
             if self._checkpoint.is_locked(pid):
                 raise
 

@@ -259,7 +259,7 @@ def open_log(path: Path) -> int:
 
 
 def begin_log(path: Path) -> None:
-    """Let a job's output begin anew; it is kept already where our own stdout goes to it."""
+    """Remove the output of an earlier job of this name, unless our own stdout goes to this file."""
     if not is_our_stdout(path):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -406,7 +406,7 @@ class _Session:
                 )
             guard.started(child.pid, start_of(self._host.processes, child.pid))
             watch = self._share.watch(child.pid)
-            # Else a worker in its own session could stay stopped for ever when gpushare and its program are gone.
+            # Else a worker in its own session could stay stopped when gpushare and its program are gone.
             watch.before_pause(guard.started)
             self._program = child.pid
             if self._options.meter is not None:

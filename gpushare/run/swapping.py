@@ -259,7 +259,7 @@ class Idle:
     def _often(self) -> float:
         """Return what a process on the GPU uses of a CPU while it is idle, rather more.
 
-        Rare peaks do not count: a cell that is as small would wait for ever.
+        Rare peaks do not count: a cell that is as small would never wake it.
         """
         levels = sorted(self._levels)
         return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0

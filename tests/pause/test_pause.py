@@ -421,6 +421,14 @@ def test_a_record_of_another_user_is_none(job: Paused) -> None:
     assert paused_jobs(job.host) == []
 
 
+def test_a_pid_that_another_process_has_by_now_is_not_the_jobs(job: Paused) -> None:
+    job.pause()
+    record = job.job()
+    write(replace(record, pid=os.getpid(), started=1))
+    (paused,) = paused_jobs(job.host)
+    assert (paused.pid, paused.started) == (record.channels[0].pid, record.channels[0].started)
+
+
 def test_whose_pause_it_may_be_is_said(job: Paused) -> None:
     pid = admin.add_process(SPEC, user="daemon")
     with pytest.raises(NotFound) as caught:
