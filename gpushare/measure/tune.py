@@ -46,7 +46,7 @@ from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, wi
 from gpushare.memory.peaks import Profile
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
-from gpushare.run.group import DEFAULT_US, GroupShare, members, why_not
+from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
 from gpushare.run.plain import PlainShare
 from gpushare.run.results import CAPS, SLICES
 from gpushare.run.several import Several
@@ -338,7 +338,8 @@ class Tuner:
             refused = why_not(host, device, None)
             if refused is not None:
                 raise refused
-            GroupShare(host, device, Limits()).check(program)
+            MpsShare(host, device, Limits()).check(program)
+            GroupSlice(host, device).check()
             if members(host, device):
                 raise InUse(
                     f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",

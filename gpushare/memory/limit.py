@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.part import Part
 from gpushare.units import MIB, format_apart, format_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.ledger import Place
     from gpushare.model import GpuProcess
+    from gpushare.part import Watched
     from gpushare.selection import Device
 
 MemoryAction = Literal["end", "warn", "pause"]
@@ -52,10 +54,10 @@ MARK: Final = "GPUSHARE_JOB"
 _UNCOUNTED_BYTES: Final = 512 * MIB
 
 
-class JobMemory:
+class JobMemory(Part):
     """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger.
 
-    ``driver`` is the driver's limit, if it has one: given back by `close`. ``listed`` reads the processes on the GPU, if one
+    ``driver`` is the driver's limit, if it has one: given back by `leave`. ``listed`` reads the processes on the GPU, if one
     look is for several jobs.
     """
 
@@ -115,12 +117,14 @@ class JobMemory:
         if self._driver is not None:
             self._driver.enter(pid)
 
-    def started(self, pid: int) -> None:
+    def started(self, watch: Watched) -> None:
         """Begin to watch a program."""
+        self.begin(watch.program_pid)
+
+    def begin(self, pid: int) -> None:
+        """Begin to watch the program with this PID."""
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
-        # In a container the program is another process than the one that was started first.
-        self._strangers.clear()
         self._tell()
         self._check_inside([pid])
         if self._place is not None:
@@ -146,7 +150,7 @@ class JobMemory:
         """Return whether a process of the job is on the device."""
         return bool(self._processes())
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
         now = self._clock()
         # A peak of a long job may be looked for less often.
@@ -307,7 +311,7 @@ class JobMemory:
             with contextlib.suppress(NoPermission):
                 signal_known(self._host.processes, pid, started, signal.SIGCONT)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Leave the ledger, and take the driver's limit off."""
         self._tell_left()
         driver, self._driver = self._driver, None
@@ -335,7 +339,7 @@ class JobMemory:
                 f"{what}{holds}: nothing limits {'its' if one else 'their'} memory any more; see: gpushare status"
             )
 
-    def check(self) -> None:
+    def raise_end(self) -> None:
         """Raise if the job was ended for its memory.
 
         Raises:

@@ -18,18 +18,16 @@ import re
 import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.host.host import make_private_directory
-from gpushare.host.process import start_of
+from gpushare.part import Part
 from gpushare.run.plain import PlainWatch
 from gpushare.run.share import check_program
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpushare.host.host import Host
     from gpushare.run.share import Share, Watch
 
@@ -38,7 +36,7 @@ DOCKER: Final = "docker"
 ENGINES: Final = (PODMAN, DOCKER)
 _ID: Final = re.compile(r"[0-9a-f]{64}")
 _SHORT_ID: Final = re.compile(r"[0-9a-f]{12,64}")
-# Between two looks whether it runs; the engine may have to pull the image first.
+# Between two questions whether it runs; the engine may have to pull the image first.
 _POLL_SECONDS: Final = 0.1
 _INSPECT_SECONDS: Final = 10.0
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -170,28 +168,29 @@ def stop_container(engine: str, container: str, grace_seconds: float) -> bool:
 
 
 @dataclass
-class ContainerShare:
-    """A share whose program is a container. The engine's client is started with what `command` returns."""
+class Container(Part):
+    """The container that a job runs in: a part of it. The engine's client is started with what `command` returns."""
 
-    inner: Share
     host: Host
+    share: Share
     engine: str
     _identity: str | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner share.
-        return getattr(self.inner, name)
 
     @property
     def _file(self) -> Path:
         return self.host.run_directory / "containers" / f"{os.getpid()}.cid"
 
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether only root may signal its processes."""
+        return is_foreign(self.engine, self.host.uid)
+
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command of the engine's client for ``[OPTIONS] IMAGE [CMD]``."""
         # Of the caller's own variables only those of MPS: others (CUDA_HOME) mean paths of this host.
-        check_options(words, {*self.inner.environment({})})
-        own = (name for name in self.inner.environment(os.environ) if name.startswith("CUDA_MPS_"))
-        variables = sorted({*(name for name in self.inner.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
+        check_options(words, {*self.share.environment({})})
+        own = (name for name in self.share.environment(os.environ) if name.startswith("CUDA_MPS_"))
+        variables = sorted({*(name for name in self.share.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
         flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device(), *self._mps()]
         return [self.engine, "run", *flags, *(word for name in variables for word in ("-e", name)), *words]
 
@@ -199,13 +198,13 @@ class ContainerShare:
         if self.host.is_simulated:
             # There is no GPU that a container could be given.
             return []
-        uuid = self.inner.device.uuid
+        uuid = self.share.device.uuid
         return ["--gpus", f"device={uuid}"] if self.engine == DOCKER else ["--device", f"nvidia.com/gpu={uuid}"]
 
     def _mps(self) -> list[str]:
         """Return what makes the container a client of the MPS daemon, if the share has one."""
-        pipe = self.inner.environment({}).get(_PIPE)
-        if self.inner.meter is None or pipe is None:
+        pipe = self.share.environment({}).get(_PIPE)
+        if self.share.meter is None or pipe is None:
             return []
         if re.search(r"[\s,:]", pipe):
             raise NotSupported(
@@ -216,25 +215,22 @@ class ContainerShare:
         # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
         flags = ["--ipc=host", "--mount", f"type=bind,source={pipe},target={pipe}"]
         # An MPS server serves one user: root in a container of rootless Podman is that user already.
-        return [*flags, "--user", f"{os.getuid()}:{os.getgid()}"] if is_foreign(self.engine, self.host.uid) else flags
+        return [*flags, "--user", f"{os.getuid()}:{os.getgid()}"] if self.is_foreign else flags
 
-    def check(self, program: str) -> None:
-        """Raise unless a container can run in it."""
+    def check(self) -> None:
+        """Raise unless the engine is there."""
         check_engine(self.engine)
-        self.inner.check(program)
 
     def open(self) -> None:
-        """Open the inner share, and make room for the container's name."""
+        """Make room for the container's name."""
         make_private_directory(self.host.run_directory)
         make_private_directory(self._file.parent)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        self.inner.open()
 
-    def watch(self, pid: int) -> Watch:
-        """Return the watch over the container's processes; until they run, over the client."""
-        # The other attributes are the inner watch's.
-        return cast("Watch", ContainerWatch(self, pid, foreign=is_foreign(self.engine, self.host.uid)))
+    def client_watch(self, pid: int) -> Watch:
+        """Return the watch over the engine's client, until the container runs."""
+        return _ClientWatch(self.host, self.share.device, pid)
 
     def first_process(self) -> int | None:
         """Return the PID of the container's first process on the host; None: it does not run (yet)."""
@@ -252,8 +248,8 @@ class ContainerShare:
     def _ask(self, *words: str) -> str | None:
         return ask_engine(self.engine, *words)
 
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give the share back; a container that is still there although its client has ended is removed."""
+    def close(self, *, program_lives: bool = False) -> None:
+        """Remove a container that is still there although its client has ended."""
         identity = self._read_identity()
         if identity is not None and not program_lives:
             # --rm has removed it, unless the client was killed.
@@ -262,56 +258,14 @@ class ContainerShare:
             self._identity = None
         with contextlib.suppress(OSError):
             self._file.unlink()
-        return self.inner.close(program_lives=program_lives)
 
 
-class ContainerWatch:
-    """The watch over a container, as `Watch`: of the share, over the container's first process, as soon as it runs.
-
-    ``foreign``: only root may signal its processes, so that to others the program is the client, which passes signals on.
-    """
-
-    def __init__(self, share: ContainerShare, client: int, *, foreign: bool) -> None:
-        self._share, self._client, self._foreign = share, client, foreign
-        self._inner: Watch | None = None
-        self._tell: Callable[[int, int | None], None] | None = None
-        # Of the client, which is on no GPU: nothing is known until the container runs.
-        self._before = PlainWatch(share.host, share.inner.device, client)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner or self._before, name)
-
-    @property
-    def program_pid(self) -> int:
-        """Return the process that is ended, with its descendants."""
-        return self._client if self._inner is None or self._foreign else self._inner.program_pid
+class _ClientWatch(PlainWatch):
+    """The watch over an engine's client, which is on no GPU: nothing is known until the container runs."""
 
     def wait(self) -> float:
-        """Return the seconds until the next look."""
-        return _POLL_SECONDS if self._inner is None else self._inner.wait()
-
-    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
-        """Call ``tell`` with each process that is to be ended if gpushare dies."""
-        self._tell = tell
-        if self._inner is not None:
-            self._inner.before_pause(tell)
+        """Return the seconds until the next question whether the container runs."""
+        return _POLL_SECONDS
 
     def look(self) -> None:
-        """Look whether the container runs, and for its processes."""
-        if self._inner is None:
-            found = self._share.first_process()
-            if found is None:
-                return
-            processes = self._share.host.processes
-            processes.moved(self._client, found)
-            if self._tell is not None:
-                self._tell(found, start_of(processes, found))
-            self._inner = self._share.inner.watch(found)
-            if self._tell is not None:
-                self._inner.before_pause(self._tell)
-        self._inner.look()
-
-    def settle(self) -> None:
-        """Find out what can still be found out about a container that has ended."""
-        if self._inner is not None:
-            self._inner.settle()
+        """Do nothing."""

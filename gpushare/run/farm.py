@@ -629,7 +629,7 @@ class _Farm:
     def _leave(self, number: int) -> None:
         place, memory = self._places.pop(number, None), self._memories.pop(number, None)
         if memory is not None:
-            memory.close()
+            memory.leave()
         elif place is not None:
             place.leave()
 
@@ -685,7 +685,7 @@ class _Farm:
         now = time.monotonic()
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
-        memory.started(program.pid)
+        memory.begin(program.pid)
         self._reporter.started(copy)
 
     # -- the size of a copy --------------------------------------------------------------------------
@@ -795,7 +795,7 @@ class _Farm:
         if any(memory.seconds <= 0 for memory in watched.values()):
             for number, memory in watched.items():
                 if limited or memory.seconds <= 0:
-                    memory.look()
+                    memory.poll()
                     self._note_peak(self._copies[number], memory.peak_bytes)
         return [number for number, memory in here.items() if memory.over is not None and number not in self._stuck]
 
@@ -912,7 +912,7 @@ class _Farm:
             return
         self._note_peak(copy, memory.peak_bytes)
         try:
-            memory.check()
+            memory.raise_end()
         except OperationFailed as error:
             copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
         self._leave(copy.number)

@@ -12,12 +12,13 @@ client, and a new one after a restart.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from gpushare import values
 from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
@@ -27,13 +28,13 @@ from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
+from gpushare.part import Part
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.pause import Pauser
 from gpushare.run.progress import Progress
-from gpushare.run.roles import PausingWatch
-from gpushare.run.share import MpsShare
+from gpushare.run.roles import PauseForProduction
 from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, is_final
 from gpushare.typed import Count, Pid
 from gpushare.units import format_percent, format_slice
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpushare.host.host import Host
+    from gpushare.part import Watched
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Attachment
@@ -157,105 +159,147 @@ def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
 
 
 @dataclass
-class GroupWatch:
-    """The watch over an opportunistic program in the group, as `Watch`: it also keeps the slice of the group's server.
+class GroupSlice(Part):
+    """The one time-slice of the opportunistic jobs of a device: of the server of their MPS daemon, kept while each runs.
 
-    If the slice cannot be set, the program is paused while production works: ``instead`` makes the watch that does so.
+    If it cannot be set, the program is paused while production works: ``instead`` does so.
     """
 
-    inner: Attachment
-    member: Member
-    instead: Callable[[], PausingWatch] | None = None
-    # The slice changes all the time, which is nothing to report.
-    moves: bool = False
+    host: Host
+    device: Device
+    slice_us: int = DEFAULT_US
+    # The production job, for people.
+    title: str = "production"
+    # The part of its speed that production keeps, by an `AdaptedSlice`: the slice changes all the time.
+    keep: float | None = None
+    instead: PauseForProduction | None = None
     _slices: KeptSlices = field(init=False)
-    _paused: PausingWatch | None = None
+    _member: Member | None = None
+    _watch: Attachment | None = None
+    _gave_up: bool = False
     _tries: int = 0
     _due: float = 0.0
     _told: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._slices = KeptSlices(self.inner.host, fixed=True)
+        self._slices = KeptSlices(self.host, fixed=True)
 
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner watch.
-        return getattr(self.inner, name)
+    @property
+    def where(self) -> str:
+        """Return what it adds to the place of the program."""
+        if self.keep is None:
+            return f", whose server has a time-slice of {format_slice(self.slice_us)}"
+        return f", whose server has a time-slice by which {self.title} keeps {100 * self.keep:g} %"
 
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        if self._paused is not None:
-            return self._paused.wait()
-        soon = self.inner.attached and not self._slices.proved
-        return min(self.inner.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
+    def check(self) -> None:
+        """Raise InUse while a production job is in the daemon."""
+        for job in roles.living_productions(self.host, self.device):
+            if roles.is_under_mps(self.host, self.device, job.pid):
+                raise InUse(
+                    f"production job '{job.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
+                    f"use caps: --yield caps; or start it outside MPS: gpushare run --production {job.name} -- CMD",
+                    gpu=str(self.device.gpu.index),
+                    code="production_under_mps",
+                )
 
-    def look(self) -> None:
-        """Look for the program's processes, and for the slice of their server."""
-        if self._paused is not None:
-            self._paused.look()
-            return
-        if time.monotonic() >= self._due or self._has_new_process():
-            self.inner.look()
-            self._due = time.monotonic() + self.inner.wait()
-        self.keep()
+    def started(self, watch: Watched) -> None:
+        """Become a member of the group."""
+        # Its share is one under MPS.
+        self._watch = cast("Attachment", watch)
+        pid = watch.program_pid
+        process = self.host.processes.identity(pid) or Identity(pid, 0)
+        first = self.slice_us if self.keep is None else LEAST_US
+        self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first)
+        self._note()
 
     @property
     def gave_up(self) -> bool:
-        """Return whether the program is paused while production works, because the slice cannot be set."""
-        return self._paused is not None
+        """Return whether the program is paused while production works, or not slowed: the slice cannot be set."""
+        return self._gave_up
 
-    def _has_new_process(self) -> bool:
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        if self._gave_up:
+            return math.inf if self.instead is None else self.instead.seconds
+        return self._due - time.monotonic()
+
+    def poll(self) -> bool:
+        """Look for the slice of the program's server."""
+        watch = self._watch
+        if watch is None:
+            return False
+        if self._gave_up:
+            return self.instead is not None and self.instead.poll()
+        if self._has_new_process(watch):
+            watch.poll()
+        self._keep(watch)
+        soon = watch.attached and not self._slices.proved
+        self._due = time.monotonic() + min(watch.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
+        return False
+
+    def _has_new_process(self, watch: Attachment) -> bool:
         """Return whether NVML lists a process of the program that the daemon was not asked about."""
-        host = self.inner.host
-        if host.processes.namespace_is_host() is False:
+        if self.host.processes.namespace_is_host() is False:
             return False
         try:
-            there = {one.pid for one in host.nvml.processes(self.inner.device.gpu.index) or ()}
+            listed = {process.pid for process in self.host.nvml.processes(self.device.gpu.index) or ()}
         except GpushareError:
             return False
-        known = {*self.inner.attached, *self.inner.outside}
-        return bool(there & set(host.processes.descendants(self.inner.program_pid)) - known)
+        return bool(
+            listed & set(self.host.processes.descendants(watch.program_pid)) - {*watch.attached, *watch.outside}
+        )
 
     def want(self, microseconds: int) -> None:
         """Want another slice for the group from now on."""
-        if microseconds != self.member.slice_us:
-            self.member = replace(self.member, slice_us=microseconds)
-            self.note()
+        if self._member is not None and microseconds != self._member.slice_us:
+            self._member = replace(self._member, slice_us=microseconds)
+            self._note()
 
-    def note(self) -> None:
+    def _note(self) -> None:
         """Write the record of this member; without it the others do not know what it wants."""
-        with contextlib.suppress(GpushareError, OSError):
-            write_member(self.inner.host, self.member)
+        if self._member is not None:
+            with contextlib.suppress(GpushareError, OSError):
+                write_member(self.host, self._member)
 
     def _others(self) -> list[Member]:
-        return [one for one in members(self.inner.host, self.inner.device) if one.pid != self.member.pid]
+        own = None if self._member is None else self._member.pid
+        return [member for member in members(self.host, self.device) if member.pid != own]
 
-    def keep(self) -> None:
+    def _keep(self, watch: Attachment) -> None:
         """Set the slice of the program's servers where it is another one."""
-        servers = self.inner.servers()
-        if not servers:
+        servers = watch.servers()
+        if not servers or self._member is None:
             return
-        others = self._others()
         # The shortest that a member wants.
-        wanted = min([self.member.slice_us, *(one.slice_us for one in others)])
+        wanted = min([self._member.slice_us, *(member.slice_us for member in self._others())])
         try:
             changed = self._slices.apply(servers, wanted)
         except GpushareError as error:
             self._tries += 1
             most = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
             if error.code not in PASSING and (is_final(error) or self._tries >= most):
-                self._give_up(error)
+                self._give_up(watch, error)
             return
         self._tries = 0
         for pid in changed:
-            if self.moves and pid in self._told:
+            if self.keep is not None and pid in self._told:
                 continue
             self._told.add(pid)
-            self.inner.news.append(
-                f"the opportunistic jobs of {self.inner.device.title} share a time-slice of {format_slice(wanted)}"
+            watch.news.append(
+                f"the opportunistic jobs of {self.device.title} share a time-slice of {format_slice(wanted)}"
                 f" (MPS server {pid}, read back)"
             )
 
-    def _restore(self) -> None:
+    def _give_up(self, watch: Attachment, error: GpushareError) -> None:
+        self._gave_up = True
+        then = "this job is not slowed"
+        if self.instead is not None:
+            self.instead.started(watch)
+            then = "this job is paused while production works"
+        watch.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
+
+    def _restore(self, watch: Attachment) -> None:
         """Give a server that goes on without members the slice that it had before."""
         if self._others():
             return
@@ -267,92 +311,78 @@ class GroupWatch:
                     time.sleep(_FIRST_SECONDS)
                     continue
                 if error.code not in PASSING:
-                    servers = " ".join(sorted({str(pid) for pid in self.inner.attached.values() if pid is not None}))
-                    self.inner.troubles.append(
+                    servers = " ".join(sorted({str(pid) for pid in watch.attached.values() if pid is not None}))
+                    watch.troubles.append(
                         f"the time-slice of the MPS server cannot be restored: {error.message}; gpushare timeslice reset {servers}"
                     )
             return
 
-    def _give_up(self, error: GpushareError) -> None:
-        then = "this job is not slowed"
-        if self.instead is not None:
-            self._paused = self.instead()
-            then = "this job is paused while production works"
-        self.inner.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
-
-    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
-        """Let ``tell`` know each process before it is stopped."""
-        make, self.instead = self.instead, None
-        if make is None:
-            return
-
-        def told() -> PausingWatch:
-            watch = make()
-            watch.before_pause(tell)
-            return watch
-
-        self.instead = told
-
-    def release(self) -> None:
+    def release(self) -> Mapping[int, int]:
         """Let the program continue for good: it is about to end."""
-        self.instead = None
-        if self._paused is not None:
-            self._paused.release()
+        if self._gave_up and self.instead is not None:
+            self.instead.release()
+        return {}
 
     def settle(self) -> None:
         """Forget this member; after the last one the server gets its slice back."""
-        forget_member(self.inner.host, self.member.pid)
-        self._restore()
+        if self._member is not None and self._watch is not None:
+            forget_member(self.host, self._member.pid)
+            self._restore(self._watch)
         self._slices.close()
-        (self._paused or self.inner).settle()
+        if self._gave_up and self.instead is not None:
+            self.instead.settle()
 
 
 @dataclass
-class AdaptingWatch:
-    """The watch over an opportunistic program whose slice follows production's speed, as `Watch`; see `Controller`.
+class AdaptedSlice(Part):
+    """Lets the slice of an opportunistic job follow production's speed, of which it keeps a part; see `Controller`.
 
     ``source`` returns where production prints now: it is asked again when production has been started again. For a
     baseline the program is stopped (SIGSTOP), and the group has the least slice.
     """
 
-    inner: GroupWatch
-    pauser: Pauser
+    group: GroupSlice
     production: ProductionJob
     source: Callable[[], PrintedRate | None]
     keep: float
     title: str = "production"
+    pauser: Pauser | None = None
+    _watch: Watched | None = None
     _progress: Progress | None = None
     _controller: Controller | None = None
     _pid: int | None = None
     _seen: list[tuple[float, float]] = field(default_factory=list)
+    _due: float = 0.0
     _step_due: float = 0.0
-    _look_due: float = 0.0
     _held: bool = False
     _released: bool = False
     _told: set[str] = field(default_factory=set)
 
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner watch.
-        return getattr(self.inner, name)
+    def started(self, watch: Watched) -> None:
+        """Begin."""
+        self._watch = watch
+        if self.pauser is None:
+            self.pauser = Pauser(watch.host, watch.device, watch.program_pid, None)
+        self.pauser.tell = watch.tell
 
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        return min(self.inner.wait(), _READ_SECONDS)
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        return self._due - time.monotonic()
 
-    def look(self) -> None:
-        """Read production's progress, move the slice, and look for the program's processes."""
+    def poll(self) -> bool:
+        """Read production's progress, and move the slice."""
         at = time.monotonic()
-        if self.inner.gave_up:
+        self._due = at + _READ_SECONDS
+        if self.group.gave_up:
             self._hold(held=False)
-            self.inner.look()
-            return
+            self._due = math.inf
+            return False
         self._read(at)
         if at >= self._step_due and not self._released:
             self._step_due = at + STEP_SECONDS
             self._step(at)
-        if at >= self._look_due:
-            self.inner.look()
-            self._look_due = time.monotonic() + self.inner.wait()
+        return False
 
     def _read(self, at: float) -> None:
         if self._progress is None:
@@ -371,7 +401,7 @@ class AdaptingWatch:
             # Nobody is there to be spared.
             self._forget()
             self._hold(held=False)
-            self.inner.want(MOST_US)
+            self.group.want(MOST_US)
             return
         if self._pid != self.production.pid:
             self._follow()
@@ -380,8 +410,8 @@ class AdaptingWatch:
         seen, self._seen = self._seen, []
         setting = self._controller.step(at, seen)
         # Before it is on the GPU, it costs production nothing there.
-        self._hold(held=setting.held and bool(self.inner.attached))
-        self.inner.want(LEAST_US if setting.held else setting.slice_us)
+        self._hold(held=setting.held and self._watch is not None and bool(self._watch.attached))
+        self.group.want(LEAST_US if setting.held else setting.slice_us)
         if self._controller.out_of_reach:
             self._say(
                 "reach",
@@ -392,15 +422,15 @@ class AdaptingWatch:
     def _follow(self) -> None:
         """Read the log of production as it runs now."""
         self._forget()
-        found = self.source()
+        rate = self.source()
         self._pid = self.production.pid
         self._controller = Controller(self.keep)
-        if found is None:
-            self._say("source", f"{self.title} was started again without --log and --metric: the slice is the least")
+        if rate is None:
+            self._say("source", f"{self.title} was started again without --metric: the slice is the least")
             return
-        info = self.inner.host.processes.describe(self.production.pid)
+        info = self.group.host.processes.describe(self.production.pid)
         owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
-        self._progress = Progress(Path(found.log), found.metric, owners, found.higher_is_better)
+        self._progress = Progress(Path(rate.log), rate.metric, owners, rate.higher_is_better)
 
     def _printed(self, controller: Controller) -> str:
         """Return the numbers behind a claim, as production prints them."""
@@ -418,98 +448,30 @@ class AdaptingWatch:
         self._progress, self._controller, self._pid, self._seen = None, None, None, []
 
     def _hold(self, *, held: bool) -> None:
-        if held:
+        if self.pauser is not None and held:
             self.pauser.pause()
-        elif self._held:
+        elif self.pauser is not None and self._held:
             self.pauser.resume()
         self._held = held
 
     def _say(self, about: str, text: str) -> None:
-        if about not in self._told:
+        if about not in self._told and self._watch is not None:
             self._told.add(about)
-            self.inner.troubles.append(text)
+            self._watch.troubles.append(text)
 
-    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
-        """Let ``tell`` know each process before it is stopped."""
-        self.pauser.tell = tell
-        self.inner.before_pause(tell)
-
-    def release(self) -> None:
+    def release(self) -> Mapping[int, int]:
         """Let the program continue for good: it is about to end, and must be able to."""
         self._released = True
-        self.pauser.resume()
-        self.inner.release()
+        if self.pauser is not None:
+            self.pauser.resume()
+        return {}
 
     def settle(self) -> None:
-        """Continue what the program left behind, and let the inner watch settle."""
+        """Continue what the program left behind, and say what production kept."""
         self.release()
-        if self._controller is not None and (kept := self._controller.kept) is not None:
-            self.inner.news.append(
+        if self._watch is not None and self._controller is not None and (kept := self._controller.kept) is not None:
+            self._watch.news.append(
                 f"{self.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
                 f" ({self._printed(self._controller)})"
             )
         self._forget()
-        self.inner.settle()
-
-
-@dataclass(frozen=True)
-class Adapting:
-    """How a slice follows production: the part of its speed that it keeps, and where it prints it."""
-
-    keep: float
-    source: Callable[[], PrintedRate | None]
-
-
-@dataclass
-class GroupShare(MpsShare):
-    """A share under MPS for an opportunistic program, whose daemon's server has one slice."""
-
-    slice_us: int = DEFAULT_US
-    production: ProductionJob | None = None
-    # The production job, for people.
-    title: str = "production"
-    adapt: Adapting | None = None
-
-    @property
-    def where(self) -> str:
-        """Return where a program runs in it, and with which slice."""
-        slice_text = (
-            f"a time-slice of {format_slice(self.slice_us)}"
-            if self.adapt is None
-            else f"a time-slice by which {self.title} keeps {100 * self.adapt.keep:g} %"
-        )
-        return f"{super().where}, whose server has {slice_text}"
-
-    def check(self, program: str) -> None:
-        """Raise as `MpsShare.check`, and InUse while a production job is in the daemon."""
-        super().check(program)
-        for one in roles.living_productions(self.host, self.device):
-            if roles.is_under_mps(self.host, self.device, one.pid):
-                raise InUse(
-                    f"production job '{one.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
-                    f"use caps: --yield caps; or start it outside MPS: gpushare run --production {one.name} -- CMD",
-                    gpu=str(self.device.gpu.index),
-                    code="production_under_mps",
-                )
-
-    def watch(self, pid: int) -> Attachment:
-        """Return the watch over a program."""
-        host, device = self.host, self.device
-        inner = super().watch(pid)
-        process = host.processes.identity(pid) or Identity(pid, 0)
-        first = LEAST_US if self.adapt is not None else self.slice_us
-        member = Member(**process._asdict(), device_uuid=device.uuid, slice_us=first)
-        watch = GroupWatch(inner, member, self._instead(inner, pid), moves=self.adapt is not None)
-        watch.note()
-        if self.adapt is None or self.production is None:
-            # The other attributes are the inner watch's.
-            return cast("Attachment", watch)
-        pauser = Pauser(host, device, pid, None)
-        adapting = AdaptingWatch(watch, pauser, self.production, self.adapt.source, self.adapt.keep, self.title)
-        return cast("Attachment", adapting)
-
-    def _instead(self, inner: Attachment, pid: int) -> Callable[[], PausingWatch] | None:
-        production = self.production
-        if production is None:
-            return None
-        return lambda: PausingWatch(inner, Pauser(self.host, self.device, pid, None), production)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import time
 from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
+from gpushare.part import Part
 from gpushare.plan import Loss
 from gpushare.typed import JOB_NAME, Count, JobName, Percent, Pid, Within
 from gpushare.units import counted, pid_of, quoted
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.memory.swap import OnGpu
-    from gpushare.run.share import Share, Watch
+    from gpushare.part import Watched
     from gpushare.selection import Device
 
 
@@ -263,36 +266,32 @@ def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
 
 
 @dataclass
-class NamedShare:
-    """A share whose program is a job: its record is written before the program runs.
+class RecordedJob(Part):
+    """The record of a job, written before its program runs; of production it stays after its end, with its peak memory.
 
-    ``record`` says what the job is; its processes, its peak and, if it has none, its name come here. The record of a
-    production job stays after its end, with its peak memory.
+    ``record`` says what the job is; its processes, its peak and, if it has none, its name come here.
     """
 
-    inner: Share
     host: Host
+    device: Device
     record: JobRecord
     # What a name is made of.
     program: str
     _written: bool = False
+    _watch: Watched | None = None
+    _seen: set[int] = field(default_factory=set)
+    _due: float = 0.0
 
-    def __getattr__(self, attribute: str) -> Any:
-        # All else is as in the inner share.
-        return getattr(self.inner, attribute)
-
-    def check(self, program: str) -> None:
-        """Raise as the inner share, and InUse when a job of this name runs already."""
+    def check(self) -> None:
+        """Raise InUse when a job of this name runs already."""
         if self.record.name:
             check_name_free(self.host, self.record.name)
-        self.inner.check(program)
 
     def open(self) -> None:
-        """Open it and write the job's record, so that it is known before its program runs.
+        """Write the job's record, so that it is known before its program runs.
 
         A production job without a record would not be spared.
         """
-        self.inner.open()
         with JOBS.locked(self.host):
             if not self.record.name:
                 self.record = replace(self.record, name=made_name(self.host, self.program))
@@ -306,7 +305,7 @@ class NamedShare:
         # The peak memory of this job on this device.
         same = (
             before is not None
-            and before.device_uuid == self.inner.device.uuid
+            and before.device_uuid == self.device.uuid
             and before.role == self.record.role == PRODUCTION
         )
         peak = before.memory_peak_bytes if before is not None and same else None
@@ -315,69 +314,45 @@ class NamedShare:
         write_record(self.host, self.record)
         return peak
 
-    def watch(self, pid: int) -> Watch:
-        """Return the watch over the program, and name it in the record; if that fails, the record still names gpushare."""
+    def started(self, watch: Watched) -> None:
+        """Name the program in the record; if that fails, the record still names gpushare."""
+        self._watch = watch
         with contextlib.suppress(GpushareError):
-            self._write(pid)
-        inner = self.inner.watch(pid)
-        if self.record.role != PRODUCTION:
-            return inner
-        # The other attributes are the inner watch's.
-        return cast("Watch", PeakWatch(inner, self.record))
+            self._write(watch.program_pid)
 
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give the inner share back, and forget the job unless its peak memory is of use."""
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll: of production's memory only."""
+        return self._due - time.monotonic() if self.record.role == PRODUCTION else math.inf
+
+    def poll(self) -> bool:
+        """Write the record if the job holds more than before; a failure must not end the program."""
+        watch = self._watch
+        if watch is None:
+            return False
+        self._due = time.monotonic() + min(watch.wait(), 1.0)
+        self._seen |= set(self.host.processes.descendants(watch.program_pid))
+        # A full disk must not end a production job.
+        with contextlib.suppress(GpushareError):
+            held, peak = self._held(), self.record.memory_peak_bytes
+            if held is not None and (peak is None or held > peak):
+                self.record = replace(self.record, memory_peak_bytes=held)
+                write_record(self.host, self.record)
+        return False
+
+    def _held(self) -> int | None:
+        if self.host.processes.namespace_is_host() is False:
+            return None
+        listed = self.host.nvml.processes(self.device.gpu.index) or ()
+        sizes = [process.memory_used_bytes for process in listed if process.pid in self._seen]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known else None
+
+    def close(self, *, program_lives: bool = False) -> None:
+        """Forget the job unless its peak memory is of use."""
         if self._written and self.record.role != PRODUCTION and not program_lives:
             self._written = False
             forget_record(self.host, self.record.name)
-        return self.inner.close(program_lives=program_lives)
-
-
-@dataclass
-class PeakWatch:
-    """The watch over a production job, which also keeps the job's record up to date."""
-
-    inner: Watch
-    record: JobRecord
-    _seen: set[int] = field(default_factory=set)
-    _due: float = 0.0
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.inner, attribute)
-
-    def wait(self) -> float:
-        """Return the seconds until the next look; memory is checked more often than the rest."""
-        return min(self.inner.wait(), 1.0)
-
-    def look(self) -> None:
-        """Look for the program's processes and their memory."""
-        import time
-
-        if time.monotonic() >= self._due:
-            self._seen |= set(self.inner.host.processes.descendants(self.inner.program_pid))
-            self.inner.look()
-            self._due = time.monotonic() + self.inner.wait()
-        self.keep_peak()
-
-    def keep_peak(self) -> None:
-        """Write the record if the job holds more than before; a failure must not end the program."""
-        with contextlib.suppress(GpushareError):
-            held, peak = self._held(), self.record.memory_peak_bytes
-            if held is None or (peak is not None and held <= peak):
-                return
-            self.record = replace(self.record, memory_peak_bytes=held)
-            # A full disk must not end a production job.
-            with contextlib.suppress(GpushareError):
-                write_record(self.inner.host, self.record)
-
-    def _held(self) -> int | None:
-        host = self.inner.host
-        if host.processes.namespace_is_host() is False:
-            return None
-        found = host.nvml.processes(self.inner.device.gpu.index) or ()
-        sizes = [one.memory_used_bytes for one in found if one.pid in self._seen]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if known else None
 
 
 # -- JOB on the command line -------------------------------------------------------------------------------------------

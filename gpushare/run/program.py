@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -28,8 +27,10 @@ from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.process import Announce, Spawned
+    from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
+    from gpushare.part import Part
+    from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
 
@@ -127,6 +128,10 @@ def _give(descriptor: int, group: int) -> bool:
 _PEAK_LOOKS: Final = 10
 
 
+# A part that has nothing to do waits for ever, which no call takes.
+_LONGEST_SECONDS: Final = 60.0
+
+
 # The exit codes of programs that a user ended, as servers and notebooks always do.
 ENDED_BY_USER: Final = frozenset(128 + number for number in ENDING)
 
@@ -136,48 +141,12 @@ _DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
 
 
-class Meter(Protocol):
-    """What watches a program besides its share, and may end it: its memory (`memory.limit.JobMemory`)."""
-
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next look."""
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Return what the environment of the program has besides."""
-
-    def enter(self, pid: int) -> None:
-        """Do what is to be done in the new process before it runs the program; may not raise."""
-
-    def started(self, pid: int) -> None:
-        """Begin to watch a program."""
-
-    def look(self) -> bool:
-        """Look; return whether the program is to be ended now."""
-
-    def asked(self) -> None:
-        """Note that the user has asked for the end of the program."""
-
-    def grows(self) -> bool:
-        """Return whether a program that it has ended takes more meanwhile: it gets no more time."""
-
-    def release(self) -> Mapping[int, int]:
-        """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
-
-    def close(self) -> None:
-        """Give back what it holds: the program has ended, or was never started."""
-
-    def check(self) -> None:
-        """Raise if it has ended the program."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to run: limits of this program, what else watches it, and how it is ended (seconds)."""
+    """How to run: limits of this program, parts that outlive it, and how it is ended (seconds)."""
 
     limits: Limits = field(default_factory=Limits)
-    meter: Meter | None = None
+    parts: tuple[Part, ...] = ()
     # A descriptor that replaces its stderr.
     stderr: int | None = None
     # Where the program prints how fast it is: it appends its output to that file itself.
@@ -307,16 +276,18 @@ def is_our_stdout(path: Path) -> bool:
 
 @dataclass
 class Run:
-    """One program in a share: the plan, and carrying it out."""
+    """One program in a share, with its parts: the plan, and carrying it out."""
 
     host: Host
     share: Share
+    parts: Sequence[Part]
     command: Sequence[str]
     options: RunOptions
     reporter: Reporter
     # 128 + N when signal N ended the program.
     exit_code: int = 0
-    # The command as the user gave it, if a container engine runs it.
+    # What runs it, and the command as the user gave it.
+    container: Container | None = None
     typed: Sequence[str] | None = None
     _peak: int | None = None
 
@@ -328,13 +299,16 @@ class Run:
     def _step(self) -> Step:
         log = self.options.log
         engine = self.options.container
-        what = f"run {self.command[0] if engine is None else f'a container of {engine}'} {self.share.where}"
+        where = self.share.where + "".join(part.where for part in self.parts)
+        what = f"run {self.command[0] if engine is None else f'a container of {engine}'} {where}"
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
         return Step(what=what, command=line, do=self._program)
 
     def _check(self) -> None:
+        for part in self.parts:
+            part.check()
         self.share.check(self.command[0])
 
     def carry_out(self) -> int:
@@ -343,21 +317,18 @@ class Run:
         Raises:
             GpushareError: the share could not be set up (nothing was run), or the program not be started or ended.
         """
-        meter = self.options.meter
         try:
-            try:
-                self._check()
-                self.share.open()
-            except BaseException:
-                self.share.close()
-                raise
-            self._program()
-        finally:
-            if meter is not None:
-                meter.close()
-        if meter is not None:
-            meter.check()
-        elif self._peak is not None and self.exit_code in {0, *ENDED_BY_USER}:
+            self._check()
+            self.share.open()
+            for part in self.parts:
+                part.open()
+        except BaseException:
+            _close(self.share, self.parts)
+            raise
+        self._program()
+        for part in self.parts:
+            part.raise_end()
+        if self._peak is not None and not self.options.parts and self.exit_code in {0, *ENDED_BY_USER}:
             from gpushare.memory.peaks import Profile, keep_profile
 
             # What a later `run --wait` of this command reserves.
@@ -367,72 +338,106 @@ class Run:
         return self.exit_code
 
     def _program(self) -> None:
-        session = _Session(self.host, self.share, self.options, self.reporter)
-        base = os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
+        session = Session(self.host, self.share, self.parts, self.options, self.reporter, self.container)
         try:
-            environment = self.share.environment(base)
-            if self.options.meter is not None:
-                environment |= self.options.meter.variables
+            environment = self.share.environment(
+                os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
+            )
+            for part in self.parts:
+                environment |= part.variables
             self.exit_code = session.run(self.command, environment)
             self._peak = session.peak_bytes
         finally:
             session.close()
 
 
-class _Session:
-    """One program from its start to its end."""
+def _close(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
+    """Give back what a job has, the share last; return whether others go on using it."""
+    for part in reversed(parts):
+        part.close(program_lives=program_lives)
+    return share.close(program_lives=program_lives)
 
-    def __init__(self, host: Host, share: Share, options: RunOptions, reporter: Reporter) -> None:
-        self._host, self._share = host, share
+
+class Session:
+    """One program and its parts, from its start to its end."""
+
+    def __init__(
+        self,
+        host: Host,
+        share: Share,
+        parts: Sequence[Part],
+        options: RunOptions,
+        reporter: Reporter,
+        container: Container | None,
+    ) -> None:
+        self._host, self._share, self._parts = host, share, parts
         self._options, self._reporter = options, reporter
+        self._container = container
+        # Of the parts, those that have begun: none before a container runs.
+        self._running: Sequence[Part] = ()
         self._child: Spawned | None = None
         self._told: set[int] = set()
         self._told_gone = False
         self._ended_by: int | None = None
-        self._program = 0
         self._relay: Relay | None = None
         self.peak_bytes: int | None = None
 
     def close(self) -> bool:
-        """Give the share back; return whether others go on using it."""
-        return self._share.close(program_lives=self._child is not None and self._child.poll() is None)
+        """Give back what the job has; return whether others go on using the share."""
+        lives = self._child is not None and self._child.poll() is None
+        return _close(self._share, self._parts, program_lives=lives)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run the program to its end, and return its exit code, or 128 + N if signal N has ended it."""
         # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
+
+            def announce(pid: int, started: int | None) -> None:
+                guard.announce(pid, started)
+                for part in self._parts:
+                    part.enter(pid)
+
             with self._streams() as streams:
-                child = self._child = self._host.processes.spawn(
-                    command, environment, streams, announce=self._announced(guard)
-                )
-            guard.started(child.pid, start_of(self._host.processes, child.pid))
-            watch = self._share.watch(child.pid)
-            # Else a worker in its own session could stay stopped when gpushare and its program are gone.
-            watch.before_pause(guard.started)
-            self._program = child.pid
-            if self._options.meter is not None:
-                self._options.meter.started(child.pid)
+                child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
+            # Also each worker in a session of its own that a part stops.
+            self._tell = guard.started
+            self._tell(child.pid, start_of(self._host.processes, child.pid))
+            if self._container is None:
+                self._begin(self._share.watch(child.pid))
+            else:
+                self._watch = self._container.client_watch(child.pid)
             with Terminal(child.pid) as terminal:
-                status = self._follow(child, watch, wakeups, terminal)
+                status = self._follow(child, wakeups, terminal)
             if self._relay is not None:
                 self._relay.close()
+            for part in reversed(self._running):
+                part.settle()
+            watch = self._watch
             watch.settle()
             self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
-            self._report(watch)
+            self._report()
             if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)
-        return self._exit_code(status, watch)
+        return self._exit_code(status)
 
-    def _announced(self, guard: Guard) -> Announce:
-        """Return what the new process does before it runs the program."""
-        meter = self._options.meter
-        if meter is None:
-            return guard.announce
+    def _begin(self, watch: Watch) -> None:
+        """Let the parts begin: the program runs."""
+        self._watch, self._running = watch, self._parts
+        watch.tell = self._tell
+        for part in self._parts:
+            part.started(watch)
 
-        def announce(pid: int, started: int | None) -> None:
-            guard.announce(pid, started)
-            meter.enter(pid)
-
-        return announce
+    def _begin_in_container(self, container: Container, client: int) -> None:
+        """Begin as soon as the container runs: the program is its first process, and not below our child."""
+        pid = container.first_process()
+        if pid is None:
+            return
+        self._host.processes.moved(client, pid)
+        self._tell(pid, start_of(self._host.processes, pid))
+        watch = self._share.watch(pid)
+        # Only root may signal the processes of a foreign container; the client passes signals on.
+        watch.client_pid = client if container.is_foreign else None
+        self._begin(watch)
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[Streams | None]:
@@ -452,47 +457,43 @@ class _Session:
             os.close(descriptor)
         self._relay = relay
 
-    def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
-        next_look = time.monotonic() + 0.1
-        meter = self._options.meter
+    def _follow(self, child: Spawned, wakeups: Wakeups, terminal: Terminal) -> int:
         while (status := child.poll()) is None:
-            seconds = next_look - time.monotonic()
-            for number in wakeups.wait(seconds if meter is None else min(seconds, meter.seconds)):
-                if number in ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
-                    if meter is not None:
-                        meter.asked()
-                    self._end(watch, number, wakeups)
+            # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
+            seconds = min(self._watch.seconds, *(part.seconds for part in self._running), _LONGEST_SECONDS)
+            for number in wakeups.wait(max(0.0, seconds)):
+                if number in ENDING or (number in _DEADLY and self._would_kill_a_client(number)):
+                    self._asked()
+                    self._end(number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
                 elif number in _PASSED_ON:
                     _pass_on(child.pid, number)
             terminal.serve(child)
-            if meter is not None and meter.seconds <= 0 and self._ended_by is None and meter.look():
-                self._end(watch, signal.SIGTERM, wakeups)
-            # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
-            if time.monotonic() >= next_look:
-                if child.poll() is None and self._ended_by is None:
-                    self._look(watch, wakeups)
-                next_look = time.monotonic() + watch.wait()
+            if self._ended_by is None and child.poll() is None:
+                self._poll(child, wakeups)
         return status
 
-    def _look(self, watch: Watch, wakeups: Wakeups) -> None:
-        watch.look()
-        if watch.program_pid != self._program:
-            # It runs in a container, and not below our child.
-            self._program = watch.program_pid
-            if self._options.meter is not None:
-                self._options.meter.started(watch.program_pid)
-        self._report(watch)
-        if self._options.strict and watch.outside:
-            self._end(watch, signal.SIGTERM, wakeups)
+    def _poll(self, child: Spawned, wakeups: Wakeups) -> None:
+        if self._watch.seconds <= 0:
+            if self._container is not None and not self._running:
+                self._begin_in_container(self._container, child.pid)
+            self._watch.poll()
+        over = any(part.poll() for part in self._running if part.seconds <= 0)
+        self._report()
+        if over or (self._options.strict and self._watch.outside):
+            self._end(signal.SIGTERM, wakeups)
 
-    def _would_kill_a_client(self, watch: Watch, number: int) -> bool:
+    def _asked(self) -> None:
+        for part in self._running:
+            part.asked()
+
+    def _would_kill_a_client(self, number: int) -> bool:
         """Return whether passing a signal on would end an MPS client with its queue in flight."""
-        clients = watch.clients()
+        clients = self._watch.clients()
         return any(
             (clients is None or member in clients) and self._host.processes.catches(member, number) is False
-            for member in self._host.processes.descendants(watch.program_pid)
+            for member in self._host.processes.descendants(self._watch.signalled_pid)
         )
 
     def _say(self, report: Callable[..., None], *facts: object) -> None:
@@ -500,7 +501,8 @@ class _Session:
         with contextlib.suppress(Exception):
             report(*facts)
 
-    def _report(self, watch: Watch) -> None:
+    def _report(self) -> None:
+        watch = self._watch
         if watch.daemon_gone and not self._told_gone:
             self._told_gone = True
             self._say(self._reporter.daemon_gone)
@@ -520,22 +522,22 @@ class _Session:
         while watch.troubles:
             self._say(self._reporter.trouble, watch.troubles.pop(0))
 
-    def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
+    def _end(self, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
-        watch.release()
-        meter = self._options.meter
-        strays = {} if meter is None else meter.release()
+        strays: dict[int, int] = {}
+        for part in self._running:
+            strays |= part.release()
 
         def hurry() -> bool:
             again = any(one in ENDING for one in wakeups.wait(0.0))
-            if again and meter is not None:
-                meter.asked()
-            return again or (meter is not None and meter.grows())
+            if again:
+                self._asked()
+            return again or any(part.grows() for part in self._running)
 
         drain = end_programs(
             self._host,
-            {**known(self._host.processes, [watch.program_pid]), **strays},
-            watch.clients,
+            {**known(self._host.processes, [self._watch.signalled_pid]), **strays},
+            self._watch.clients,
             self._share.meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
@@ -545,8 +547,8 @@ class _Session:
         if drain is not None:
             self._say(self._reporter.ended, drain)
 
-    def _exit_code(self, status: int, watch: Watch) -> int:
-        if self._options.strict and watch.outside:
+    def _exit_code(self, status: int) -> int:
+        if self._options.strict and self._watch.outside:
             return 1
         if status >= 0:
             return status

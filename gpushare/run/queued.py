@@ -396,10 +396,10 @@ class Queued:
             self.host, device, limit_bytes=limit, action=self.memory.action, place=place, driver=driver, say=self.say
         )
         policy = self._policy()
-        meter: JobMemory | Swapping = memory
+        part: JobMemory | Swapping = memory
         if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
-            meter = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
+            part = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:
@@ -408,7 +408,7 @@ class Queued:
             options = replace(
                 self.options,
                 limits=self._limits(limit),
-                meter=meter,
+                parts=(*self.options.parts, part),
                 stderr=None if tail is None else tail.descriptor,
             )
             code = self.start(device, options)
@@ -417,17 +417,17 @@ class Queued:
                 raise
             code = error
         finally:
-            memory.close()
+            part.leave()
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
         # What its user ends has not run out of memory, whatever it has said before.
-        short = meter.over is not None or (failed and short and code != _KILLED and not memory.asked_to_end)
+        short = part.over is not None or (failed and short and code != _KILLED and not memory.asked_to_end)
         again = short and self.memory.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU it was not short of what it reserved: more is not to be had.
-        self._keep(device, meter.peak_bytes, short=short and size is not None, reached=reached)
+        self._keep(device, part.peak_bytes, short=short and size is not None, reached=reached)
         return code, again
 
     def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:

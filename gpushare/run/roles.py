@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.host.identity import Identity
 from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
+from gpushare.part import Part
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
-from gpushare.run.share import MpsShare
 from gpushare.units import MIB, format_bytes, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.model import Gpu
+    from gpushare.part import Watched
     from gpushare.run.production import ProductionJob
-    from gpushare.run.share import Share, Watch
     from gpushare.selection import Device
 
 
@@ -41,22 +40,14 @@ SAFE_THREADS_PERCENT: Final = 60.0
 _MARGIN_BYTES: Final = 1024 * MIB
 
 
-@dataclass
-class ProductionShare(MpsShare):
-    """A share of a production job."""
-
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a client whose only limits are those that were given with it."""
-        return super().environment(without_own_limits(base))
-
-    def daemon_cap(self) -> float | None:
-        """Return the thread cap that the daemon itself puts on every client, or None."""
-        try:
-            record = own_daemon(self.host, self.device)[0].read()
-        except NotFound:
-            return None
-        cap = None if record is None else record.limits.threads_percent
-        return cap if cap is not None and cap < 100 else None
+def daemon_cap(host: Host, device: Device) -> float | None:
+    """Return the thread cap that the daemon of a device itself puts on every client, or None."""
+    try:
+        record = own_daemon(host, device)[0].read()
+    except NotFound:
+        return None
+    cap = None if record is None else record.limits.threads_percent
+    return cap if cap is not None and cap < 100 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,91 +258,12 @@ _ALIVE_SECONDS: Final = 1.0
 
 
 @dataclass
-class PausingWatch:
-    """The watch over an opportunistic program, as `Watch`: it also pauses it while production works."""
+class PauseForProduction(Part):
+    """Pauses the program while a production job works."""
 
-    inner: Watch
-    pauser: Pauser
-    production: ProductionJob
-    pacer: Pacer = field(default_factory=Pacer)
-    unseen: UnseenWork | None = None
-    pauses: int = 0
-    # Called with the number of pauses and whether it is paused now, on each change; None: it has ended.
-    tell: Callable[[tuple[int, bool] | None], None] | None = None
-    _told: tuple[int, bool] | None = None
-    _due: float = 0.0
-    _released: bool = False
-    _alive: bool = True
-    _alive_due: float = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner watch.
-        return getattr(self.inner, name)
-
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        return TICK_SECONDS
-
-    def look(self) -> None:
-        """Pause or resume the program, and from time to time look for its processes."""
-        if not self._released:
-            self._pace()
-        if time.monotonic() >= self._due:
-            self.inner.look()
-            self.pauser.look()
-            self._due = time.monotonic() + self.inner.wait()
-
-        self._say((self.pauses, self.pauser.paused))
-
-    def _say(self, state: tuple[int, bool] | None) -> None:
-        if self.tell is not None and state != self._told:
-            self._told = state
-            self.tell(state)
-
-    def _pace(self) -> None:
-        at = time.monotonic()
-        if at >= self._alive_due:
-            # Its PID may have been reused by a busy process, or the job may have been started again.
-            self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
-        active = self._alive and self.production.active()
-        if self._alive and self.unseen is not None:
-            active = self.unseen.works(at, seen=active, still=self.pauser.paused or not self.inner.attached)
-        if not active and self.pauser.paused and not self.production.lives():
-            self.pauser.resume()
-            return
-        if self.pacer.may_run(at, active=active):
-            self.pauser.resume()
-            return
-        before = self.pauser.paused
-        self.pauser.pause()
-        self.pauses += self.pauser.paused and not before
-
-    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:
-        """Let ``tell`` know each process before it is stopped."""
-        self.pauser.tell = tell
-
-    def release(self) -> None:
-        """Let the program continue for good: it is about to end, and must be able to."""
-        self._released = True
-        self.pauser.resume()
-
-    def settle(self) -> None:
-        """Continue what the program left behind, and let the inner watch settle."""
-        # Such as a worker in its own session: it must not stay paused when gpushare ends.
-        self.release()
-        self.pauser.close()
-        self.inner.settle()
-        self._say(None)
-
-
-@dataclass
-class PausingShare:
-    """A share whose program is paused while a production job works."""
-
-    inner: Share
     host: Host
     production: ProductionJob
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None = None
     # Under MPS, where the driver reports SM activity between two readings (GPM, Hopper and later).
     recorder: ActivityRecorder | None = None
     # The production job, for people.
@@ -359,65 +271,115 @@ class PausingShare:
     # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
     by_channels: bool = False
     say: Callable[[str], None] = lambda _text: None
+    pacer: Pacer = field(default_factory=Pacer)
+    pauses: int = 0
+    pauser: Pauser | None = None
+    unseen: UnseenWork | None = None
+    _watch: Watched | None = None
+    _noted: Pauses | None = None
+    _due: float = 0.0
+    _find_due: float = 0.0
+    _released: bool = False
+    _alive: bool = True
+    _alive_due: float = 0.0
 
     @property
     def where(self) -> str:
-        """Return where and when a program runs in it."""
-        return f"{self.inner.where}, paused while {self.title} works"
+        """Return what it adds to the place of the program."""
+        return f", paused while {self.title} works"
 
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner share.
-        return getattr(self.inner, name)
+    def started(self, watch: Watched) -> None:
+        """Begin: find out how the program can be paused."""
+        self._watch, pid = watch, watch.program_pid
+        if self.pauser is None:
+            channels = ChannelPauser(self.host, pid) if self.by_channels else None
+            self.pauser = Pauser(self.host, watch.device, pid, self.checkpoint, channels)
+        self.pauser.say, self.pauser.tell = self.say, watch.tell
+        if self.recorder is not None:
+            # It detects work under MPS that the CPU does not show.
+            self.unseen = UnseenWork(self.recorder.since_last, lambda: self._alone(watch))
 
-    def watch(self, pid: int) -> Watch:
-        """Return the watch over the program."""
-        channels = ChannelPauser(self.host, pid) if self.by_channels else None
-        pauser = Pauser(self.host, self.device, pid, self.checkpoint, channels)
-        pauser.say = self.say
-        watch = PausingWatch(
-            self.inner.watch(pid),
-            pauser,
-            self.production,
-            Pacer(),
-            unseen=self._unseen(pid),
-            tell=self._teller(pid),
-        )
-        # The other attributes are the inner watch's.
-        return cast("Watch", watch)
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        return self._due - time.monotonic()
 
-    def _unseen(self, pid: int) -> UnseenWork | None:
-        """Return what detects work under MPS that the CPU does not show; None where nothing can."""
-        if self.recorder is None:
-            return None
-        return UnseenWork(self.recorder.since_last, lambda: self._alone(pid))
+    def poll(self) -> bool:
+        """Pause or resume the program, and from time to time look for its processes."""
+        at = time.monotonic()
+        self._due = at + TICK_SECONDS
+        watch, pauser = self._watch, self.pauser
+        if watch is None or pauser is None:
+            return False
+        if not self._released:
+            self._pace(watch, pauser, at)
+        if at >= self._find_due:
+            pauser.look()
+            self._find_due = time.monotonic() + watch.wait()
+        self._note(watch, pauser)
+        return False
 
-    def _alone(self, pid: int) -> bool:
-        """Return whether only production, the program with this PID and MPS servers are on the device."""
+    def _pace(self, watch: Watched, pauser: Pauser, at: float) -> None:
+        if at >= self._alive_due:
+            # Its PID may have been reused by a busy process, or the job may have been started again.
+            self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
+        active = self._alive and self.production.active()
+        if self._alive and self.unseen is not None:
+            active = self.unseen.works(at, seen=active, still=pauser.paused or not watch.attached)
+        if not active and pauser.paused and not self.production.lives():
+            pauser.resume()
+            return
+        if self.pacer.may_run(at, active=active):
+            pauser.resume()
+            return
+        before = pauser.paused
+        pauser.pause()
+        self.pauses += pauser.paused and not before
+
+    def _alone(self, watch: Watched) -> bool:
+        """Return whether only production, the program and MPS servers are on the device."""
         processes = self.host.processes
         if processes.namespace_is_host() is False:
             return False
         try:
-            found = self.host.nvml.processes(self.device.gpu.index)
+            listed = self.host.nvml.processes(watch.device.gpu.index)
         except GpushareError:
             return False
-        known = {*processes.descendants(pid), *processes.descendants(self.production.pid)}
-        mig = self.device.mig
+        known = {*processes.descendants(watch.program_pid), *processes.descendants(self.production.pid)}
+        mig = watch.device.mig
         instances = {None, None if mig is None else mig.gpu_instance_id}
         others = [
-            one.pid for one in found or () if one.pid not in known and (mig is None or one.gpu_instance_id in instances)
+            process.pid
+            for process in listed or ()
+            if process.pid not in known and (mig is None or process.gpu_instance_id in instances)
         ]
-        infos = [processes.describe(other) for other in others]
-        return found is not None and all(info is None or is_server(info.name) for info in infos)
+        infos = [processes.describe(pid) for pid in others]
+        return listed is not None and all(info is None or is_server(info.name) for info in infos)
 
-    def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
-        """Return what writes the pauses of a program down, for the metrics."""
-        process = self.host.processes.identity(pid) or Identity(pid, 0)
-        first = Pauses(**process._asdict(), gpu_uuid=self.device.gpu.uuid or "")
+    def _note(self, watch: Watched, pauser: Pauser) -> None:
+        """Write the pauses down, for the metrics, on each change."""
+        if self._noted is None:
+            process = self.host.processes.identity(watch.program_pid) or Identity(watch.program_pid, 0)
+            state = Pauses(**process._asdict(), gpu_uuid=watch.device.gpu.uuid or "")
+        else:
+            state = self._noted
+        state = replace(state, pauses=self.pauses, paused=pauser.paused)
+        if state != self._noted:
+            self._noted = state
+            note_pauses(self.host, state)
 
-        def tell(state: tuple[int, bool] | None) -> None:
-            if state is None:
-                forget_pauses(self.host, pid)
-            else:
-                note_pauses(self.host, replace(first, pauses=state[0], paused=state[1]))
+    def release(self) -> Mapping[int, int]:
+        """Let the program continue for good: it is about to end, and must be able to."""
+        self._released = True
+        if self.pauser is not None:
+            self.pauser.resume()
+        return {}
 
-        return tell
+    def settle(self) -> None:
+        """Continue what the program left behind."""
+        # Such as a worker in its own session: it must not stay paused when gpushare ends.
+        self.release()
+        if self.pauser is not None:
+            self.pauser.close()
+        if self._noted is not None:
+            forget_pauses(self.host, self._noted.pid)

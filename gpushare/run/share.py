@@ -17,7 +17,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
-from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home
+from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home, without_own_limits
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 # The daemon logs every conversation, so ask often only while a program is likely to create its context.
+_FIRST_SECONDS: Final = 0.1
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
 _PENDING: Final = re.compile(
     r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
@@ -51,9 +52,13 @@ def spacing(age: float) -> float:
     return next(seconds for until, seconds in _SPACING if age < until)
 
 
+def _nobody(_pid: int, _started: int | None) -> None:
+    """Tell nobody: there is no guard."""
+
+
 @dataclass
 class Watch(abc.ABC):
-    """Where a program's processes are, as far as known; `look` updates it."""
+    """Where a program's processes are, as far as known; `poll` updates it."""
 
     host: Host
     device: Device
@@ -72,8 +77,28 @@ class Watch(abc.ABC):
     # The most memory that its processes held together at a look (bytes), and how many looks saw some.
     peak_bytes: int | None = None
     peak_looks: int = 0
+    # Called with a process and its start before it is stopped.
+    tell: Callable[[int, int | None], None] = _nobody
+    # What is signalled instead of the program, and passes signals on: the client of a container engine.
+    client_pid: int | None = None
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
+    _due: float = field(default_factory=lambda: time.monotonic() + _FIRST_SECONDS)
+
+    @property
+    def signalled_pid(self) -> int:
+        """Return the process that is ended, with its descendants."""
+        return self.client_pid or self.program_pid
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        return self._due - time.monotonic()
+
+    def poll(self) -> None:
+        """Look for the program's processes, and say when to do so again."""
+        self.look()
+        self._due = time.monotonic() + self.wait()
 
     def wait(self) -> float:
         """Return the seconds until the next look."""
@@ -91,18 +116,12 @@ class Watch(abc.ABC):
             self.peak_bytes = max(self.peak_bytes or 0, sum(known))
             self.peak_looks += 1
 
-    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+    def settle(self) -> None:  # noqa: B027 - outside MPS there is no log
         """Find out what can still be found out about a program that has ended."""
 
     @abc.abstractmethod
     def clients(self) -> set[int] | None:
         """Return the processes whose sudden death breaks others; None when it cannot be told."""
-
-    def release(self) -> None:  # noqa: B027 - only a pausing one has something to do
-        """Let the program continue for good: it is about to end."""
-
-    def before_pause(self, tell: Callable[[int, int | None], None]) -> None:  # noqa: B027 - as above
-        """Call ``tell`` with each process that the watch pauses, and its start time, before it does."""
 
 
 @dataclass
@@ -279,7 +298,7 @@ class MpsShare:
     """A share under an MPS daemon of ours, or of another user who lets us in.
 
     There is no lease on another user's daemon: it is not ours to stop. ``claim`` is held when the device is a MIG
-    instance that was taken.
+    instance that was taken. ``own_limits``: limits in the caller's environment hold too.
     """
 
     host: Host
@@ -287,6 +306,7 @@ class MpsShare:
     limits: Limits
     claim: HeldClaim | None = None
     lease: Lease | None = None
+    own_limits: bool = True
     _joined: DaemonHome | None = None
 
     @property
@@ -347,7 +367,8 @@ class MpsShare:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a client."""
-        return client_environment(base, self.device, self.home, self.limits)
+        kept = base if self.own_limits else without_own_limits(base)
+        return client_environment(kept, self.device, self.home, self.limits)
 
     def watch(self, pid: int) -> Attachment:
         """Return the watch over a program."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
+from gpushare.part import Part
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, forget_ended, restore_slice, slice_records
 from gpushare.units import format_slice
@@ -17,7 +19,7 @@ from gpushare.units import format_slice
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
-    from gpushare.run.share import Share, Watch
+    from gpushare.part import Watched
     from gpushare.selection import Device
 
 
@@ -146,51 +148,57 @@ class KeptSlices:
 
 
 @dataclass
-class SlicedWatch:
-    """The watch over a program outside MPS whose processes get a slice, as `Watch`."""
+class OwnSlice(Part):
+    """The time-slice of a job outside MPS: each of its processes gets it."""
 
-    inner: Watch
+    host: Host
     slice_us: int
     _slices: KeptSlices = field(init=False)
+    _watch: Watched | None = None
     _due: float = 0.0
     _told: set[str] = field(default_factory=set)
     _failed: bool = False
     _timeouts: int = 0
 
     def __post_init__(self) -> None:
-        self._slices = KeptSlices(self.inner.host)
+        self._slices = KeptSlices(self.host)
 
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner watch.
-        return getattr(self.inner, name)
+    @property
+    def where(self) -> str:
+        """Return what it adds to the place of the program."""
+        return f", outside MPS, with a time-slice of {format_slice(self.slice_us)}"
 
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        return min(self.inner.wait(), LOOK_SECONDS)
+    def started(self, watch: Watched) -> None:
+        """Begin."""
+        self._watch = watch
 
-    def look(self) -> None:
-        """Look for the program's processes, and give new ones the slice."""
-        self._give()
-        if time.monotonic() >= self._due:
-            self.inner.look()
-            self._due = time.monotonic() + self.inner.wait()
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        return math.inf if self._failed else self._due - time.monotonic()
 
-    def _give(self) -> None:
-        if self._failed:
-            return
+    def poll(self) -> bool:
+        """Give new processes of the program the slice."""
+        watch = self._watch
+        if watch is not None:
+            self._give(watch)
+            self._due = time.monotonic() + min(watch.wait(), LOOK_SECONDS)
+        return False
+
+    def _give(self, watch: Watched) -> None:
         try:
-            found = gpu_processes(self.inner.host, find_job(self.inner.host, str(self.inner.program_pid)))
-            changed = self._slices.apply([one.pid for one in found if not one.under_mps], self.slice_us)
+            processes = gpu_processes(self.host, find_job(self.host, str(watch.program_pid)))
+            changed = self._slices.apply([process.pid for process in processes if not process.under_mps], self.slice_us)
         except GpushareError as error:
             if error.code not in PASSING:
                 text = f"the time-slice cannot be set: {error.message}; the program goes on with the driver's default"
-                self._say(self.inner.troubles, text)
+                self._say(watch.troubles, text)
             # A driver that does not answer must not hold up a signal again and again.
             self._timeouts += isinstance(error, TimedOut)
             self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
             return
         for pid in changed:
-            self._say(self.inner.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
+            self._say(watch.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
 
     def _say(self, where: list[str], text: str) -> None:
         if text not in self._told:
@@ -198,29 +206,6 @@ class SlicedWatch:
             where.append(text)
 
     def settle(self) -> None:
-        """End the calls, forget the slices of what has ended, and let the inner watch settle."""
+        """End the calls, and forget the slices of what has ended."""
         self._slices.close()
-        forget_ended(self.inner.host)
-        self.inner.settle()
-
-
-@dataclass
-class SlicedShare:
-    """A share outside MPS whose program gets a slice."""
-
-    inner: Share
-    slice_us: int
-
-    def __getattr__(self, name: str) -> Any:
-        # All else is as in the inner share.
-        return getattr(self.inner, name)
-
-    @property
-    def where(self) -> str:
-        """Return where a program runs in it, and with which slice."""
-        return f"{self.inner.where}, outside MPS, with a time-slice of {format_slice(self.slice_us)}"
-
-    def watch(self, pid: int) -> Watch:
-        """Return the watch over a program."""
-        # The other attributes are the inner watch's.
-        return cast("Watch", SlicedWatch(self.inner.watch(pid), self.slice_us))
+        forget_ended(self.host)

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from gpushare.mig.places import Place
     from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
+    from gpushare.part import Part
     from gpushare.run.job import MemoryWish, Role
-    from gpushare.run.jobs import JobRecord, PrintedRate
+    from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
     from gpushare.run.mig import OutlookOnPlaces
     from gpushare.run.program import Run, RunOptions
     from gpushare.run.queued import MemoryOptions, Queued
     from gpushare.run.roles import SparedProcess
+    from gpushare.run.share import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,31 +75,34 @@ class JobStart:
     def _names_one(self, gpu: str) -> bool:
         return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
 
-    def _carry_out(self, share: Any, options: RunOptions, *, mps: bool = True) -> Any:
+    def _carry_out(
+        self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None, mps: bool = True
+    ) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
-        from gpushare.run.jobs import NamedShare
+        from gpushare.run.jobs import RecordedJob
         from gpushare.run.program import Run
         from gpushare.show.run import InstanceReport, RunReport
 
-        typed, command = None, self.command
-        share = NamedShare(
-            share, self.host, self._record(share, options, mps=mps), options.container or self.command[0]
-        )
+        typed, command, container = None, self.command, None
+        record = self._record(share.device, options, slice_us, mps=mps)
+        job = RecordedJob(self.host, share.device, record, options.container or self.command[0])
         if options.container is not None:
-            from gpushare.run.container import ContainerShare
+            from gpushare.run.container import Container
 
-            share = ContainerShare(share, self.host, options.container)
-            typed, command = command, share.command(command)
+            container = Container(self.host, share, options.container)
+            typed, command, parts = command, container.command(command), (*parts, container)
         kind = RunReport if mps else InstanceReport
         report = kind(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits if mps else None)
-        run = Run(self.host, share, command, options, report, typed=typed)
+        run = Run(
+            self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
+        )
         if self.dry_run:
             from gpushare.show.plan import plan_result
 
             return plan_result("run", run.steps(), dry_run=True)
-        return self._kept(run)
+        return self._kept(run, job)
 
-    def _record(self, share: Any, options: RunOptions, *, mps: bool) -> JobRecord:
+    def _record(self, device: Device, options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
         """Return what the record of the job says of it before it runs."""
         from gpushare.host.identity import identity_of, uptime
         from gpushare.run.jobs import MOST_COMMAND, JobRecord
@@ -105,12 +110,12 @@ class JobStart:
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
         if self.wish is not None:
-            memory = self.wish.of(share.device.memory_total_bytes)
+            memory = self.wish.of(device.memory_total_bytes)
         return JobRecord(
             name=options.name or "",
             pid=os.getpid(),
             started=0,
-            device_uuid=share.device.uuid,
+            device_uuid=device.uuid,
             role=options.role,
             supervisor=identity_of(os.getpid()),
             command=cut(shlex.join(self.command), MOST_COMMAND),
@@ -118,11 +123,11 @@ class JobStart:
             mps=mps,
             threads_percent=limits.threads_percent if mps else None,
             memory_bytes=memory,
-            slice_us=getattr(share, "slice_us", None),
+            slice_us=slice_us,
             **({} if options.rate is None else asdict(options.rate)),
         )
 
-    def _kept(self, run: Run) -> int:
+    def _kept(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
         from gpushare.run.jobs import PastJob, keep_past
 
@@ -131,7 +136,7 @@ class JobStart:
             code = run.carry_out()
             return code
         finally:
-            record: JobRecord = run.share.record  # type: ignore[attr-defined]
+            record = job.record
             if record.name:
                 keep_past(
                     self.host,
@@ -418,7 +423,8 @@ class JobStart:
         from gpushare.run.group import PRODUCTION_US, members
         from gpushare.run.jobs import PRODUCTION, check_job_name
         from gpushare.run.results import CAPS, find_tuned
-        from gpushare.run.roles import ProductionShare
+        from gpushare.run.roles import daemon_cap
+        from gpushare.run.share import MpsShare
 
         check_job_name(name)
         options = replace(options, name=name, role=PRODUCTION)
@@ -436,25 +442,24 @@ class JobStart:
                 gpu=str(device.gpu.index),
                 code="production_under_mps",
             )
-        share = ProductionShare(self.host, device, options.limits)
-        cap = share.daemon_cap()
+        cap = daemon_cap(self.host, device)
         if cap is not None:
             self.say(
                 f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
             )
-        return self._carry_out(share, options)
+        return self._carry_out(MpsShare(self.host, device, options.limits, own_limits=False), options)
 
     def _sliced(self, device: Device, options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
         """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
         from gpushare.run.plain import PlainShare
-        from gpushare.run.sliced import SlicedShare, check_outside_mps, check_settable
+        from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
 
         check_outside_mps(device)
         if asked:
             check_settable(self.host)
         self._say_dropped()
-        share = SlicedShare(PlainShare(self.host, device), slice_us)
-        return self._carry_out(share, options, mps=False)
+        own = OwnSlice(self.host, slice_us)
+        return self._carry_out(PlainShare(self.host, device), options, own, slice_us=slice_us, mps=False)
 
     def _opportunistic(self, device: Device, options: RunOptions) -> Any:
         from gpushare.run.jobs import OPPORTUNISTIC
@@ -518,42 +523,43 @@ class JobStart:
         process: SparedProcess | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
-        from gpushare.run.group import DEFAULT_US, Adapting, GroupShare
+        from gpushare.run.group import DEFAULT_US, AdaptedSlice, GroupSlice
         from gpushare.run.production import ProductionJob
         from gpushare.run.results import SLICES
-        from gpushare.run.roles import spare
+        from gpushare.run.roles import PauseForProduction, spare
+        from gpushare.run.share import MpsShare
         from gpushare.units import format_slice
 
         spared = spare(self.host, device, options.limits, self.role.target, way=SLICES)
         tuned = spared.tuned
         slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
         title = "production" if process is None else process.title
-        production, adapting = None, None
+        group, adapted = GroupSlice(self.host, device, slice_us, title, self.role.keep), None
         if process is not None:
             production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-        if self.role.keep is not None and process is not None:
-            adapting = Adapting(self.role.keep, _source(self.host, process))
+            group.instead = PauseForProduction(self.host, production)
+            if self.role.keep is not None:
+                adapted = AdaptedSlice(group, production, _source(self.host, process), self.role.keep, title)
         for text in spared.notes:
             self.say(text)
         how = (
             f"a time-slice of {format_slice(slice_us)}"
-            if adapting is None
-            else f"a time-slice by which {title} keeps {100 * adapting.keep:g} % of its speed"
+            if self.role.keep is None
+            else f"a time-slice by which {title} keeps {100 * self.role.keep:g} % of its speed"
         )
         self.say(
             f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_words(spared.limits)}"
         )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
-        share = GroupShare(
-            self.host, device, spared.limits, slice_us=slice_us, production=production, title=title, adapt=adapting
-        )
-        return self._carry_out(share, replace(options, limits=spared.limits))
+        share, options = MpsShare(self.host, device, spared.limits), replace(options, limits=spared.limits)
+        parts = (group,) if adapted is None else (group, adapted)
+        return self._carry_out(share, options, *parts, slice_us=slice_us)
 
     def _paused(self, device: Device, options: RunOptions, process: SparedProcess) -> Any:
         from gpushare.run.pause import checkpoint_of
         from gpushare.run.plain import PlainShare
         from gpushare.run.production import ProductionJob
-        from gpushare.run.roles import NOT_PROTECTED, PausingShare
+        from gpushare.run.roles import NOT_PROTECTED, PauseForProduction
         from gpushare.run.share import MpsShare
 
         limits, mps = options.limits, process.under_mps
@@ -578,17 +584,11 @@ class JobStart:
         if mps:
             self.say(NOT_PROTECTED)
         production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-        share = PausingShare(
-            MpsShare(self.host, device, limits) if mps else PlainShare(self.host, device),
-            self.host,
-            production,
-            checkpoint,
-            recorder,
-            process.title,
-            by_channels=not mps,
-            say=self.say,
+        pause = PauseForProduction(
+            self.host, production, checkpoint, recorder, process.title, by_channels=not mps, say=self.say
         )
-        return self._carry_out(share, replace(options, limits=limits), mps=mps)
+        share = MpsShare(self.host, device, limits) if mps else PlainShare(self.host, device)
+        return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
 
     def _yielding(
         self,

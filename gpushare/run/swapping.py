@@ -45,6 +45,7 @@ from gpushare.memory.swap import (
     swaps,
     taken_over,
 )
+from gpushare.part import Part
 from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.selection import Device, select
 from gpushare.units import GIB, format_bytes, format_duration
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.limit import JobMemory
     from gpushare.model import Gpu
+    from gpushare.part import Watched
 
 _LOOK_SECONDS: Final = 0.5
 # While it waits for its place: nobody works in this time.
@@ -427,8 +429,8 @@ class ForProduction:
         """Do nothing."""
 
 
-class Swapping:
-    """The watch over a program that is swapped by a policy; a `Meter`. ``memory`` is its limit and its place."""
+class Swapping(Part):
+    """Swaps a job by a policy. ``memory`` is its limit and its place, which does not count while it is out."""
 
     def __init__(
         self,
@@ -497,15 +499,19 @@ class Swapping:
         """Put a new process under the limit of the job."""
         self._memory.enter(pid)
 
-    def started(self, pid: int) -> None:
+    def started(self, watch: Watched) -> None:
         """Begin to watch a program."""
-        self._pid, self._since = pid, self._clock()
-        self._memory.started(pid)
+        self.begin(watch.program_pid)
 
-    def look(self) -> bool:
+    def begin(self, pid: int) -> None:
+        """Begin to watch the program with this PID."""
+        self._pid, self._since = pid, self._clock()
+        self._memory.begin(pid)
+
+    def poll(self) -> bool:
         """Look, and move the job if it is time; return whether it is to be ended."""
         # A process that the job has started since it left counts, too.
-        if self._memory.seconds <= 0 and (not self.out or self._memory.on_gpu()) and self._memory.look():
+        if self._memory.seconds <= 0 and (not self.out or self._memory.on_gpu()) and self._memory.poll():
             return True
         now = self._clock()
         if now < self._due:
@@ -795,20 +801,20 @@ class Swapping:
                 self._return(_RELEASE_SECONDS)
         return strays
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Leave the ledger, and forget the swap."""
         if self._place is not None:
             self._place.leave()
-        self._memory.close()
+        self._memory.leave()
         forget_ended(self._host)
         if self.times_out > _SAID_TIMES:
             self._say(
                 f"the job was out of the GPU {self.times_out} times, for {format_duration(self._out_seconds)} in all"
             )
 
-    def check(self) -> None:
+    def raise_end(self) -> None:
         """Raise if the job was ended for its memory."""
-        self._memory.check()
+        self._memory.raise_end()
 
 
 def _can_come(one: Reservation, line: Line) -> bool:

@@ -84,19 +84,19 @@ def job(
     host = cast("Any", SimpleNamespace(nvml=told, processes=told))
     device = Device(gpu=Gpu(index=0, uuid="GPU-1"))
     found = JobMemory(host, device, limit_bytes=limit, action=action, say=said.append, clock=clock)
-    found.started(10)
+    found.begin(10)
     return found, said
 
 
 def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None:
     memory, _ = job(told)
     told.memory = {10: 3 * GIB, 12: 5 * GIB, 99: 60 * GIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert memory.peak_bytes == 8 * GIB
     told.memory[11] = GIB
-    assert memory.look()
+    assert memory.poll()
     with pytest.raises(OperationFailed) as caught:
-        memory.check()
+        memory.raise_end()
     assert caught.value.code == "memory_limit"
     assert "9.0 GiB, over its limit of 8.0 GiB (3 processes; process 12 has 5.0 GiB)" in caught.value.message
 
@@ -104,45 +104,45 @@ def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None
 def test_a_process_that_was_seen_counts_after_it_left_the_tree(told: Told) -> None:
     memory, _ = job(told)
     told.memory = {12: 5 * GIB}
-    assert not memory.look()
+    assert not memory.poll()
     told.parents[12] = 1
     told.memory[10] = 4 * GIB
-    assert memory.look()
+    assert memory.poll()
 
 
 def test_unknown_memory_is_not_a_number(told: Told) -> None:
     memory, said = job(told)
     told.memory = {10: None, 11: GIB}
-    assert not memory.look()
-    assert not memory.look()
+    assert not memory.poll()
+    assert not memory.poll()
     # A peak without it would be reserved the next time.
     assert memory.peak_bytes is None
     assert said == [
         "its limit of 8.0 GiB cannot be checked: the driver does not tell how much memory process 10 has on GPU 0"
     ]
     told.memory[11] = 9 * GIB
-    assert memory.look()
+    assert memory.poll()
 
 
 def test_processes_that_the_driver_does_not_list_are_not_none(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, said = job(told)
     monkeypatch.setattr(memory, "_listed", lambda: None)
-    assert not memory.look()
-    assert not memory.look()
+    assert not memory.poll()
+    assert not memory.poll()
     assert said == ["its limit of 8.0 GiB cannot be checked: the driver does not list the processes of GPU 0"]
 
 
 def test_in_another_pid_namespace_a_limit_cannot_be_checked(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, said = job(told)
     monkeypatch.setattr(told, "namespace_is_host", lambda: False)
-    assert not memory.look()
+    assert not memory.poll()
     assert said == ["its limit of 8.0 GiB cannot be checked: this PID namespace is not the host's"]
 
 
 def test_without_a_limit_nothing_is_said_of_what_is_unknown(told: Told) -> None:
     memory, said = job(told, limit=None)
     told.memory = {10: None}
-    assert not memory.look()
+    assert not memory.poll()
     assert said == []
 
 
@@ -159,7 +159,7 @@ def test_in_an_instance_only_what_is_there_counts(told: Told, monkeypatch: pytes
         )
 
     monkeypatch.setattr(memory, "_listed", listed)
-    memory.look()
+    memory.poll()
     assert memory.peak_bytes == 2 * GIB
 
 
@@ -168,7 +168,7 @@ def test_a_process_that_left_the_tree_before_it_was_seen_is_known_by_its_environ
     told.parents[13] = 1
     told.environments = {13: dict(memory.variables), 99: {MARK: "of another job"}}
     told.memory = {10: 5 * GIB, 13: 4 * GIB, 99: 60 * GIB}
-    assert memory.look()
+    assert memory.poll()
     # It would go on above the limit.
     assert memory.release() == {13: 13.0}
 
@@ -179,7 +179,7 @@ def test_what_is_left_without_memory_is_said_too(told: Told, monkeypatch: pytest
     memory, said = job(told)
     told.parents = {12: 1, 13: 1, 99: 1}
     told.environments = {pid: dict(memory.variables) for pid in (12, 13)}
-    memory.close()
+    memory.leave()
     what = "2 processes of the job still run: nothing limits their memory any more; see: gpushare status"
     assert said == [what]
 
@@ -189,46 +189,37 @@ def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
     told.parents[13] = 1
     told.environments = {13: dict(memory.variables)}
     told.memory = {10: GIB, 13: GIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert memory.release() == {}
-
-
-def test_the_program_of_a_container_is_no_stranger_once_it_is_known(told: Told) -> None:
-    memory, _ = job(told)
-    memory.started(99)
-    told.memory = {12: 9 * GIB}
-    assert not memory.look()
-    memory.started(10)
-    assert memory.look()
 
 
 def test_a_limit_that_cannot_be_enforced_is_said(told: Told) -> None:
     now = [100.0]
     memory, said = job(told, clock=lambda: now[0])
     told.memory = {10: GIB}
-    memory.look()
+    memory.poll()
     told.error = OperationFailed("GPU 0 does not answer", "see: dmesg")
-    memory.look()
+    memory.poll()
     assert said == []
     now[0] += 3
-    memory.look()
-    memory.look()
+    memory.poll()
+    memory.poll()
     assert said == ["its limit of 8.0 GiB cannot be checked: GPU 0 does not answer"]
     told.error = None
-    memory.look()
-    memory.look()
+    memory.poll()
+    memory.poll()
     assert said[1:] == ["its limit of 8.0 GiB is checked again"]
 
 
 def test_a_job_that_somebody_continues_is_stopped_again(told: Told) -> None:
     memory, said = job(told, "pause")
     told.memory = {10: 9 * GIB}
-    memory.look()
-    memory.look()
+    memory.poll()
+    memory.poll()
     assert [one for one in told.sent if one[0] == 10] == [(10, signal.SIGSTOP)]
     for _ in range(2):
         told.stopped.clear()
-        memory.look()
+        memory.poll()
         assert 10 in told.stopped
     assert len(said) == 2
     assert "stopped again" in said[1]
@@ -237,10 +228,10 @@ def test_a_job_that_somebody_continues_is_stopped_again(told: Told) -> None:
 def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
     memory, _ = job(told)
     told.memory = {10: 7 * GIB}
-    memory.look()
+    memory.poll()
     assert not memory.grows()
     told.memory = {10: 9 * GIB}
-    assert memory.look()
+    assert memory.poll()
     told.memory = {10: 9 * GIB + 100 * MIB}
     assert not memory.grows()
     told.memory = {10: 10 * GIB}
@@ -251,30 +242,30 @@ def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
     now = [100.0]
     memory, said = job(told, limit=None, clock=lambda: now[0])
     memory._place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
-    memory.look()
+    memory.poll()
     # While nobody looked, it was out of the GPU.
     now[0] += 100
-    memory.look()
+    memory.poll()
     for _ in range(12):
         now[0] += 5
-        memory.look()
+        memory.poll()
     assert said == []
     now[0] += 1
-    memory.look()
-    memory.look()
+    memory.poll()
+    memory.poll()
     assert said == ["it has not used the GPU for 60 s: its reservation does not count until it does"]
     told.memory = {10: GIB}
-    memory.look()
+    memory.poll()
     assert len(said) == 1
 
 
 def test_a_stopped_job_goes_on_within_its_limit(told: Told) -> None:
     memory, said = job(told, "pause")
     told.memory = {10: 5 * GIB, 12: 4 * GIB}
-    memory.look()
+    memory.poll()
     # One of its processes was killed.
     del told.memory[12]
-    memory.look()
+    memory.poll()
     assert told.stopped == set()
     assert "within its limit again" in said[1]
 
@@ -283,10 +274,10 @@ def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("gpushare.memory.limit._LEFT_SECONDS", 0.0)
     memory, said = job(told)
     told.memory = {12: 5 * GIB, 99: GIB}
-    memory.look()
+    memory.poll()
     told.parents = {12: 1, 99: 1}
-    memory.close()
-    memory.close()
+    memory.leave()
+    memory.leave()
     assert said == [
         "process 12 of the job still runs and holds 5.0 GiB: nothing limits its memory any more; see: gpushare status"
     ]
@@ -295,21 +286,21 @@ def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPat
 def test_a_warning_is_said_once_for_each_time(told: Told) -> None:
     memory, said = job(told, "warn")
     told.memory = {10: 9 * GIB}
-    assert not memory.look()
-    assert not memory.look()
+    assert not memory.poll()
+    assert not memory.poll()
     assert len(said) == 1
     told.memory = {10: 7 * GIB}
-    memory.look()
+    memory.poll()
     told.memory = {10: 9 * GIB}
-    memory.look()
+    memory.poll()
     assert len(said) == 2
-    memory.check()
+    memory.raise_end()
 
 
 def test_a_stopped_job_continues_before_it_ends(told: Told) -> None:
     memory, said = job(told, "pause")
     told.memory = {10: 9 * GIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert {number for _, number in told.sent} == {signal.SIGSTOP}
     assert "cannot grow" in said[0]
     memory.release()
@@ -319,7 +310,7 @@ def test_a_stopped_job_continues_before_it_ends(told: Told) -> None:
 def test_without_a_limit_only_the_peak_is_kept(told: Told) -> None:
     memory, _ = job(told, limit=None)
     told.memory = {10: 90 * GIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert memory.peak_bytes == 90 * GIB
 
 
@@ -353,7 +344,7 @@ def test_what_the_driver_refuses_is_not_ended(told: Told) -> None:
     limit.used = 8 * GIB
     # Contexts may be counted in another way.
     told.memory = {10: 8 * GIB + 200 * MIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert said == []
     assert memory.peak_bytes == 8 * GIB + 200 * MIB
 
@@ -362,7 +353,7 @@ def test_the_peak_is_what_the_driver_counts(told: Told) -> None:
     memory, _, limit = by_driver(told)
     limit.used = 5 * GIB
     told.memory = {10: 4 * GIB}
-    memory.look()
+    memory.poll()
     assert memory.peak_bytes == 5 * GIB
 
 
@@ -370,7 +361,7 @@ def test_what_the_driver_cannot_have_counted_is_no_peak(told: Told) -> None:
     memory, _, limit = by_driver(told)
     limit.used = 5 * GIB << 20
     told.memory = {10: 4 * GIB}
-    memory.look()
+    memory.poll()
     assert memory.peak_bytes == 4 * GIB
 
 
@@ -378,20 +369,20 @@ def test_a_process_outside_the_cgroup_is_added_up(told: Told) -> None:
     memory, said, limit = by_driver(told)
     limit.inside = {10}
     told.memory = {10: 4 * GIB, 12: 4 * GIB}
-    assert not memory.look()
+    assert not memory.poll()
     assert "process 12 is not in the job's cgroup" in said[0]
     told.memory[12] = 5 * GIB
-    assert memory.look()
+    assert memory.poll()
     assert len(said) == 1
     with pytest.raises(OperationFailed):
-        memory.check()
+        memory.raise_end()
 
 
 def test_memory_that_the_driver_does_not_count_is_added_up(told: Told) -> None:
     memory, said, limit = by_driver(told)
     limit.used = GIB
     told.memory = {10: 9 * GIB}
-    assert memory.look()
+    assert memory.poll()
     assert "managed memory" in said[0]
 
 
@@ -399,14 +390,14 @@ def test_a_process_in_the_cgroup_counts_wherever_it_descends_from(told: Told) ->
     memory, _, limit = by_driver(told)
     limit.inside.add(99)
     told.memory = {99: GIB}
-    memory.look()
+    memory.poll()
     assert memory.peak_bytes == GIB
 
 
 def test_a_program_that_is_not_in_the_cgroup_is_seen_at_once(told: Told) -> None:
     memory, said, limit = by_driver(told)
     limit.inside = set()
-    memory.started(10)
+    memory.begin(10)
     assert not memory.by_driver
     assert "process 10 is not in the job's cgroup" in said[0]
 
@@ -414,7 +405,7 @@ def test_a_program_that_is_not_in_the_cgroup_is_seen_at_once(told: Told) -> None
 def test_a_program_that_has_ended_is_not_missed(told: Told) -> None:
     memory, said, limit = by_driver(told)
     limit.inside, told.parents = set(), {}
-    memory.started(10)
+    memory.begin(10)
     assert memory.by_driver
     assert said == []
 
@@ -423,14 +414,14 @@ def test_in_another_pid_namespace_the_driver_tells_the_peak(told: Told, monkeypa
     memory, _, limit = by_driver(told)
     monkeypatch.setattr(told, "namespace_is_host", lambda: False)
     limit.used = 3 * GIB
-    assert not memory.look()
+    assert not memory.poll()
     limit.used = GIB
-    assert not memory.look()
+    assert not memory.poll()
     assert memory.peak_bytes == 3 * GIB
 
 
 def test_the_limit_is_given_back_once(told: Told) -> None:
     memory, _, limit = by_driver(told)
-    memory.close()
-    memory.close()
+    memory.leave()
+    memory.leave()
     assert limit.released == 1

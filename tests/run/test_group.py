@@ -10,8 +10,10 @@ import pytest
 from gpushare.errors import GpushareError
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
+from gpushare.part import Part
 from gpushare.run import group
-from gpushare.run.group import GroupShare, GroupWatch, members, why_not
+from gpushare.run.group import GroupSlice, members, why_not
+from gpushare.run.share import MpsShare
 from gpushare.selection import Device
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -25,28 +27,29 @@ def file() -> StateFile:
 
 
 @pytest.fixture
-def share(host: Host, device: Device) -> Iterator[GroupShare]:
+def share(host: Host, device: Device) -> Iterator[MpsShare]:
     """Return an open share; its daemon has no client yet."""
-    opened = GroupShare(host, device, Limits())
+    opened = MpsShare(host, device, Limits())
     opened.open()
     yield opened
     opened.close()
 
 
-def client(share: GroupShare) -> int:
+def client(share: MpsShare) -> int:
     return admin.add_process(SPEC, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": str(share.home.pipe)})
 
 
-def watch_of(share: GroupShare, pid: int) -> GroupWatch:
-    found = share.watch(pid)
-    assert isinstance(found, GroupWatch)
-    found._due = 0.0
-    return found
+class Watched:
+    """A program in the share, and its part in the slice."""
 
+    def __init__(self, share: MpsShare, *, slice_us: int = 200) -> None:
+        self.watch = share.watch(client(share))
+        self.part = GroupSlice(share.host, share.device, slice_us)
+        self.part.started(self.watch)
 
-def look(watch: GroupWatch) -> None:
-    watch._due = 0.0
-    watch.look()
+    def poll(self) -> None:
+        self.watch.poll()
+        assert not self.part.poll()
 
 
 def state_of(file: StateFile) -> SimulatedHostState:
@@ -64,115 +67,118 @@ def fault(file: StateFile, name: str | None) -> None:
         state.channel_fault = name
 
 
-def test_the_server_gets_the_slice_with_the_first_client_and_no_client_does(share: GroupShare, file: StateFile) -> None:
-    pid = client(share)
-    watch = watch_of(share, pid)
-    watch.look()
+def test_the_server_gets_the_slice_with_the_first_client_and_no_client_does(share: MpsShare, file: StateFile) -> None:
+    watch = Watched(share)
+    watch.poll()
+    pid = watch.watch.program_pid
     assert server_slices(file) == [200]
     assert [one.slices for one in state_of(file).processes if one.pid == pid] == [{}]
     server = state_of(file).daemons[0].servers[0].pid
-    assert watch.inner.news == [
+    assert watch.watch.news == [
         f"the opportunistic jobs of GPU 0 share a time-slice of 200us (MPS server {server}, read back)"
     ]
-    watch.look()
-    assert len(watch.inner.news) == 1
+    watch.poll()
+    assert len(watch.watch.news) == 1
 
 
-def test_a_slice_that_was_changed_is_set_again(share: GroupShare, file: StateFile) -> None:
-    watch = watch_of(share, client(share))
-    watch.look()
+def test_a_slice_that_was_changed_is_set_again(share: MpsShare, file: StateFile) -> None:
+    watch = Watched(share)
+    watch.poll()
     with file.changed() as state:
         state.daemons[0].servers[0].slices["compute"] = 2048
-    watch.look()
+    watch.poll()
     assert server_slices(file) == [200]
 
 
-def test_a_new_server_gets_the_slice_too(share: GroupShare, file: StateFile) -> None:
-    first = client(share)
-    watch = watch_of(share, first)
-    watch.look()
+def test_a_new_server_gets_the_slice_too(share: MpsShare, file: StateFile) -> None:
+    watch = Watched(share)
+    watch.poll()
+    first = watch.watch.program_pid
     before = state_of(file).daemons[0].servers[0].pid
     admin.end_process(SPEC, first)
     with file.changed() as state:
         state.daemons[0].servers.clear()
     second = client(share)
     assert state_of(file).daemons[0].servers[0].pid != before
-    watch.inner.program_pid = second
-    watch.look()
+    watch.watch.program_pid = second
+    watch.poll()
     assert server_slices(file) == [200]
-    assert len(watch.inner.news) == 2
+    assert len(watch.watch.news) == 2
 
 
 def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back(
-    share: GroupShare, file: StateFile, host: Host, device: Device
+    share: MpsShare, file: StateFile, host: Host, device: Device
 ) -> None:
-    other = GroupShare(host, device, Limits(), slice_us=100)
-    first, second = watch_of(share, client(share)), watch_of(other, client(share))
-    first.look()
+    first, second = Watched(share), Watched(share, slice_us=100)
+    first.poll()
     assert server_slices(file) == [100]
-    second.look()
+    second.poll()
     assert [one.slice_us for one in members(host, device)] == [200, 100]
-    second.settle()
-    first.look()
+    second.part.settle()
+    first.poll()
     assert server_slices(file) == [200]
-    first.settle()
+    first.part.settle()
     assert server_slices(file) == [2048]
     assert members(host, device) == ()
 
 
 def test_the_member_that_ends_last_knows_the_slice_of_before(
-    share: GroupShare, file: StateFile, host: Host, device: Device
+    share: MpsShare, file: StateFile, host: Host, device: Device
 ) -> None:
-    first = watch_of(share, client(share))
-    first.look()
-    second = watch_of(GroupShare(host, device, Limits(), slice_us=700), client(share))
-    second.look()
-    first.settle()
-    second.look()
+    first = Watched(share)
+    first.poll()
+    second = Watched(share, slice_us=700)
+    second.poll()
+    first.part.settle()
+    second.poll()
     assert server_slices(file) == [700]
-    second.settle()
+    second.part.settle()
     assert server_slices(file) == [2048]
 
 
 @pytest.mark.parametrize("name", ["ptrace_scope", "seccomp", "no_pidfd_getfd"])
 def test_where_it_is_not_supported_it_is_said_and_the_job_is_paused_instead(
-    share: GroupShare, file: StateFile, name: str
+    share: MpsShare, file: StateFile, name: str
 ) -> None:
-    watch = watch_of(share, client(share))
+    watch = Watched(share)
     paused: list[str] = []
 
-    class Instead:
-        def look(self) -> None:
-            paused.append("look")
+    class Instead(Part):
+        seconds = 0.01
 
-        def wait(self) -> float:
-            return 0.01
+        def started(self, watch: object) -> None:
+            paused.append("started")
 
-    watch.instead = Instead  # type: ignore[assignment]
+        def poll(self) -> bool:
+            paused.append("poll")
+            return False
+
+    watch.part.instead = Instead()  # type: ignore[assignment]
     fault(file, name)
-    watch.look()
-    (told,) = watch.inner.troubles
+    watch.poll()
+    (told,) = watch.watch.troubles
     assert told.startswith("the time-slice of the MPS server cannot be set: process ")
     assert told.endswith("; this job is paused while production works")
-    watch.look()
-    assert (paused, watch.wait(), server_slices(file)) == (["look"], 0.01, [2048])
+    watch.poll()
+    assert (paused, watch.part.seconds, server_slices(file)) == (["started", "poll"], 0.01, [2048])
 
 
-def test_a_driver_that_fails_once_is_tried_again(share: GroupShare, file: StateFile) -> None:
-    watch = watch_of(share, client(share))
+def test_a_driver_that_fails_once_is_tried_again(share: MpsShare, file: StateFile) -> None:
+    watch = Watched(share)
     fault(file, "hang")
-    watch.look()
-    assert watch.inner.news == []
+    watch.poll()
+    assert watch.watch.news == []
     fault(file, None)
-    watch.look()
+    watch.poll()
     assert server_slices(file) == [200]
     fault(file, "hang")
-    watch.look()
-    look(watch)
-    assert "cannot be set" in watch.inner.troubles[-1]
+    for _ in range(4):
+        watch.poll()
+    (told,) = watch.watch.troubles
+    assert "cannot be set" in told
 
 
-def test_why_not_names_the_reason(share: GroupShare, file: StateFile, host: Host, device: Device) -> None:
+def test_why_not_names_the_reason(share: MpsShare, file: StateFile, host: Host, device: Device) -> None:
     assert why_not(host, device, None) is None
     client(share)
     assert why_not(host, device, None) is None
@@ -192,7 +198,7 @@ def test_without_a_server_it_is_tried_at_production(file: StateFile, host: Host,
     assert reason.code == "no_pidfd_getfd"
 
 
-def test_the_daemon_of_another_user_is_left_alone(share: GroupShare, host: Host, device: Device) -> None:
+def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, device: Device) -> None:
     elsewhere = replace(
         host, run_directory=host.run_directory.parent / "mine", shared_run_directories=(host.run_directory,)
     )
@@ -211,15 +217,15 @@ def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, dev
     assert members(host, device) == ()
 
 
-def test_a_directory_that_cannot_be_made_does_not_end_the_program(share: GroupShare, file: StateFile) -> None:
+def test_a_directory_that_cannot_be_made_does_not_end_the_program(share: MpsShare, file: StateFile) -> None:
     share.host.run_directory.joinpath("group").write_text("")
-    watch = watch_of(share, client(share))
-    watch.look()
+    watch = Watched(share)
+    watch.poll()
     assert server_slices(file) == [200]
 
 
 def test_production_in_the_daemon_is_refused_by_name(
-    share: GroupShare, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+    share: MpsShare, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Web:
         name, pid = "web", 1
@@ -227,13 +233,13 @@ def test_production_in_the_daemon_is_refused_by_name(
     monkeypatch.setattr(group.roles, "living_productions", lambda *_: [Web])
     monkeypatch.setattr(group.roles, "is_under_mps", lambda *_: True)
     with pytest.raises(GpushareError) as raised:
-        share.check("true")
+        GroupSlice(host, device).check()
     assert raised.value.code == "production_under_mps"
     assert "'web'" in raised.value.message
 
 
 def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice_of_before(
-    share: GroupShare, file: StateFile, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+    share: MpsShare, file: StateFile, host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No process is probed: production and the server are everybody's."""
     from gpushare.host import channels
@@ -242,11 +248,11 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
         raise AssertionError
 
     monkeypatch.setattr(channels, "_probe", probed)
-    watches = [watch_of(GroupShare(host, device, Limits()), client(share)) for _ in range(3)]
+    watches = [Watched(share) for _ in range(3)]
     assert why_not(host, device, None) is None
     for one in watches:
-        one.look()
+        one.poll()
     assert server_slices(file) == [200]
     for one in watches:
-        one.settle()
+        one.part.settle()
     assert server_slices(file) == [2048]

@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.run import jobs
 from gpushare.run.jobs import (
     JobRecord,
-    NamedShare,
+    RecordedJob,
     check_name_free,
     consent_to,
     find_job,
@@ -194,17 +194,12 @@ def test_records_of_ended_jobs_go_but_those_of_production_stay(host: Host) -> No
 
 
 def test_two_at_once_do_not_get_the_same_name(host: Host) -> None:
-    class Opened:
-        device = select_one("0", [host.nvml.gpu(index) for index in range(host.nvml.count())])
-
-        def open(self) -> None:
-            # Another gpushare, which found the name free as well, is faster.
-            write_record(host, record(host, admin.add_process(SPEC)))
-
-    web = record(host, os.getpid(), role=jobs.PLAIN)
-    share = NamedShare(Opened(), host, web, "python")  # type: ignore[arg-type]
-    check_name_free(host, "web")
+    device = select_one("0", [host.nvml.gpu(index) for index in range(host.nvml.count())])
+    job = RecordedJob(host, device, record(host, os.getpid(), role=jobs.PLAIN), "python")
+    job.check()
+    # Another gpushare, which found the name free as well, is faster.
+    write_record(host, record(host, admin.add_process(SPEC)))
     with pytest.raises(InUse) as refused:
-        share.open()
+        job.open()
     assert refused.value.code == "name_in_use"
     assert find_job(host, "web").pid != os.getpid()

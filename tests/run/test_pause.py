@@ -19,8 +19,8 @@ from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
 from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume_all
 from gpushare.run.plain import PlainShare
-from gpushare.run.production import Activity, ProductionJob
-from gpushare.run.roles import PausingShare, PausingWatch
+from gpushare.run.production import Activity
+from gpushare.run.roles import PauseForProduction
 from gpushare.selection import Device
 
 _IDLE = "import time; time.sleep(600)"
@@ -221,33 +221,33 @@ def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:
     pid, activity = start(_IDLE), Scripted()
-    inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
-    watch.look()
+    watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
+    watch.started(PlainShare(host, device).watch(pid))
+    assert watch.pauser is not None
+    watch.poll()
     assert not watch.pauser.paused
     activity.now = True
-    watch.look()
+    watch.poll()
     assert watch.pauser.paused
     # Production is gone: nobody is to be spared any more.
     activity.now, activity.alive = False, False
-    watch.look()
+    watch.poll()
     assert not watch.pauser.paused
     assert watch.pauses == 1
 
 
 def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid = start(_IDLE)
-    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
-    watch = share.watch(pid)
-    watch.production = Scripted()
+    watch: Any = PauseForProduction(host, Scripted())  # type: ignore[arg-type]
+    watch.started(PlainShare(host, device).watch(pid))
     for now, expected in ((False, (0, False)), (True, (1, True)), (True, (1, True))):
         watch.production.now = now
-        watch.look()
+        watch.poll()
         (noted,) = noted_pauses(host)
         assert (noted.pid, noted.gpu_uuid) == (pid, device.gpu.uuid)
         assert (noted.pauses, noted.paused) == expected
     watch.release()
-    watch.look()
+    watch.poll()
     assert not noted_pauses(host)[0].paused
     watch.settle()
     assert noted_pauses(host) == ()
@@ -263,12 +263,13 @@ def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> Non
 
 def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid, activity = start(_IDLE), Scripted()
-    inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
+    watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
+    watch.started(PlainShare(host, device).watch(pid))
+    assert watch.pauser is not None
     activity.now = True
-    watch.look()
+    watch.poll()
     watch.release()
-    watch.look()
+    watch.poll()
     assert not watch.pauser.paused
     assert until(lambda: not stopped(host, pid))
 
@@ -311,10 +312,9 @@ def test_a_pause_is_noted_with_the_start_of_its_program(
 ) -> None:
     """Else a PID that another program has got would count as paused."""
     pid = start(_IDLE)
-    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
-    watch = share.watch(pid)
-    watch.production = Scripted()
-    watch.look()
+    watch: Any = PauseForProduction(host, Scripted())  # type: ignore[arg-type]
+    watch.started(PlainShare(host, device).watch(pid))
+    watch.poll()
     (noted,) = noted_pauses(host)
     info = host.processes.describe(pid)
     assert info is not None
@@ -330,15 +330,16 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
     assert until(lambda: len(host.processes.descendants(pid)) == 2)
     (worker,) = set(host.processes.descendants(pid)) - {pid}
     activity = Scripted()
-    inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
+    watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
+    watch.started(PlainShare(host, device).watch(pid))
+    assert watch.pauser is not None
     activity.now = True
     try:
-        watch.look()
+        watch.poll()
         assert until(lambda: stopped(host, pid) and stopped(host, worker))
         for number in (pid, worker):
             host.processes.send(number, signal.SIGCONT)
-        assert until(lambda: (watch.look(), stopped(host, pid) and stopped(host, worker))[1])
+        assert until(lambda: (watch.poll(), stopped(host, pid) and stopped(host, worker))[1])
         host.processes.send(pid, signal.SIGKILL)
         assert until(lambda: not host.processes.alive(pid))
         watch.settle()

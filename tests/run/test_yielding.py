@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -10,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from gpushare.mps.limits import Limits
+from gpushare.part import Part
 from gpushare.run.production import ProductionJob
 from gpushare.run.program import RunOptions
-from gpushare.run.yielding import Yielding, YieldMeter
+from gpushare.run.yielding import Yielding, YieldToProduction
 
 
 class Clock:
@@ -47,13 +47,12 @@ def yielding(
     """Return a job that needs so many seconds, and notes when it ran."""
 
     def start(options: RunOptions) -> int:
-        meter, began = options.meter, clock()
-        assert meter is not None
+        parts, began = options.parts, clock()
         while clock() - began < seconds:
-            if meter.look():
+            if any(part.poll() for part in parts):
                 runs.append((round(began, 1), round(clock(), 1)))
                 return 143
-            clock.sleep(max(meter.seconds, 0.01))
+            clock.sleep(max(0.01, *(part.seconds for part in parts)))
         runs.append((round(began, 1), round(clock(), 1)))
         return 0
 
@@ -68,18 +67,16 @@ def yielding(
     )
 
 
-class Memory:
-    """A meter of memory, and what was asked of it."""
+class Memory(Part):
+    """A limit of memory, and how often it was polled."""
+
+    seconds = 0.0
 
     def __init__(self, *, over: bool = False) -> None:
-        self.over, self.asked = over, Counter[str]()
-        self.seconds = 0.0
+        self.over, self.polls = over, 0
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: self.asked.update([name])
-
-    def look(self) -> bool:
-        self.asked.update(["look"])
+    def poll(self) -> bool:
+        self.polls += 1
         return self.over
 
 
@@ -87,12 +84,10 @@ class Memory:
 def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
     clock, said, runs = Clock(), [], []
     job, memory = yielding(clock, Production(clock, (20, 25)), 30, said, runs), Memory(over=over)
-    job.options = replace(job.options, meter=cast("Any", memory))
+    job.options = replace(job.options, parts=(memory,))
     assert job.run() == (143 if over else 0)
     assert len(runs) == (1 if over else 2)
-    # The reservation lasts until it does not start again.
-    assert memory.asked["look"] >= 1
-    assert memory.asked["close"] == 1
+    assert memory.polls >= 1
 
 
 def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> None:
@@ -126,11 +121,11 @@ def test_without_production_it_simply_runs() -> None:
     assert (runs, said) == ([(2.0, 32.0)], [])
 
 
-def test_the_meter_ends_once_and_for_all() -> None:
+def test_it_ends_the_program_once_and_for_all() -> None:
     clock = Clock()
-    meter = YieldMeter(cast("ProductionJob", Production(clock, (1, 2))), clock)
-    assert meter.look() is False
+    part = YieldToProduction(cast("ProductionJob", Production(clock, (1, 2))), clock)
+    assert part.poll() is False
     clock.at = 1.0
-    assert meter.look() is True
+    assert part.poll() is True
     clock.at = 3.0
-    assert meter.look() is True, "what was told to end does not go on"
+    assert part.poll() is True, "what was told to end does not go on"

@@ -259,13 +259,13 @@ def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) ->
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
     watch = Swapping(world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append)
     process = subprocess.Popen(["sleep", "60"])
-    watch.started(process.pid)
+    watch.begin(process.pid)
     watch._swap = Swap(
         pid=process.pid, started=1, name=None, uid=0, gpu_uuid=device.uuid, state=OUT, since=0.0, images=()
     )  # fmt: skip
     process.kill()
     process.wait()
-    assert not watch.look()
+    assert not watch.poll()
     assert said == []
     assert not watch.out
     place.leave()
@@ -306,17 +306,17 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
     watch = Swapping(
         world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append, clock=lambda: at[0]
     )
-    watch.started(sleeper)
+    watch.begin(sleeper)
     for _ in range(40):
         at[0] += 0.5
-        assert not watch.look()
+        assert not watch.poll()
     assert said == []
     on_gpu(world, sleeper, 4 * GIB)
     at[0] += 0.5
-    watch.look()
+    watch.poll()
     assert watch.out
     assert said == ["out of the GPU: 4.0 GiB to host memory in 0.0 s"]
-    watch.close()
+    watch.leave()
 
 
 def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) -> None:
@@ -328,21 +328,21 @@ def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) ->
     process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
     _, first, second = world.host.processes.descendants(process.pid)
-    watch.started(process.pid)
+    watch.begin(process.pid)
     on_gpu(world, first, 4 * GIB)
     for _ in range(6):
         at[0] += 0.5
-        assert not watch.look()
+        assert not watch.poll()
     assert watch.out
     on_gpu(world, second, 10 * GIB)
     time.sleep(0.3)
-    assert watch.look()
+    assert watch.poll()
     assert watch.over is not None
     # Over its limit, the job was stopped before it is to be ended.
     for pid in (process.pid, first, second):
         os.kill(pid, signal.SIGKILL)
     process.wait()
-    watch.close()
+    watch.leave()
 
 
 def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sleeper: int) -> None:
@@ -360,12 +360,12 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     watch = Swapping(
         world.host, device, JobMemory(world.host, device), place, ForProduction(), said.append, clock=lambda: at[0]
     )
-    watch.started(sleeper)
+    watch.begin(sleeper)
 
     def looks() -> None:
         for _ in range(4):
             at[0] += 0.5
-            watch.look()
+            watch.poll()
 
     with locked(world.host):
         looks()
@@ -379,7 +379,7 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     looks()
     assert watch.out
     assert not watch._told_stays
-    watch.close()
+    watch.leave()
     production.leave()
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from gpushare.run import group as module
 from gpushare.run.adapt import LEAST_US, MOST_US
-from gpushare.run.group import AdaptingWatch
+from gpushare.run.group import AdaptedSlice
 from gpushare.run.jobs import PrintedRate
 
 
 class Group:
-    """The watch of the group below, which notes what is wanted."""
+    """The slice of the group, which notes what is wanted, and the watch over the program."""
 
     program_pid = 7
 
@@ -27,31 +27,14 @@ class Group:
         self.troubles: list[str] = []
         self.attached: dict[int, int] = {7: 8}
         self.gave_up = False
-        self.done: list[str] = []
         described = SimpleNamespace(uid=os.geteuid())
         self.host = SimpleNamespace(processes=SimpleNamespace(describe=lambda _pid: described))
-
-    @property
-    def inner(self) -> Group:
-        return self
 
     def want(self, microseconds: int) -> None:
         self.wanted.append(microseconds)
 
-    def wait(self) -> float:
-        return 1.0
-
-    def look(self) -> None:
-        self.done.append("look")
-
-    def release(self) -> None:
-        self.done.append("release")
-
-    def settle(self) -> None:
-        self.done.append("settle")
-
-    def before_pause(self, tell: Any) -> None:
-        self.done.append("before_pause")
+    def tell(self, _pid: int, _started: int | None) -> None:
+        """Tell nobody."""
 
 
 class Watched:
@@ -67,7 +50,8 @@ class Watched:
             pause=lambda: setattr(self, "paused", True), resume=lambda: setattr(self, "paused", False), tell=None
         )
         group: Any = self.group
-        self.watch = AdaptingWatch(group, pauser, self.production, lambda: self.rate, 0.97, "'web'")
+        self.part = AdaptedSlice(group, self.production, lambda: self.rate, 0.97, "'web'", pauser)
+        self.part.started(group)
 
     def run(self, seconds: float, rate: float | None) -> None:
         """Let time pass, in which production prints its rate ten times a second, unless it prints nothing."""
@@ -76,7 +60,7 @@ class Watched:
             if rate is not None:
                 with self.log.open("a") as file:
                     file.write(f"rate={rate}\n")
-            self.watch.look()
+            assert not self.part.poll()
 
 
 @pytest.fixture
@@ -132,7 +116,7 @@ def test_production_that_was_started_again_is_read_from_its_new_log(watched: Wat
     assert not watched.paused
     watched.production.pid, watched.rate = 3, None
     watched.run(3, 70)
-    assert watched.group.troubles == ["'web' was started again without --log and --metric: the slice is the least"]
+    assert watched.group.troubles == ["'web' was started again without --metric: the slice is the least"]
     assert watched.group.wanted[-1] == LEAST_US
 
 
@@ -160,17 +144,16 @@ def test_a_pattern_that_takes_too_long_is_given_up(watched: Watched) -> None:
 def test_an_end_lets_it_continue(watched: Watched) -> None:
     watched.run(0.5, 50)
     assert watched.paused
-    watched.watch.release()
+    watched.part.release()
     assert not watched.paused
     watched.run(2, 50)
     assert not watched.paused
-    watched.watch.settle()
-    assert watched.group.done[-2:] == ["release", "settle"]
+    watched.part.settle()
 
 
 def test_what_production_kept_is_told_at_the_end(watched: Watched) -> None:
     watched.run(20, 50)
-    watched.watch.settle()
+    watched.part.settle()
     (told,) = watched.group.news
     assert told == (
         "'web' kept 100 % of its speed in the last minute (50 next to this job, 50 while this job was stopped, 50 at best)"
@@ -182,7 +165,7 @@ def test_a_speed_far_below_the_best_one_is_told_with_it(watched: Watched) -> Non
     watched.rate = replace(watched.rate, higher_is_better=False)
     watched.run(20, 5)
     watched.run(30, 50)
-    watched.watch.settle()
+    watched.part.settle()
     (told,) = watched.group.news
     assert told.endswith("(50 next to this job, 50 while this job was stopped, 5 at best)")
 
@@ -190,7 +173,5 @@ def test_a_speed_far_below_the_best_one_is_told_with_it(watched: Watched) -> Non
 def test_where_the_slice_cannot_be_set_the_pause_does_it(watched: Watched) -> None:
     watched.run(0.5, 50)
     watched.group.gave_up = True
-    watched.group.done.clear()
     watched.run(0.3, 50)
     assert not watched.paused
-    assert watched.group.done == ["look"] * 3

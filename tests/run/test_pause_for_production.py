@@ -13,30 +13,8 @@ from gpushare.model import GpuProcess
 from gpushare.run import pause as pauser_module
 from gpushare.run import roles as module
 from gpushare.run.pause import Pacer
-from gpushare.run.production import ProductionJob
-from gpushare.run.roles import TICK_SECONDS, PausingShare, PausingWatch
-from tests.run.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
-
-
-class Inner:
-    """The watch below, which notes when it is asked."""
-
-    program_pid, attached, outside, pending, daemon_gone = PID, {PID}, {CHILD}, {GRANDCHILD}, True
-
-    def __init__(self) -> None:
-        self.looks: list[str] = []
-
-    def look(self) -> None:
-        self.looks.append("look")
-
-    def settle(self) -> None:
-        self.looks.append("settle")
-
-    def wait(self) -> float:
-        return 1.0
-
-    def clients(self) -> set[int]:
-        return {OTHER}
+from gpushare.run.roles import TICK_SECONDS, PauseForProduction
+from tests.run.told_program import CHILD, PID, Told
 
 
 class Watched:
@@ -44,19 +22,25 @@ class Watched:
 
     def __init__(self, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.active, self.alive = 100.0, False, True
-        self.inner, self.said = Inner(), []
+        self.said: list[tuple[int, bool]] = []
         for one in (module, pauser_module):
             monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.at))
         production: Any = SimpleNamespace(active=lambda: self.active, lives=lambda: self.alive)
-        inner: Any = self.inner
-        self.watch = PausingWatch(inner, told.pauser(), production, Pacer(quiet_seconds=0.3), tell=self.said.append)
+        monkeypatch.setattr(module, "note_pauses", lambda _, state: self.said.append((state.pauses, state.paused)))
+        monkeypatch.setattr(module, "forget_pauses", lambda *_: None)
+        self.watched: Any = SimpleNamespace(
+            program_pid=PID, device=told.device, attached={PID}, wait=lambda: 1.0, tell=lambda _pid, _started: None
+        )
+        self.part = PauseForProduction(told.host, production, pacer=Pacer(quiet_seconds=0.3), pauser=told.pauser())
+        self.part.started(self.watched)
 
     def look(self, *, after: float = 0.0, active: bool = False) -> bool:
         """Look after a while; return whether the program stands still."""
         self.at += after
         self.active = active
-        self.watch.look()
-        return self.watch.pauser.paused
+        assert not self.part.poll()
+        assert self.part.pauser is not None
+        return self.part.pauser.paused
 
 
 @pytest.fixture
@@ -77,7 +61,7 @@ def test_it_waits_until_production_has_been_quiet_for_a_while(watched: Watched) 
         (0.02, True, True),
     )
     assert [watched.look(after=after, active=active) for after, active, _ in steps] == [still for *_, still in steps]
-    assert watched.watch.pauses == 2
+    assert watched.part.pauses == 2
     # Told only what is new.
     assert watched.said == [(0, False), (1, True), (1, False), (2, True)]
 
@@ -92,10 +76,10 @@ def test_work_that_the_cpu_does_not_show_is_asked_for_with_what_is_known(watched
             return next(answers)
 
     unseen: Any = Unseen()
-    watched.watch.unseen = unseen
-    watched.inner.attached = set()
+    watched.part.unseen = unseen
+    watched.watched.attached = set()
     assert not watched.look()
-    watched.inner.attached = {PID}
+    watched.watched.attached = {PID}
     assert watched.look(after=1, active=True)
     assert watched.look(after=1)
     assert not watched.look(after=1)
@@ -109,10 +93,10 @@ def test_work_that_the_cpu_does_not_show_is_asked_for_with_what_is_known(watched
 def test_what_could_not_be_paused_is_not_counted_as_a_pause(watched: Watched, told: Told) -> None:
     told.fails = {("lock", PID): TimedOut("long", "wait")}
     assert not watched.look(active=True)
-    assert watched.watch.pauses == 0
+    assert watched.part.pauses == 0
     told.fails = {}
     assert watched.look(active=True)
-    assert watched.watch.pauses == 1
+    assert watched.part.pauses == 1
 
 
 def test_when_production_has_ended_nobody_waits_any_longer(watched: Watched) -> None:
@@ -142,7 +126,7 @@ def test_a_production_job_that_is_started_again_is_spared_again(watched: Watched
 
 def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: Told) -> None:
     assert watched.look(active=True)
-    watched.watch.release()
+    watched.part.release()
     assert not watched.look(active=True)
     assert told.since() == [("lock", PID), ("unlock", PID)]
 
@@ -152,11 +136,11 @@ def test_what_an_ended_program_leaves_behind_goes_on(told: Told, monkeypatch: py
     """A worker in a session of its own outlives the program, and gpushare, which would have let it go on."""
     told.on_gpu = [GpuProcess(pid=CHILD, compute=True)]
     watched = Watched(told, monkeypatch)
-    watched.watch.pauser = told.pauser(lock=lock)
+    watched.part.pauser = told.pauser(lock=lock)
     assert watched.look(active=True)
     told.dead = {PID}
     told.since()
-    watched.watch.settle()
+    watched.part.settle()
     assert ("unlock" if lock else "SIGCONT", CHILD) in told.since()
     assert not watched.look(active=True)
 
@@ -164,47 +148,15 @@ def test_what_an_ended_program_leaves_behind_goes_on(told: Told, monkeypatch: py
 def test_one_pause_counts_once_however_long_it_is(watched: Watched, told: Told) -> None:
     for _ in range(5):
         assert watched.look(active=True, after=0.5)
-    assert watched.watch.pauses == 1
+    assert watched.part.pauses == 1
     assert told.since() == [("lock", PID)]
 
 
-def test_the_watch_below_looks_in_its_own_time(watched: Watched) -> None:
-    watched.watch.pauser.look = lambda: watched.inner.looks.append("who")  # type: ignore[method-assign]
-    for _ in range(5):
+def test_its_processes_are_looked_for_in_the_time_of_the_watch(watched: Watched) -> None:
+    looks: list[float] = []
+    pauser: Any = watched.part.pauser
+    pauser.look = lambda: looks.append(watched.at)
+    for _ in range(6):
         watched.look(after=0.2)
-    assert watched.inner.looks == ["look", "who"]
-    watched.look(after=0.2)
-    assert watched.inner.looks == ["look", "who"] * 2
-    assert watched.watch.wait() == TICK_SECONDS
-    watched.watch.settle()
-    assert watched.inner.looks == [*["look", "who"] * 2, "settle"]
-    assert watched.said[-1] is None
-
-
-def test_its_facts_are_those_of_the_watch_below(watched: Watched) -> None:
-    watch = watched.watch
-    assert (watch.program_pid, watch.attached, watch.outside) == (PID, {PID}, {CHILD})
-    assert (watch.pending, watch.daemon_gone, watch.clients()) == ({GRANDCHILD}, True, {OTHER})
-
-
-def job_of(told: Told) -> ProductionJob:
-    """Return a production job of a PID."""
-    return ProductionJob(told.host, told.device, OTHER, 7.0)
-
-
-def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
-    closed: list[bool] = []
-    inner: Any = SimpleNamespace(
-        device=told.device,
-        guarded=("a", "b"),
-        meter="meter",
-        environment=lambda base: {**base, "X": "1"},
-        watch=lambda _pid: Inner(),
-        close=lambda *, program_lives=False: closed.append(program_lives) or True,
-    )
-    share = PausingShare(inner, told.host, job_of(told), None)
-    assert (share.device, share.guarded, share.meter) == (told.device, ("a", "b"), "meter")
-    assert share.environment({"A": "0"}) == {"A": "0", "X": "1"}
-    assert share.close(program_lives=True) is True
-    assert share.close() is True
-    assert closed == [True, False]
+    assert looks == pytest.approx([100.2, 101.2])
+    assert watched.part.seconds == pytest.approx(TICK_SECONDS)
