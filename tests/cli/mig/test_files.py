@@ -206,7 +206,7 @@ def test_check_refuses(refused: Callable[..., str], words: list[str], code: str,
 # Newer PyYAML merges each key once; each of these mappings still takes all of them.
 BOMB = (
     "a: &a {"
-    + ", ".join(f"k{number}: 1" for number in range(1000))
+    + ", ".join(f"k{number}: 1" for number in range(60))
     + "}\n"
     + "".join(f"b{number}: {{<<: *a}}\n" for number in range(300))
 )
