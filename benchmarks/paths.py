@@ -38,8 +38,9 @@ _INITS: Final = {_Sample.__init__.__code__}
 GOALS: Final = {
     "status": None,
     "mps start": 25,
-    "run": 25,
-    "mig apply": 45,
+    "run": 26,
+    "farm": 30,
+    "mig apply": 40,
     "advise": 35,
     "tune": 40,
 }
@@ -147,6 +148,7 @@ def verbs() -> Iterator[tuple[str, Callable[[], None], tuple[str, ...]]]:
     yield "status", nothing, (*h200, "status")
     yield "mps start", nothing, (*h200, "mps", "start", "-g", "0", "--threads", "30", "--memory", "8G")
     yield "run", nothing, (*h200, "run", "--threads", "30", "--", *_JOB.split(), "--seconds", "0.5")
+    yield "farm", nothing, (*h200, "farm", "--copies", "2", "-q", "--", *_JOB.split(), "--seconds", "0.5")
     yield "mig apply", cut, ("--host", "sim:a100", "mig", "apply", "-g", "0", "3g", "2g", "1g", "-y")
     yield "advise", nothing, (*h200, "advise", "--processes", "4", "--memory", "8G", "--no-saturating")
     jobs = ("--production", _JOB, "--opportunistic", _JOB)

@@ -61,7 +61,8 @@ def apply(
     goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
     (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in force from then on.
     """
-    from gpushare.hostfile.load import limits_in, load, names_in
+    from gpushare.hostfile.kept import limits_in
+    from gpushare.hostfile.load import load, names_in
     from gpushare.mig.journal import Journal
     from gpushare.units import parse_seconds
 

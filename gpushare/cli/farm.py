@@ -97,7 +97,7 @@ def farm(
     GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; jobs that wait go before the next
     copy. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     """
-    from gpushare.hostfile.load import kept_limits
+    from gpushare.hostfile.kept import kept_limits
     from gpushare.mps.limits import Limits
     from gpushare.run.copies import FarmOptions
     from gpushare.run.job import parse_job_memory

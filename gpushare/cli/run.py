@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -156,8 +157,8 @@ def run(
     or 128 + N if signal N ended it.
     """
     from gpushare.mps.limits import Limits
-    from gpushare.run.detach import own_name
     from gpushare.run.job import (
+        DETACHED,
         Role,
         check_combination,
         given_options,
@@ -196,7 +197,8 @@ def run(
         slice_us = weight_of(weight)
     if yields == "slices" and share is not None:
         slice_us = slice_of(share)
-    own = own_name()
+    # The program is not to know.
+    own = os.environ.pop(DETACHED, None)
     options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))

@@ -143,7 +143,7 @@ def back_in(
     Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
     nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
     """
-    from gpushare.hostfile.load import kept_limits
+    from gpushare.hostfile.kept import kept_limits
     from gpushare.memory.ledger import Request
     from gpushare.memory.room import back_bytes
     from gpushare.memory.swap import BACK, LOST, check_continues, ended_swap, lost, taken_over

@@ -13,7 +13,7 @@ from gpushare.errors import BadUsage
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
-from gpushare.hostfile.load import KEPT
+from gpushare.hostfile.kept import KEPT
 from gpushare.model import ComputeMode, Priority, Sharing, device_key
 from gpushare.mps.home import (  # moved
     LIMIT_FILE,

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.gpu_models import find_model
@@ -17,17 +17,15 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
+from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import HINT, parse
 from gpushare.inputs import decoded, shown_as, text_of
-from gpushare.memory.admission import UserLimits
 from gpushare.timeslice.rules import Names
 from gpushare.units import size_option
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.model import Gpu
-
-KEPT: Final = "applied.yaml"
 
 
 def load(path: str) -> tuple[HostFile, str]:
@@ -134,42 +132,6 @@ def kept_file(host: Host) -> HostFile | None:
         return load(str(applied_path(host)))[0]
     except GpushareError:
         return None
-
-
-def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
-    """Return the limits of a file; the first that matches a user counts. With ``known``, users who are gone are left out.
-
-    Raises:
-        NotFound: there is no such user; the message has line and column.
-    """
-    named: dict[int, int] = {}
-    others: int | None = None
-    for one in file.memory:
-        uids = []
-        for name in one.users:
-            try:
-                uids.append(user_id(name))
-            except NotFound as error:
-                if not known:
-                    raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
-        # Behind one for all, none matches but root.
-        for uid in uids if others is None else [uid for uid in uids if uid == 0]:
-            named.setdefault(uid, one.limit_bytes)
-        if not one.users and others is None:
-            others = one.limit_bytes
-    return UserLimits(named, others)
-
-
-def kept_limits(host: Host) -> UserLimits:
-    """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
-    own = (host.state_directory,) if host.root else ()
-    for directory in (*own, *host.shared_state_directories):
-        with contextlib.suppress(OSError, ValueError, GpushareError):
-            if is_trusted_directory(directory):
-                text = decoded(read_bounded(directory / KEPT), str(directory / KEPT), "gpushare.yaml")
-                # A user who was removed since must not free all others of their limits.
-                return limits_in(parse(text), known=True)
-    return UserLimits({}, None)
 
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.errors import OperationFailed
 from gpushare.memory.ledger import reservations
+from gpushare.run.job import DETACHED
 from gpushare.run.jobs import JOBS, PAST, check_name_free, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
 
-# Tells the gpushare in the background that it is the one, and the name of its job.
-VARIABLE: Final = "GPUSHARE_DETACHED"
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
@@ -63,7 +62,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         # Not by -m: that would look for gpushare in the working directory first.
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), *words],
-            env={**os.environ, VARIABLE: name},
+            env={**os.environ, DETACHED: name},
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
@@ -119,8 +118,3 @@ def said(job: Detached, *, document: bool) -> str:
         return ""
     begins, ends = text.find("{\n"), text.rfind("\n}\n")
     return text[begins : ends + 3] if document and 0 <= begins < ends else text
-
-
-def own_name() -> str | None:
-    """Return the name of the job if this gpushare runs it in the background; its program is not to know."""
-    return os.environ.pop(VARIABLE, None)

@@ -13,6 +13,8 @@ from gpushare.values import dataclass
 if TYPE_CHECKING:
     from gpushare.run.jobs import PrintedRate
 
+# In the environment of the gpushare that runs a job in the background: the name of that job.
+DETACHED: Final = "GPUSHARE_DETACHED"
 Yield = Literal["slices", "caps", "pause", "swap", "requeue"]
 _WAYS_TO_YIELD: Final = ("slices", "caps", "pause", "swap", "requeue")
 

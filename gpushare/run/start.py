@@ -177,7 +177,7 @@ class JobStart:
 
     def _queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
-        from gpushare.hostfile.load import kept_limits
+        from gpushare.hostfile.kept import kept_limits
         from gpushare.model import ComputeMode
         from gpushare.mps.limits import check_memory
         from gpushare.run.candidates import candidates, is_any, usable
@@ -394,7 +394,7 @@ class JobStart:
         client: bool,
     ) -> Any:
         """Run a program that is held to its memory in an instance which it has already."""
-        from gpushare.hostfile.load import kept_limits
+        from gpushare.hostfile.kept import kept_limits
         from gpushare.run.queued import Queued
 
         return self._planned_or_run(

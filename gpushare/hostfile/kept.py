@@ -1,0 +1,58 @@
+"""The limits of users in the gpushare.yaml that root applied last: all that a job asks of it at its start."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, NotFound
+from gpushare.host.capabilities import user_id
+from gpushare.host.host import is_trusted_directory
+from gpushare.host.records import read_bounded
+from gpushare.memory.admission import UserLimits
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.hostfile.file import HostFile
+
+KEPT: Final = "applied.yaml"
+
+
+def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
+    """Return the limits of a file; the first that matches a user counts. With ``known``, users who are gone are left out.
+
+    Raises:
+        NotFound: there is no such user; the message has line and column.
+    """
+    named: dict[int, int] = {}
+    others: int | None = None
+    for one in file.memory:
+        uids = []
+        for name in one.users:
+            try:
+                uids.append(user_id(name))
+            except NotFound as error:
+                if not known:
+                    raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
+        # Behind one for all, none matches but root.
+        for uid in uids if others is None else [uid for uid in uids if uid == 0]:
+            named.setdefault(uid, one.limit_bytes)
+        if not one.users and others is None:
+            others = one.limit_bytes
+    return UserLimits(named, others)
+
+
+def kept_limits(host: Host) -> UserLimits:
+    """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
+    own = (host.state_directory,) if host.root else ()
+    for directory in (*own, *host.shared_state_directories):
+        with contextlib.suppress(OSError, ValueError, GpushareError):
+            if is_trusted_directory(directory):
+                read = read_bounded(directory / KEPT)
+                # A dozen files are read only where there is such a file.
+                from gpushare.hostfile.parse import parse
+                from gpushare.inputs import decoded
+
+                # A user who was removed since must not free all others of their limits.
+                return limits_in(parse(decoded(read, str(directory / KEPT), "gpushare.yaml")), known=True)
+    return UserLimits({}, None)
