@@ -787,7 +787,7 @@ complete -c gpushare -n '__gpushare_at swap list' -l debug -d 'Show the tracebac
 complete -c gpushare -n '__gpushare_at swap list' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at advise' -l like -x -a 'jupyter spark ci rendering hpc serving training' -d 'The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
-complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.'
+complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G, 1500M.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'
 complete -c gpushare -n '__gpushare_at advise' -l saturating -l no-saturating -d 'One process alone fills the GPU (measured); of a pair, the opportunistic job.'
 complete -c gpushare -n '__gpushare_at advise' -l production-saturating -l no-production-saturating -d 'The production job alone fills the GPU.'

@@ -19,7 +19,8 @@ TIB: Final = 1024**4
 
 # Compiled at the first use, because status does not parse. All units are binary: nvidia-smi's MiB and MPS's M and G are
 # powers of 1024.
-_SIZE: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$"
+# 8G, 8GB, 8GiB and 8Gi are the same.
+_SIZE: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)i?b?\s*$"
 _FACTORS: Final = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _PERCENT: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$"
 _SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h|d)?\s*$"
@@ -56,7 +57,7 @@ def check_depth(text: str, loader: Any, most: int = 64) -> None:
 def parse_memory_limit(text: str, option: str = "--memory") -> int:
     """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold). ``option`` is what it was given to.
 
-    ``4G``, ``4GiB``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A number without a unit is refused: MPS would take it
+    ``4G``, ``4GiB``, ``4Gi``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A number without a unit is refused: MPS would take it
     as M, and a user may mean bytes.
 
     Raises:
@@ -69,7 +70,7 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
     match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadUsage(f"{named} is not a memory size", hint, code="bad_size")
-    number, prefix, _ = match.groups()
+    number, prefix = match.groups()
     if not prefix:
         raise BadUsage(f"{size_named} has no unit", hint, code="bad_size")
     from decimal import ROUND_FLOOR, Decimal, localcontext
@@ -149,8 +150,8 @@ def parse_slice(text: str) -> int:
 
 
 def format_slice(microseconds: int) -> str:
-    """Return a time-slice as `parse_slice` takes it: ``500us``, ``16ms``."""
-    return f"{microseconds}us" if microseconds % 1000 else f"{microseconds // 1000}ms"
+    """Return a time-slice as `parse_slice` takes it: ``500us`` below a millisecond, then ``2.048ms``, ``16ms``."""
+    return f"{microseconds}us" if microseconds < 1000 else f"{microseconds / 1000:g}ms"
 
 
 def mps_memory(size_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from gpushare.errors import BadCombination, BadUsage
 from gpushare.inputs import Located, LocatedList, Mark, documents
-from gpushare.units import MIB, parse_memory_limit, parse_seconds, quoted
+from gpushare.units import parse_memory_limit, parse_seconds, quoted
 
 T = TypeVar("T")
 
@@ -322,20 +322,12 @@ def _text(key: str, value: Any) -> str:
 
 
 def _memory(text: str) -> int:
-    """Return a size in bytes: 6G and 6GiB are 6 x 2^30, 6GB is 6 x 10^9."""
+    """Return a size in bytes."""
     try:
-        size = parse_memory_limit(text)
+        return parse_memory_limit(text)
     except BadUsage as error:
         # In a file there is no option to name.
-        raise error.restated(
-            hint="give a size with its unit: 6G or 6GiB (6 x 2^30 bytes), 6GB (6 x 10^9), 1500M"
-        ) from None
-    decimal = re.search(r"([kmgt])b\s*$", text, re.IGNORECASE | re.ASCII)
-    if decimal is None:
-        return size
-    thousands = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[decimal[1].lower()]
-    binary = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}[decimal[1].lower()]
-    return max(size * thousands // binary // MIB * MIB, MIB)
+        raise error.restated(hint="give a size with its unit: 6G or 1500M") from None
 
 
 def _count(key: str, value: Any) -> int:

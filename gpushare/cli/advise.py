@@ -73,7 +73,7 @@ _PROPERTIES: Final = (
     (
         "--memory",
         "SIZE",
-        "Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.",
+        "Peak memory of one process, without its CUDA context, which is added: 6G, 1500M.",
     ),
     ("--sms", "N", "SMs that one process needs."),
     (

@@ -29,7 +29,6 @@ NAME: Final = (
 USER: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}[$]?$(?!\n)"
 UUID: Final = r"^GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$(?!\n)"
 MODEL: Final = r"^[A-Za-z0-9][A-Za-z0-9 ._()+/-]{0,79}$(?!\n)"
-MEMORY: Final = r"^[1-9][0-9]{0,5}(?:M|MiB|G|GiB)$(?!\n)"
 # From 20us to 30ms.
 SLICE: Final = (
     r"^(?:(?:[2-9][0-9]|[1-9][0-9]{2,3}|[12][0-9]{4}|30000)us"
@@ -153,6 +152,13 @@ class _Value:
             raise self.wrong(f"is {_short(self.raw)}, not {meaning}")
         return self.raw
 
+    def size(self) -> int:
+        """Return a size in bytes."""
+        try:
+            return parse_memory_limit(str(self.raw))
+        except BadUsage:
+            raise self.wrong(f"is {_short(self.raw)}, not a size like 40G or 1500M") from None
+
     def one_of(self, known: dict[str, T]) -> T:
         if not isinstance(self.raw, str) or self.raw not in known:
             raise self.wrong(f"is {_short(self.raw)}, not one of: {', '.join(known)}")
@@ -239,11 +245,10 @@ def _mps(value: _Value, *, in_instance: bool) -> MpsWish:
     exclusive = fields["exclusive"].raw if "exclusive" in fields else False
     if not isinstance(exclusive, bool):
         raise fields["exclusive"].wrong("is neither true nor false")
-    memory = fields["memory"].text(MEMORY, "a size like 4G or 1500M") if "memory" in fields else None
     return MpsWish(
         limits=Limits(
             threads_percent=_threads(fields["threads"]) if "threads" in fields else None,
-            memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
+            memory_limit_bytes=fields["memory"].size() if "memory" in fields else None,
             # Normal is the default; defaults are None.
             priority=(fields["priority"].one_of(PRIORITIES) or None) if "priority" in fields else None,
         ),
@@ -320,7 +325,7 @@ def _memory_limit(value: _Value) -> MemoryLimit:
         users = named.one_or_several(lambda one: one.text(USER, "the name or id (in quotes) of a user"))
     return MemoryLimit(
         users=users,
-        limit_bytes=parse_memory_limit(fields["limit"].text(MEMORY, "a size like 40G or 1500M")),
+        limit_bytes=fields["limit"].size(),
         mark=value.mark,
     )
 

@@ -99,7 +99,7 @@ def planned_result(found: Sequence[Verdict], path: str) -> Result:
     table = Table(name="processes", columns=columns, rows=rows, empty="no process is on a GPU")
     notes = (
         f"rules are named by line and column in {path}; nothing is changed",
-        "the time-slices that the processes have now were not read: the driver's default of 2048us is assumed",
+        "the time-slices that the processes have now were not read: the driver's default of 2.048ms is assumed",
     )
     data = {"dry_run": True, "file": path, "processes": rows}
     return Result(command=_COMMAND, data=data, tables=(table,), notes=notes)

@@ -141,9 +141,16 @@ def test_headroom_is_rounded_up() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("6G", 6 * GIB), ("6GiB", 6 * GIB), ("6GB", 6 * 10**9 // MIB * MIB), ("80 gb", 80 * 10**9 // MIB * MIB)],
+    [
+        ("6G", 6 * GIB),
+        ("6GiB", 6 * GIB),
+        ("6Gi", 6 * GIB),
+        ("6GB", 6 * GIB),
+        ("80 gb", 80 * GIB),
+        ("1500M", 1500 * MIB),
+    ],
 )
-def test_decimal_and_binary_sizes_are_told_apart(text: str, size: int) -> None:
+def test_sizes_are_binary(text: str, size: int) -> None:
     assert workload_of({"memory": text}).memory == size
 
 

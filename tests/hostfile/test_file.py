@@ -281,7 +281,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mps: {threads: .nan}\n", "4:18", "not a percentage"),
         (ONE + "mps: {threads: '25'}\n", "4:18", "not a percentage"),
         (ONE + "mps: {memory: 4}\n", "4:17", "4, not a size"),
-        (ONE + "mps: {memory: 1.5G}\n", "4:17", "not a size"),
+        (ONE + "mps: {memory: 1.5X}\n", "4:17", "not a size"),
         (ONE + "mps: {priority: high}\n", "4:19", "'high', not one of: normal, low"),
         (ONE + "mps: {users: []}\n", "4:16", "is empty"),
         (ONE + "mps: {users: [1000]}\n", "4:17", "1000, not the name or id"),

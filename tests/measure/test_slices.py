@@ -143,8 +143,8 @@ def test_a_search_that_ran_out_of_trials_is_not_stable() -> None:
 
 
 def test_settings_say_what_they_are() -> None:
-    assert sliced(2048, 100).title == "slice 100us, production slice 2048us"
-    assert sliced(16000, 2048).title == "slice 2048us, production slice 16ms"
+    assert sliced(2048, 100).title == "slice 100us, production slice 2.048ms"
+    assert sliced(16000, 2048).title == "slice 2.048ms, production slice 16ms"
     assert (sliced(2048, 100).way, Setting(threads=60.0).way) == ("slices", "caps")
 
 

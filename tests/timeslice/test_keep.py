@@ -78,17 +78,17 @@ def test_a_process_is_set_by_its_rule_and_put_back(desk: Callable[..., Desk]) ->
     one = desk()
     serve, train, other = one.add("python serve.py"), one.add(user="nobody"), one.add("python eval.py")
     assert sorted(one.look()) == [
-        f"process {serve} (root) on GPU 0: 2048us -> 16ms (rule 3:3)",
-        f"process {train} (nobody) on GPU 0: 2048us -> 500us (rule 4:3)",
+        f"process {serve} (root) on GPU 0: 2.048ms -> 16ms (rule 3:3)",
+        f"process {train} (nobody) on GPU 0: 2.048ms -> 500us (rule 4:3)",
     ]
     assert [one.slice(pid) for pid in (serve, train, other)] == [16_000, 500, DEFAULT]
     assert one.look() == one.look(20) == one.look(20) == []
     late = one.add()
-    assert one.look() == [f"process {late} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert one.look() == [f"process {late} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert one.told(one.keeper.undo()) == [
-        f"process {serve} (root): restored 16ms -> 2048us",
-        f"process {train} (nobody): restored 500us -> 2048us",
-        f"process {late} (root): restored 500us -> 2048us",
+        f"process {serve} (root): restored 16ms -> 2.048ms",
+        f"process {train} (nobody): restored 500us -> 2.048ms",
+        f"process {late} (root): restored 500us -> 2.048ms",
     ]
     assert [one.slice(pid) for pid in (serve, train, other, late)] == [DEFAULT] * 4
 
@@ -130,7 +130,7 @@ def test_a_later_context_gets_the_slice_too(desk: Callable[..., Desk]) -> None:
     one.control.read_slices = lambda channels: (DEFAULT,)  # type: ignore[method-assign]
     asked: list[int] = []
     one.control.set_slice = lambda channels, us: asked.append(channels.compute[0].client) or 0.0  # type: ignore[method-assign,func-returns-value]
-    assert one.look(5) == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert one.look(5) == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert asked == [1]
 
 
@@ -147,7 +147,7 @@ def test_a_process_with_many_contexts_takes_one_call(desk: Callable[..., Desk]) 
     one.control.find = with_many  # type: ignore[method-assign,assignment]
     one.control.read_slices = lambda channels: (DEFAULT,) * len(channels.compute)  # type: ignore[method-assign]
     one.control.set_slice = lambda channels, us: calls.append(len(channels.compute)) or 0.0  # type: ignore[method-assign,func-returns-value]
-    assert one.look() == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert one.look() == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert calls == [500]
 
 
@@ -180,7 +180,7 @@ def test_other_rules_are_followed(desk: Callable[..., Desk]) -> None:
     one.keeper.follow(policy('- {match: {command: "*train*"}, slice: 300us}\n'))
     assert sorted(one.look()) == [
         f"process {train} (root) on GPU 0: 500us -> 300us (rule 3:3)",
-        f"process {serve} (root) on GPU 0: restored 16ms -> 2048us",
+        f"process {serve} (root) on GPU 0: restored 16ms -> 2.048ms",
     ]
     assert [one.slice(train), one.slice(serve)] == [300, DEFAULT]
     # The default is still known, though it was changed twice.
@@ -222,7 +222,7 @@ def test_another_users_process_is_skipped_with_the_reason_once(desk: Callable[..
     theirs, ours = one.add(user="root"), one.add(user="nobody")
     assert sorted(one.look()) == [
         f"process {theirs} (root): skipped: it belongs to another user",
-        f"process {ours} (nobody) on GPU 0: 2048us -> 300us (rule 3:3)",
+        f"process {ours} (nobody) on GPU 0: 2.048ms -> 300us (rule 3:3)",
     ]
     assert one.look() == []
 
@@ -272,7 +272,7 @@ def test_it_goes_on_when_the_driver_was_loaded_again(
     assert restarts == [1]
     one.world.clear()
     pid = one.add()
-    assert one.look() == [f"process {pid} (root) on GPU 0: 2048us -> 500us (rule 4:3)"]
+    assert one.look() == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert restarts == [1]
 
 
@@ -357,8 +357,8 @@ def test_a_killed_keep_is_undone_by_the_next_one(desk: Callable[..., Desk]) -> N
     killed.set(changed, 7000)
     one = desk()
     assert one.told(recover(one.host, one.control)) == [
-        f"process {train} (root): restored 500us -> 2048us",
-        f"process {serve} (root): restored 16ms -> 2048us",
+        f"process {train} (root): restored 500us -> 2.048ms",
+        f"process {serve} (root): restored 16ms -> 2.048ms",
     ]
     assert [one.slice(pid) for pid in (train, serve, changed)] == [DEFAULT, DEFAULT, 7000]
     assert recover(one.host, one.control) == []

@@ -66,7 +66,7 @@ def test_two_programs_share_by_their_weights(real: Callable[..., Started], world
     until(lambda: sorted(slices(world)) == [2048, 6144], "both have their slices")
     for job in jobs:
         job.signal(signal.SIGTERM)
-    assert "has a time-slice of 6144us (read back)" in jobs[0].result().err
+    assert "has a time-slice of 6.144ms (read back)" in jobs[0].result().err
     jobs[1].result()
 
 

@@ -71,10 +71,10 @@ def test_it_puts_everything_back_when_it_ends(
     answer = one.result().ok()
     assert [slice_of(world, each) for each in (pid, late)] == [DEFAULT, DEFAULT]
     assert answer.out.splitlines() == [
-        f"process {pid} ({ME}) on GPU 0: 2048us -> 500us (rule 3:3)",
-        f"process {late} ({ME}) on GPU 0: 2048us -> 500us (rule 3:3)",
-        f"process {pid} ({ME}): restored 500us -> 2048us",
-        f"process {late} ({ME}): restored 500us -> 2048us",
+        f"process {pid} ({ME}) on GPU 0: 2.048ms -> 500us (rule 3:3)",
+        f"process {late} ({ME}) on GPU 0: 2.048ms -> 500us (rule 3:3)",
+        f"process {pid} ({ME}): restored 500us -> 2.048ms",
+        f"process {late} ({ME}): restored 500us -> 2.048ms",
     ]
     assert keep_record(world.host) is None
     assert slice_records(world.host) == {}
@@ -117,7 +117,7 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., St
     assert slice_of(world, pid) == 500
     again = keep()
     assert again.process.stdout is not None
-    assert again.process.stdout.readline() == f"process {pid} ({ME}): restored 500us -> 2048us\n"
+    assert again.process.stdout.readline() == f"process {pid} ({ME}): restored 500us -> 2.048ms\n"
     until(lambda: slice_of(world, pid) == 500, "the slice is set again")
     again.signal(signal.SIGTERM)
     again.result().ok()
@@ -251,7 +251,7 @@ def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
     assert one.process.stdout is not None
     one.process.stdout.readline()
-    assert "somebody else has set 2048us; left alone" in one.process.stdout.readline()
+    assert "somebody else has set 2.048ms; left alone" in one.process.stdout.readline()
     one.signal(signal.SIGTERM)
     assert one.result().code == 0
 
