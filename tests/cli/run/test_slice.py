@@ -52,11 +52,10 @@ def test_any_program_may_have_one(real: Callable[..., Started], world: World) ->
     job.result()
 
 
-@pytest.mark.parametrize(("weight", "microseconds"), [("3", 6144), ("1", 2048), ("0.5", 1024)])
-def test_a_weight_is_a_slice(cli: Cli, weight: str, microseconds: int) -> None:
+@pytest.mark.parametrize(("weight", "text"), [("3", "6.144ms"), ("1", "2.048ms"), ("0.5", "1.024ms")])
+def test_a_weight_is_a_slice(cli: Cli, weight: str, text: str) -> None:
     planned = cli("run", "--weight", weight, "-n", "--", "true").ok()
     assert "nvidia-cuda-mps-control" not in planned.out
-    text = f"{microseconds}us" if microseconds % 1000 else f"{microseconds // 1000}ms"
     assert f"outside MPS, with a time-slice of {text}" in planned.out
 
 
