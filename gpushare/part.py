@@ -38,6 +38,9 @@ class Watched(Protocol):
     def wait(self) -> float:
         """Return the seconds between two looks at the program's processes."""
 
+    def poll(self) -> None:
+        """Look for the program's processes now."""
+
 
 class Part:
     """Called in this order: check, open, enter, started, poll until the program ends, settle, close, raise_end.

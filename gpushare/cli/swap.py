@@ -226,6 +226,7 @@ def _come_back(
     from gpushare.memory.ledger import Place
     from gpushare.memory.room import wait_for_room
     from gpushare.memory.swap import come_in, guarded, locked, taken_over
+    from gpushare.show.waiting import waiting_line
 
     ends = None if seconds is None else time.monotonic() + seconds
     while True:
@@ -234,7 +235,8 @@ def _come_back(
         try:
             try:
                 place = Place(host, request)
-                wait_for_room(host, place, [device], left, limits, note)
+                with waiting_line(note, quiet=settings.quiet) as draw:
+                    wait_for_room(host, place, [device], left, limits, draw)
             except (NoPermission, OperationFailed) as error:
                 if error.code != "lease_unusable":
                     raise

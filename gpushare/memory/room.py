@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
 
 POLL_SECONDS: Final = 0.5
-# How often a waiting job looks for news to tell, and how often it says the same again.
-_SAY_SECONDS: Final = 60.0
-_REPEAT_SECONDS: Final = 1800.0
+# How often a waiting job looks for what it waits for.
+_LOOK_SECONDS: Final = 2.0
 # Less is a context or what the driver has for itself.
 _WORTH_NAMING: Final = GIB
 
@@ -162,7 +161,7 @@ def wait_for_room(
     devices: Sequence[Device],
     seconds: float | None,
     limits: Mapping[int, int],
-    say: Callable[[str], None],
+    draw: Callable[[str, float, float | None], None],
     *,
     best: Callable[[Sequence[Device]], Sequence[Device]] = lambda devices: devices,
     clock: Callable[[], float] = time.monotonic,
@@ -170,8 +169,8 @@ def wait_for_room(
 ) -> Device:
     """Wait until it is this job's turn and a device has room; return the device, which the place then holds.
 
-    ``seconds`` None: as long as it takes. ``best`` orders devices as of now, for a job that has waited. The place is left if
-    anything fails, Ctrl-C included.
+    ``seconds`` None: as long as it takes. ``best`` orders devices as of now, for a job that has waited. ``draw``
+    (`show.waiting`) shows what it waits for, and for how long. The place is left if anything fails, Ctrl-C included.
 
     Raises:
         BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).
@@ -179,8 +178,7 @@ def wait_for_room(
         InUse: the time is over (code ``no_room``).
     """
     uuids = [device.uuid for device in devices]
-    began, said = clock(), -_SAY_SECONDS
-    told, told_at = "", 0.0
+    began, looked, text = clock(), -_LOOK_SECONDS, ""
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
     now: Sequence[Device] = ()
     reasons: Sequence[str] = ()
@@ -195,7 +193,7 @@ def wait_for_room(
             if place.try_to_take(now, clients, limits, order if waited and len(uuids) > 1 else None):
                 return next(one for one in now if one.uuid == place.key)
             waited = True
-            due = clock() - said >= _SAY_SECONDS
+            due = clock() - looked >= _LOOK_SECONDS
             lines = read_lines(host, now, limits) if due else []
             if lines:
                 if len(lines) == len(uuids):
@@ -206,11 +204,9 @@ def wait_for_room(
                 before = position(reservations(host) or [], place)
                 raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons, before)
             if due:
-                said = clock()
+                looked = clock()
                 text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
-                if text != told or said - told_at >= _REPEAT_SECONDS:
-                    told, told_at = text, said
-                    say(text)
+            draw(text, clock() - began, seconds)
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
         place.leave()
@@ -477,8 +473,21 @@ def _free(line: Line, request: Request) -> str:
     return f"{line.device.title} has {format_bytes(line.free_bytes)} free{clients}"
 
 
+def _held_by(line: Line, most: int) -> str:
+    """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``."""
+    holders = [
+        (size.memory_bytes, f"process {holder.pid}" if holder.name is None else f"'{holder.name}'")
+        for holder, size in zip(line.holders, line.running, strict=False)
+    ]
+    holders += [(line.others_bytes, "other programs")] if line.others_bytes >= _WORTH_NAMING else []
+    largest = sorted(holders, reverse=True)
+    named = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]
+    more = f" and {len(largest) - most} more" if len(largest) > most else ""
+    return f", held by {', '.join(named)}{more}" if named else ""
+
+
 def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
-    room = "; ".join(_free(line, place.request) for line in lines[:4])
+    room = "; ".join(f"{_free(line, place.request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
     stays = [one.title for line in lines for one in line.holders if one.stays and place.request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""

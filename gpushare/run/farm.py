@@ -59,7 +59,7 @@ _ALONE_SECONDS: Final = 20.0
 # With less free memory, a copy of unknown size waits.
 _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
 # How often it may repeat what it waits for.
-_SAY_SECONDS: Final = 60.0
+_SAY_SECONDS: Final = 10.0
 
 
 class FarmReporter(Protocol):
@@ -571,7 +571,7 @@ class _Farm:
         return None
 
     def _say_waiting(self) -> None:
-        """Say once what the next copy waits for, if that is not only for copies of this farm."""
+        """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
         now = time.monotonic()
         if self._inside or now - self._said_at < _SAY_SECONDS:
             return
@@ -580,8 +580,9 @@ class _Farm:
             return
         self._said_at = now
         # The number of bytes changes all the time.
-        if not self._said:
-            self._said = text
+        news = re.sub(r"[\d.]+ \w+ free", "", text)
+        if news != self._said:
+            self._said = news
             self._reporter.say(text)
 
     def _set_caps(self) -> None:

@@ -14,6 +14,7 @@ from gpushare.mig.places import Place, means_profile, named_places, places_on, p
 from gpushare.model import Holder
 from gpushare.mps.daemons import find_daemons
 from gpushare.selection import Device, select
+from gpushare.show.waiting import waiting_line
 from gpushare.units import counted, format_duration, quoted
 from gpushare.values import dataclass
 
@@ -29,8 +30,7 @@ _MPS_PROCESS: Final = "nvidia-cuda-mps"
 # The holders of an instance; empty: it is free; None: unknown.
 Inside = tuple[Holder, ...] | None
 Held = list[tuple[Place, Inside]]
-# How often a waiting job says that it still waits; and how many instances its entry in the line names.
-_SAY_SECONDS: Final = 60.0
+# How many instances the entry of a waiting job in the line names.
 _MOST_KEYS: Final = 128
 
 
@@ -128,6 +128,7 @@ def wait_for_place(
     seconds: float | None,
     name: str | None,
     say: Callable[[str], None],
+    quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Place, HeldClaim]:
@@ -147,32 +148,31 @@ def wait_for_place(
     check(places[0].device)
     keys = tuple(place.mig.uuid for place in places[:_MOST_KEYS])
     entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
-    began, said, could = clock(), -_SAY_SECONDS, clock()
+    began = could = clock()
     try:
-        while True:
-            free, held = free_places(host, places)
-            found = reservations(host) or []
-            ahead, now = jobs_before(found, entry, free), clock()
-            # Those that could have taken one for long, and have not, may be stopped.
-            could = could if free else now
-            if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
-                taken, _ = _take(host, free[len(ahead) :] or free)
-                if taken is not None:
-                    return taken
-            why = in_use(held) if held else "none is there" if not places else "others were first"
-            if seconds is not None and now - began >= seconds:
-                raise _none_in_time(text, why, seconds)
-            if now - said >= _SAY_SECONDS:
-                said = now
+        with waiting_line(say, quiet=quiet) as draw:
+            while True:
+                free, held = free_places(host, places)
+                found = reservations(host) or []
+                ahead, now = jobs_before(found, entry, free), clock()
+                # Those that could have taken one for long, and have not, may be stopped.
+                could = could if free else now
+                if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
+                    taken, _ = _take(host, free[len(ahead) :] or free)
+                    if taken is not None:
+                        return taken
+                why = in_use(held) if held else "none is there" if not places else "others were first"
+                if seconds is not None and now - began >= seconds:
+                    raise _none_in_time(text, why, seconds)
                 before = position(found, entry)
                 line = f", {counted(before, 'job')} before it" if before else ""
-                say(f"waiting for a free instance ({quoted(text)}){line}: {why}")
-            sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
-            try:
-                places = find_places(host, text, gpu)
-            except GpushareError:
-                # It is being changed, or the GPU does not answer: it may come back.
-                places = []
+                draw(f"waiting for a free instance ({quoted(text)}){line}: {why}", now - began, seconds)
+                sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
+                try:
+                    places = find_places(host, text, gpu)
+                except GpushareError:
+                    # It is being changed, or the GPU does not answer: it may come back.
+                    places = []
     finally:
         entry.leave()
 

@@ -34,6 +34,7 @@ from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
+from gpushare.show.waiting import waiting_line
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
 
@@ -189,6 +190,7 @@ class Queued:
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
     limits: UserLimits = field(default_factory=lambda: UserLimits({}, None))
+    quiet: bool = False
 
     def run(self) -> Any:
         """Run it, again if it ran out of memory and may be queued again; return its exit code.
@@ -489,15 +491,16 @@ class Queued:
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
             return best_first(self.host, some, self._productions, self.limits, self.command, place)
 
-        device = wait_for_room(
-            self.host,
-            place,
-            devices,
-            self.memory.wait_seconds,
-            self.limits,
-            self.say,
-            best=lambda some: [one for one, _ in best(some)],
-        )
+        with waiting_line(self.say, quiet=self.quiet) as draw:
+            device = wait_for_room(
+                self.host,
+                place,
+                devices,
+                self.memory.wait_seconds,
+                self.limits,
+                draw,
+                best=lambda some: [one for one, _ in best(some)],
+            )
         if ordered:
             # As it is now: the job may have waited for long.
             for _, what in best([device]):

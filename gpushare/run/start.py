@@ -227,6 +227,7 @@ class JobStart:
             start=start,
             say=self.say,
             limits=kept_limits(self.host),
+            quiet=self.quiet,
         )
         return self._planned_or_run(queued)
 
@@ -380,7 +381,14 @@ class JobStart:
             found = outlook_on_places(self.host, text, gpu, check)
             return found.place, None, found
         taken = wait_for_place(
-            self.host, text, gpu, check, seconds=memory.wait_seconds, name=options.name, say=self.say
+            self.host,
+            text,
+            gpu,
+            check,
+            seconds=memory.wait_seconds,
+            name=options.name,
+            say=self.say,
+            quiet=self.quiet,
         )
         return (*taken, None)
 

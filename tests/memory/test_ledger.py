@@ -36,6 +36,7 @@ from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.model import ComputeMode, Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.selection import Device, select
+from gpushare.show.waiting import Draw, waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
 from gpushare.units import GIB, MIB
 
@@ -45,6 +46,11 @@ SPEC = "sim:2xa30"
 @pytest.fixture
 def host() -> Host:
     return connect(SPEC)
+
+
+def telling(said: list[str]) -> Draw:
+    """Return what notes what a job waits for when that changes, as off a terminal."""
+    return contextlib.ExitStack().enter_context(waiting_line(said.append))
 
 
 def devices(host: Host) -> tuple[Device, ...]:
@@ -215,7 +221,7 @@ def test_an_instance_that_is_gone_is_said(host: Host) -> None:
     set_mig(SPEC, "0", ["2g.12gb"])
     place, said = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
     with pytest.raises(InUse):
-        wait_for_room(host, place, [device], 0.05, {}, said.append)
+        wait_for_room(host, place, [device], 0.05, {}, telling(said))
     assert said == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
 
 
@@ -365,13 +371,13 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
             place.leave()
 
     place = enter(host, 10 * GIB)
-    found = wait_for_room(host, place, devices(host), None, {}, lambda _: None, best=best, sleep=sleep)
+    found = wait_for_room(host, place, devices(host), None, {}, telling([]), best=best, sleep=sleep)
     assert found.gpu.index == 1
     assert asked == [2]
     place.leave()
     # One that need not wait has just been given the order.
     place = enter(host, 10 * GIB)
-    assert wait_for_room(host, place, devices(host), None, {}, lambda _: None, best=best).gpu.index == 0
+    assert wait_for_room(host, place, devices(host), None, {}, telling([]), best=best).gpu.index == 0
     place.leave()
 
 
@@ -386,7 +392,7 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
         now = (host.nvml.gpu(0), small.gpu)
         patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
         with pytest.raises(InUse) as caught:
-            wait_for_room(host, enter(host, 10 * GIB), (first, second), 0.05, {}, said.append)
+            wait_for_room(host, enter(host, 10 * GIB), (first, second), 0.05, {}, telling(said))
     assert caught.value.code == "no_room"
 
 
@@ -399,9 +405,9 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     running.take(first[0].uuid)
     said: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, Place(host, request), first, 0.05, {}, said.append)
+        wait_for_room(host, Place(host, request), first, 0.05, {}, telling(said))
     why = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
-    assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}"]
+    assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}, held by process {os.getpid()} (1.0 GiB)"]
     assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {why}; 1 job waited before it"
     before.leave()
 
@@ -420,8 +426,12 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
         clock[0] += seconds
 
     with pytest.raises(InUse):
-        wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
-    assert said == ["waiting for 20.0 GiB: GPU 0 has 3.5 GiB free", "waiting for 20.0 GiB: GPU 0 has 13.5 GiB free"]
+        wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
+    held = f"process {os.getpid()} (10.0 GiB)"
+    assert said == [
+        f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free, held by {held}, {held}",
+        f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free, held by {held}",
+    ]
 
 
 def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Host) -> None:
@@ -432,9 +442,9 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
     place = enter(host, 10 * GIB)
     found = outlook(host, devices(host), place.request, {})
     with pytest.raises(InUse):
-        wait_for_room(host, place, devices(host), 0.05, {}, said.append)
+        wait_for_room(host, place, devices(host), 0.05, {}, telling(said))
     why = "GPU 1 is in compute mode prohibited"
-    assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free; {why}"]
+    assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {why}"]
     assert why in outlook_text(found, {})
     running.leave()
 
@@ -454,7 +464,7 @@ def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pyt
 
     monkeypatch.setattr(type(host.nvml), "gpu", gpu)
     monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock[0]) if clock[0] > 60 else None)
-    wait_for_room(host, place, only, None, {}, said.append, clock=lambda: clock[0], sleep=sleep)
+    wait_for_room(host, place, only, None, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
     assert said == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
     assert len(restarted) == 1
     place.leave()
@@ -466,7 +476,7 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     said: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, enter(host, 10 * GIB), devices(host), 0.05, {}, said.append)
+        wait_for_room(host, enter(host, 10 * GIB), devices(host), 0.05, {}, telling(said))
     why = f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: {why}"]
     assert caught.value.message == f"there was no room for 10.0 GiB within 0.05 s: {why}"
@@ -483,7 +493,7 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
 
     place = enter(host, 10 * GIB)
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, place, devices(host), 3.0, {}, said.append, clock=lambda: clock[0], sleep=sleep)
+        wait_for_room(host, place, devices(host), 3.0, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
     assert caught.value.code == "no_room"
     assert clock[0] == pytest.approx(3.0, abs=0.02)
     assert len(said) == 1
@@ -657,7 +667,7 @@ def test_a_job_above_the_limit_alone_is_refused(host: Host) -> None:
     for size in (12 * GIB, None):
         place = enter(host, size)
         with pytest.raises(NoPermission) as caught:
-            wait_for_room(host, place, devices(host), None, limited(10 * GIB), lambda _: None)
+            wait_for_room(host, place, devices(host), None, limited(10 * GIB), telling([]))
         assert caught.value.code == "over_user_limit"
         assert "you may reserve 10.0 GiB on a GPU" in caught.value.message
     assert files(host) == []
@@ -667,7 +677,7 @@ def test_a_waiting_job_says_that_its_limit_holds_it_back(host: Host) -> None:
     enter(host, 8 * GIB).take(devices(host)[0].uuid)
     said: list[str] = []
     with pytest.raises(InUse):
-        wait_for_room(host, enter(host, 6 * GIB), devices(host)[:1], 0.1, limited(10 * GIB), said.append)
+        wait_for_room(host, enter(host, 6 * GIB), devices(host)[:1], 0.1, limited(10 * GIB), telling(said))
     assert any("your jobs have reserved 8.0 GiB of the 10.0 GiB" in one for one in said)
 
 

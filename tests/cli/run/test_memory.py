@@ -759,7 +759,7 @@ def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
     world.fault("lost", gpu="0")
     request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=False)
     with pytest.raises(InUse):
-        wait_for_room(world.host, Place(world.host, request), first, 0.2, {}, said.append)
+        wait_for_room(world.host, Place(world.host, request), first, 0.2, {}, lambda text, *_: said.append(text))
     assert said == ["waiting for 1.0 GiB: GPU 0 does not answer"]
     place.leave()
 
