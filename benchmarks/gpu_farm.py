@@ -108,29 +108,29 @@ class Part:
         return {"seconds": round(seconds, 2), "failed": done.stderr.count("FAILED"), "end": done.stderr[-300:]}
 
 
-def small(part: Part, rounds: int, steps: int, copies: int) -> dict[str, Any]:
+def small(part: Part, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of each way, by round; which way begins changes."""
-    program = part.program(steps=steps, gib=0)
-    ways = {
-        "xargs -P 16": lambda: part.xargs(copies, program, 16),
-        "xargs -P 32": lambda: part.xargs(copies, program, 32),
-        "farm": lambda: part.farm(copies, program),
-        "farm --parallel 16": lambda: part.farm(copies, program, "--parallel", "16"),
-    }
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    for number in range(rounds):
-        order = list(ways) if number % 2 == 0 else list(reversed(ways))
-        for name in order:
-            runs[name].append(ways[name]())
-            print(f"round {number}: {name}: {runs[name][-1]}", flush=True)
-            if runs[name][-1].get("failed") or runs[name][-1].get("exit_code"):
-                part.surprises.append(f"{name}: {runs[name][-1]}")
+    program = part.program(steps=options.steps, gib=0)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    ways = options.ways.split(",")
+    for number in range(options.rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            kind, _, parallel = way.partition(":")
+            if kind == "xargs":
+                run = part.xargs(options.copies, program, int(parallel))
+            else:
+                # The first one measures what a copy needs, later ones know it.
+                run = part.farm(options.copies, program, *(("--parallel", parallel) if parallel else ()))
+            runs.setdefault(way, []).append(run)
+            print(f"round {number}: {way}: {run}", flush=True)
+            if run.get("failed") or run.get("exit_code"):
+                part.surprises.append(f"{way}: {run}")
     return {
-        name: {
+        way: {
             "seconds": [run["seconds"] for run in found],
             "median": statistics.median(run["seconds"] for run in found),
         }
-        for name, found in runs.items()
+        for way, found in runs.items()
     }
 
 
@@ -152,7 +152,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the figures there, too")
     parser.add_argument("--parts", default="small,large")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ways", default="farm,xargs:16,farm,xargs:32,farm:16", help="each with how many at a time")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--copies", type=int, default=100)
     parser.add_argument("--rehearse", action="store_true", help="on a simulated host: tries the script itself")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
@@ -168,7 +169,7 @@ def main() -> int:
         part = Part(place, surprises, rehearse=options.rehearse)
         if name == "large":
             return large(part, options.steps, 24)
-        return small(part, options.rounds, options.steps, options.copies)
+        return small(part, options)
 
     return measured(options, act, seconds=540)
 
