@@ -54,13 +54,32 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Steps in order; ``undo`` is the gpushare command that reverts all of them, ``consent`` what they take."""
+    """Steps in order; ``undo`` is the gpushare command that reverts all of them, ``consent`` what they take.
+
+    ``title`` says what is in force when all steps are done: ``MPS on GPU 0: threads 30 % per client``. ``parts`` are the
+    plans that this one joins, each with its own title and undo.
+    """
 
     title: str
     steps: tuple[Step, ...]
     undo: str | None = None
     notes: tuple[str, ...] = ()
     consent: tuple[Loss, ...] = ()
+    parts: tuple[Plan, ...] = ()
+
+
+def one_plan(plans: Sequence[Plan]) -> Plan:
+    """Return several plans as one, so that a failure rolls all of them back."""
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(
+        title="; ".join(plan.title for plan in plans),
+        steps=tuple(step for plan in plans for step in plan.steps),
+        undo="; ".join(plan.undo for plan in plans if plan.undo) or None,
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        consent=tuple(one for plan in plans for one in plan.consent),
+        parts=tuple(plans),
+    )
 
 
 def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:

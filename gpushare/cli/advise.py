@@ -652,23 +652,23 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         NotSupported: nothing fits, or the lines need several shells.
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
+    from gpushare.plan import Plan
     from gpushare.show.plan import plan_result
 
     recipe = _set_up(advice)
     changes = [line.change for line in recipe.lines if line.change is not None]
     if not changes:
         said = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
-        return plan_result(
-            "advise", (), dry_run=settings.dry_run, notes=(*notes, *said), empty=_nothing_to_set_up(advice)
-        )
+        plan = Plan(title="nothing", steps=(), notes=tuple(said))
+        return plan_result("advise", plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
     result = _carried(changes)
     # Where the undo is known only afterwards, the plan itself names it.
     keeps_undo = any(line.command is None for line in recipe.undo)
     said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
     said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
-    if not settings.dry_run:
-        said += [f"undo: {line.command}" for line in recipe.undo if line.command]
-    return replace(result, notes=tuple(said))
+    done = result.done if keeps_undo else [(what, None) for what, _ in result.done if what]
+    undo = "; ".join(line.command for line in recipe.undo if line.command)
+    return replace(result, notes=tuple(said), done=(*done, ("", undo)) if done and undo else tuple(done))
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
@@ -752,7 +752,8 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
         plan = plan_level(host, [device], first.level)
     else:
         plan = _plan_stop(host, device)
-    return replace(plan, steps=(*plan.steps, *(_later(host, one) for one in changes[1:])))
+    later = [_later(host, one) for one in changes[1:]]
+    return replace(plan, title="; ".join([plan.title, *(step.what for step in later)]), steps=(*plan.steps, *later))
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:
@@ -765,7 +766,7 @@ def _plan_stop(host: Host, device: Device) -> Plan:
         if own.device.uuid == device.uuid:
             refuse_used(host, own)
             steps.append(stop_step(host, own))
-    return Plan(title=f"stop MPS on {device.title}", steps=tuple(steps))
+    return Plan(title=f"MPS on {device.title} is stopped", steps=tuple(steps))
 
 
 def _later(host: Host, change: Change) -> Step:

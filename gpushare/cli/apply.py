@@ -18,7 +18,6 @@ from gpushare.cli.options import (
     host_file,
     is_agreed,
     note,
-    one_plan,
     say_step,
     settings,
 )
@@ -83,7 +82,6 @@ def apply(
         return _with_limits(_shown(rows, found, dry_run=True), host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
-        _say_plan(rows)
         rows, found, notes = _carried(host, journal, wanted, rows)
         undone += notes
     found = replace(found, notes=(*undone, *found.notes))
@@ -201,7 +199,7 @@ def _carried(
 
 
 def _whole(rows: Sequence[_Row]) -> Plan:
-    from gpushare.plan import Plan
+    from gpushare.plan import Plan, one_plan
 
     plans = [row.plan.change.plan for row in rows if row.plan is not None]
     return one_plan(plans) if plans else Plan(title="apply", steps=())
@@ -299,14 +297,18 @@ def _kept(host: Host, text: str, result: Result) -> Result:
         return replace(result, errors=(said,), exit_code=said.exit_code)
 
 
-def _say_plan(rows: Sequence[_Row]) -> None:
-    """Print the whole plan before anything changes."""
-    for row in rows:
-        if row.error is not None:
-            note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
-        elif row.steps:
-            changing = [step.what for step in row.steps if step.changes]
-            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
+def _in_force(row: _Row) -> str:
+    """Return how a GPU is shared now that its entry is applied."""
+    entry = row.entry
+    words = [f"time-slice level {entry.time_slice.title}"] if entry.time_slice is not None else []
+    if entry.mps is not None and entry.mps.limits.words:
+        words.append(f"{', '.join(entry.mps.limits.words)} per client")
+    words += (
+        [" ".join(one.wish if one.name is None else f"{one.wish} '{one.name}'" for one in entry.mig)]
+        if entry.mig
+        else []
+    )
+    return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
 def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
@@ -317,11 +319,12 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
     notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
-    consent = _whole(rows).consent
-    result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)), consent=consent)
-    if errors:
-        # With an error, no steps does not mean that everything is as requested.
-        result = replace(result, tables=tuple(replace(one, empty="nothing is changed") for one in result.tables))
+    whole = replace(_whole(rows), steps=tuple(steps), notes=tuple(dict.fromkeys(notes)))
+    # With an error, no steps does not mean that everything is as requested.
+    empty = {"empty": "nothing is changed"} if errors else {}
+    result = plan_result("apply", whole, dry_run=dry_run, **empty)
+    if any(row.done for row in rows):
+        result = replace(result, done=tuple((_in_force(row), None) for row in rows if row.done))
     gpus = [
         {
             "gpu": row.gpu,

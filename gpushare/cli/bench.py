@@ -260,13 +260,14 @@ def _over_sizes(
     """Measure one size after the other, and show the times of all."""
     from gpushare.measure.bench import plan_bench, prepare
     from gpushare.measure.sizes import sizes_data
+    from gpushare.plan import Plan
     from gpushare.show.plan import plan_result
     from gpushare.show.sizes import drawn_sizes, sizes_result
 
     prepared = [(prepare(host, device, request), workload) for request, workload in requests]
     if settings.dry_run:
-        steps = [step for one, _ in prepared for step in plan_bench(host, device, one)]
-        return plan_result("bench", steps, dry_run=True)
+        steps = tuple(step for one, _ in prepared for step in plan_bench(host, device, one))
+        return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
     found: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
     for one, workload in prepared:
@@ -428,13 +429,15 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
 def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
     """Return what would be run, as a plan of a command."""
     from gpushare.measure.bench import plan_bench
+    from gpushare.plan import Plan
     from gpushare.show.plan import plan_result
 
     notes = [
         f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
         for one in prepared.left_out
     ]
-    return plan_result(command, plan_bench(host, device, prepared), dry_run=True, notes=notes)
+    steps = tuple(plan_bench(host, device, prepared))
+    return plan_result(command, Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)
 
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:

@@ -226,9 +226,11 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
 
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
+        from gpushare.plan import Plan
         from gpushare.show.plan import plan_result
 
-        return plan_result("farm", plan_farm(host, devices, command, options, report), dry_run=True)
+        steps = tuple(plan_farm(host, devices, command, options, report))
+        return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
     try:
         with named_job(host, devices[0], options.name):
             result = farm(host, devices, command, options, report)

@@ -275,13 +275,14 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
 
     from gpushare.cli.mig_change import planned_or_refused
     from gpushare.mig.plan import shown_steps
+    from gpushare.plan import Plan
     from gpushare.show.mig import plan_text
     from gpushare.show.plan import plan_result
 
     found = planned_or_refused(found)
     steps = shown_steps(found)
     notes = _plan_notes(found, off, made_ids=any("-ci CI" in (step.undo or "") for step in steps))
-    result = plan_result("mig plan", steps, dry_run=True, notes=notes)
+    result = plan_result("mig plan", Plan(title="the layout", steps=tuple(steps), notes=tuple(notes)), dry_run=True)
     return replace(
         result,
         data={**result.data, "cost": found.cost._asdict()},

@@ -38,7 +38,7 @@ from gpushare.errors import (
     NotSupported,
     OperationFailed,
 )
-from gpushare.units import quoted
+from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -176,7 +176,7 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     from gpushare.mig.cdi import refresh_steps
 
     plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
-    return replace(change, plan=plan)
+    return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written anew"))
 
 
 def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
@@ -189,14 +189,38 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
     if change.plan.steps and not dry_run:
         made = _made(host, change)
         said += _after(host, change)
-    steps, notes = change.plan.steps, list(dict.fromkeys(said))
-    undo = _undo(change) if steps else None
-    result = plan_result(command, steps, dry_run=dry_run, notes=notes, consent=change.plan.consent, undo=undo)
-    plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
-    picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
-    lines = [f"{one['profile']}:{one['start']} on GPU {one['gpu']}: {', '.join(one['uuids'])}" for one in made]
-    text = "\n".join(filter(None, [picture, *lines])) or None
-    return replace(result, data={**result.data, "created": made}, text=text)
+    undo = _undo(change) if change.plan.steps else None
+    planned = replace(change.plan, undo=undo, notes=tuple(dict.fromkeys(said)))
+    result = plan_result(command, planned, dry_run=dry_run)
+    if dry_run:
+        plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
+        picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
+        return replace(result, data={**result.data, "created": made}, text=picture)
+    lines = list(_in_force(host, change, made))
+    done = ((lines[0], undo),) if len(lines) == 1 else (*((line, None) for line in lines), ("", undo))
+    return replace(result, data={**result.data, "created": made}, done=done if lines else result.done)
+
+
+def _in_force(host: Host, change: MigChange, made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
+    from gpushare.mig.names import names_of
+
+    names = {(one.gpu_uuid, one.profile, one.start): f" '{one.name}'" for one in names_of(host).values()}
+    for one in change.gpus:
+        if one.enable is not None and one.enable is not one.before.mig_enabled:
+            yield f"GPU {one.gpu.index}: MIG is {'on' if one.enable else 'off'}"
+        if one.plan.destroyed:
+            gone = [
+                str(each.instance)
+                if each.whole
+                else f"{counted(len(each.compute), 'compute instance')} of {each.instance}"
+                for each in one.plan.destroyed
+            ]
+            yield f"{', '.join(gone)} on GPU {one.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
+        for row in made:
+            if row["gpu"] == one.gpu.index:
+                name = names.get((one.gpu.uuid or "", row["profile"], row["start"]), "")
+                yield f"{row['profile']}:{row['start']}{name} on GPU {row['gpu']}: {', '.join(row['uuids'])}"
 
 
 def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
@@ -287,7 +311,8 @@ def recover(
     else:
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
     data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done)}
-    return Result(command="mig recover", data=data, text=text, notes=notes)
+    shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, None),)}
+    return Result(command="mig recover", data=data, notes=notes, **shown)
 
 
 def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -733,7 +758,9 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
             f"an instance has one name; forget that one first: gpushare mig name --forget {found.name}",
             code="name_taken",
         )
-    return Plan(title=f"name {name}", steps=steps, undo=f"gpushare mig name --forget {name}")
+    return Plan(
+        title=f"{found} on GPU {layout.gpu} is named '{name}'", steps=steps, undo=f"gpushare mig name --forget {name}"
+    )
 
 
 def _forgetting(name: str) -> Plan:
@@ -752,7 +779,15 @@ def _forgetting(name: str) -> Plan:
             raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
     lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(found.users)}",))
-    return Plan(title=f"forget {name}", steps=(forget_step(host, found),), consent=(lost,) if found.users else ())
+    place = f"{found.profile}:{found.start}"
+    undo = [f"gpushare mig name {name} {place} -g {found.gpu_uuid}"]
+    undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in found.users]
+    return Plan(
+        title=f"{place} has no name any more",
+        steps=(forget_step(host, found),),
+        undo="; ".join(undo),
+        consent=(lost,) if found.users else (),
+    )
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]

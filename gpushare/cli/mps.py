@@ -250,10 +250,11 @@ def start(
     Limits apply to each client process, not to a job: two processes with 4G can use 8G. A thread percentage
     caps the SMs that a client may use; it reserves none.
     """
-    from gpushare.cli.options import carried_out, one_plan
+    from gpushare.cli.options import carried_out
     from gpushare.mps.home import own_home
     from gpushare.mps.limits import LimitOptions
     from gpushare.mps.start import plan_start
+    from gpushare.plan import one_plan
     from gpushare.selection import select_for_change
 
     wanted = LimitOptions(threads, memory, priority)
@@ -277,10 +278,11 @@ def set_limits(
 
     A running client keeps the limits that it started with, even where the driver accepts new ones for its server.
     """
-    from gpushare.cli.options import carried_out, one_plan
+    from gpushare.cli.options import carried_out
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.limits import LimitOptions
     from gpushare.mps.set import plan_limits
+    from gpushare.plan import one_plan
     from gpushare.selection import select_for_change
 
     if threads is None and memory is None and priority is None:
@@ -342,20 +344,21 @@ def stop(
     ]
     steps = tuple(step for work, _ in works for step in work.steps)
     losses = () if settings.yes else tuple(loss for work, _ in works for loss in work.losses())
-    plan = Plan(title="stop MPS daemons", steps=steps, consent=losses)
+    undo = "; ".join(work.undo for work, _ in works if work.undo is not None) or None
+    plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
-        undos = [work.undo for work, _ in works if work.undo is not None]
-        planned = plan_result("mps stop", steps, dry_run=True, consent=losses, undo="; ".join(undos) or None)
+        planned = plan_result("mps stop", plan, dry_run=True)
         return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
     consented(plan)
-    rows, errors, undos = [], [], []
+    rows, errors = [], []
+    done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + seconds
     for work, found in works:
         work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
             rows.append(stop_row(work, found, work.run()))
-            undos += [] if work.undo is None else [work.undo]
+            done.append((sentence(rows[-1]), work.undo))
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)
@@ -363,9 +366,8 @@ def stop(
         raise errors[0]
     return Result(
         command="mps stop",
-        data={"dry_run": False, "stopped": rows, "undo": "; ".join(undos) or None},
-        text="\n".join(map(sentence, rows)),
-        notes=(f"undo: {'; '.join(undos)}",) if undos else (),
+        data={"dry_run": False, "stopped": rows, "undo": "; ".join(undo for _, undo in done if undo) or None},
+        done=tuple(done),
         errors=tuple(errors),
         all_failed=not rows,
         exit_code=errors[0].exit_code if errors else 0,

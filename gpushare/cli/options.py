@@ -195,8 +195,8 @@ def common_options() -> list[TyperOption]:
             callback=_set("output_format", output_of),
             help="table, plain, json, yaml or csv. [default: table on a terminal, else plain]",
         ),
-        _flag("quiet", "Do not print notes.", "-q", "--quiet"),
-        _flag("verbose", "Print more about what is done.", "-v", "--verbose"),
+        _flag("quiet", "Print no notes, and nothing about a change that succeeded.", "-q", "--quiet"),
+        _flag("verbose", "Print more: each step of a change, for example.", "-v", "--verbose"),
         _flag("debug", "Show the traceback of an error.", "--debug"),
     ]
 
@@ -720,21 +720,6 @@ def _with_yes() -> str:
     return shlex.join(["gpushare", *words[:at], "-y", *words[at:]])
 
 
-def one_plan(plans: Sequence[Plan]) -> Plan:
-    """Return several plans as one, so that a failure rolls all of them back."""
-    from gpushare.plan import Plan
-
-    if len(plans) == 1:
-        return plans[0]
-    return Plan(
-        title="; ".join(plan.title for plan in plans),
-        steps=tuple(step for plan in plans for step in plan.steps),
-        undo="; ".join(plan.undo for plan in plans if plan.undo) or None,
-        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
-        consent=tuple(one for plan in plans for one in plan.consent),
-    )
-
-
 def carried_out(
     command: str,
     plan: Plan,
@@ -771,9 +756,7 @@ def carried_out(
                     carry_out(plan, say_step if settings.verbose else None)
             if not done:
                 agreed = consented(plan, agreed)
-    notes = [*said, *plan.notes]
-    dry_run = settings.dry_run
-    return plan_result(command, plan.steps, dry_run=dry_run, notes=notes, consent=plan.consent, undo=plan.undo)
+    return plan_result(command, plan, dry_run=settings.dry_run, notes=said)
 
 
 def say_step(step: Step) -> None:

@@ -78,15 +78,12 @@ def pause(
 
             until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
             said = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
-            return replace(
-                result,
-                data={**result.data, **data},
-                tables=(),
-                text=said,
-                notes=(*result.notes, f"to resume it: gpushare resume {work.job.selector}"),
-            )
-        took = () if settings.dry_run else (f"the call of the driver took {1000 * work.seconds:.1f} ms",)
-        return replace(result, data={**result.data, **data}, notes=(*took, *result.notes))
+        else:
+            said = f"{work.job.title} is off the GPU: the call of the driver took {1000 * work.seconds:.1f} ms"
+        result = replace(result, data={**result.data, **data})
+        if settings.dry_run:
+            return replace(result, text=said, tables=()) if work.already else result
+        return replace(result, done=((said, f"gpushare resume {work.job.selector}"),))
 
 
 def _seconds(text: str) -> float:

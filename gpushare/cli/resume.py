@@ -13,7 +13,7 @@ from gpushare.errors import BadCombination, BadUsage, GpushareError
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.pause.record import PausedJob
-    from gpushare.plan import Step
+    from gpushare.plan import Plan, Step
 
 
 def register(app: typer.Typer) -> None:
@@ -54,10 +54,12 @@ def resume(
         ]
 
     if settings.dry_run:
+        from gpushare.plan import one_plan
         from gpushare.show.plan import plan_result
 
         with host.open_channels() as control:
-            return plan_result("resume", [resume_step(host, control, one) for one in wanted()], dry_run=True)
+            plan = one_plan([_resumed(one, resume_step(host, control, one)) for one in wanted()])
+            return plan_result("resume", plan, dry_run=True)
     from gpushare.host.records import sweep_leftovers
 
     sweep_leftovers(host)
@@ -76,18 +78,25 @@ def resume(
     return _result(host, done, errors)
 
 
+def _resumed(job: PausedJob, step: Step) -> Plan:
+    from gpushare.plan import Plan
+
+    return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=f"gpushare pause {job.selector}")
+
+
 def _result(host: Host, done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
     from dataclasses import replace
 
     from gpushare.cli.pause import row
+    from gpushare.plan import one_plan
     from gpushare.show.plan import plan_result
 
-    result = plan_result("resume", [step for _, step in done], dry_run=False)
+    plan = one_plan([_resumed(job, step) for job, step in done])
+    result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
     return replace(
         result,
         data={**result.data, "jobs": [row(job, host.uid) for job, _ in done]},
-        text=None if done or errors else "no job is paused",
-        tables=result.tables if done else (),
+        done=() if errors and not done else result.done,
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,

@@ -258,8 +258,8 @@ def reset(
     done = [admin.reset(spec) for spec in specs]
     alone = [str(pid) for one in done for pid in one.left_alone]
     notes = (f"real programs were left running: {', '.join(alone)}",) if alone else ()
-    text = "\n".join(f"{one.spec} was reset" for one in done) or "no simulated hosts to reset"
-    return Result(command="sim reset", data={"dry_run": False, "hosts": done}, text=text, notes=notes)
+    text = f"{', '.join(one.spec for one in done)}: reset" if done else "no simulated hosts to reset"
+    return Result(command="sim reset", data={"dry_run": False, "hosts": done}, done=((text, None),), notes=notes)
 
 
 def add(

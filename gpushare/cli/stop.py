@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import AskingCommand, consented, one_plan, say_step, settings
+from gpushare.cli.options import AskingCommand, consented, say_step, settings
 from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def stop(
     after 10 s SIGKILL. Other users' jobs need root.
     """
     from gpushare.cli.options import gpus_of
+    from gpushare.plan import one_plan
     from gpushare.run.stop import Stop, find_target, tidy
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
@@ -56,7 +57,7 @@ def stop(
     work = [Stop(host, target, gpus, seconds) for target in targets.values()]
     plan = one_plan([one.plan for one in work])
     if settings.dry_run:
-        return plan_result("stop", plan.steps, dry_run=True, consent=plan.consent)
+        return plan_result("stop", plan, dry_run=True)
     consented(plan)
     done: list[Stopped] = []
     errors: list[GpushareError] = []
@@ -70,7 +71,7 @@ def stop(
     return Result(
         command="stop",
         data={"dry_run": False, "jobs": done},
-        text="\n".join(map(sentence, done)) or None,
+        done=tuple((sentence(one), None) for one in done),
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,

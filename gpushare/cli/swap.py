@@ -119,6 +119,7 @@ def out(job: JobArgument) -> Any:
 
     pids = " ".join(str(one.pid) for one in processes)
     what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
+    gone = f"{found.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
     undo = f"gpushare swap in {found.selector}"
     step = Step(
         what=what,
@@ -126,7 +127,7 @@ def out(job: JobArgument) -> Any:
         undo=undo,
         do=act,
     )
-    result = carried_out("swap out", Plan(title=what, steps=(step,), undo=undo, consent=losses))
+    result = carried_out("swap out", Plan(title=gone, steps=(step,), undo=undo, consent=losses))
     return _with_job(result, done[0] if done else swap)
 
 
@@ -176,6 +177,7 @@ def back_in(
     done: list[Swap] = []
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
     what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
+    back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
     undo = f"gpushare swap out {swap.selector}"
     step = Step(
         what=what,
@@ -184,7 +186,7 @@ def back_in(
         do=lambda: done.append(_come_back(host, job, swap, device, request, limits, seconds)),
     )
     notes = (_room_now(host, device, request, limits, wait=wait),) if settings.dry_run else ()
-    result = carried_out("swap in", Plan(title=what, steps=(step,), undo=undo, consent=losses, notes=notes))
+    result = carried_out("swap in", Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes))
     return _with_job(result, done[0] if done else swap)
 
 

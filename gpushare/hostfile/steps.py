@@ -28,7 +28,6 @@ from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out, deferred
 from gpushare.selection import Device
 from gpushare.timeslice.policy import plan_level
-from gpushare.units import size_option
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -304,11 +303,7 @@ def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
 
 
 def _words(wish: MpsWish) -> list[str]:
-    limits = wish.limits
-    words = [] if limits.threads_percent is None else [f"{limits.threads_percent:g} % of the threads"]
-    words += [] if limits.memory_limit_bytes is None else [size_option(limits.memory_limit_bytes)]
-    words += [] if limits.priority is None else [f"priority {limits.priority.title}"]
-    words += [f"for {', '.join(wish.users)}"] if wish.users else []
+    words = [*wish.limits.words, *([f"for {', '.join(wish.users)}"] if wish.users else [])]
     return words + (["no programs outside it"] if wish.exclusive else [])
 
 

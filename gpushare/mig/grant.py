@@ -57,7 +57,7 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     # The record is first: after a crash it says whose the nodes should be, and the same command completes the grant.
     steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
     return Plan(
-        title=f"grant {name} to {granted}",
+        title=f"{name} is granted to {', '.join(users)} alone",
         steps=tuple(steps),
         # It takes back what this gives, so it does not ask.
         undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
@@ -89,7 +89,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     if steps and not users:
         notes.append(f"every local user may then use {name}")
     return Plan(
-        title=f"revoke {name}" if user is None else f"revoke {name} from {user}",
+        title=f"{name} is granted to {', '.join(users)} alone" if users else f"{name} is granted to nobody",
         steps=tuple(steps),
         undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(one)}" for one in gone) or None,
         notes=tuple(notes),

@@ -10,6 +10,7 @@ from gpushare.model import Priority
 from gpushare.units import (
     MIB,
     format_bytes,
+    format_percent,
     mps_memory,
     mps_percentage,
     parse_memory_limit,
@@ -144,6 +145,13 @@ class Limits:
             no_memory_limit=memory and before.no_memory_limit,
         )
 
+    @property
+    def words(self) -> list[str]:
+        """Return the limits that are set, for people: ``threads 30 %``, ``memory 8.0 GiB``, ``priority low``."""
+        words = [] if self.threads_percent is None else [f"threads {format_percent(self.threads_percent)}"]
+        words += [] if self.memory_limit_bytes is None else [f"memory {format_bytes(self.memory_limit_bytes)}"]
+        return words + ([] if self.priority is None else [f"priority {self.priority.title}"])
+
     def options(self) -> list[str]:
         """Return the options of ``mps start``, ``mps set`` and ``run`` that give these limits."""
         words = [] if self.threads_percent is None else ["--threads", f"{self.threads_percent:g}"]
@@ -152,6 +160,11 @@ class Limits:
         elif self.memory_limit_bytes is not None:
             words += ["--memory", size_option(self.memory_limit_bytes)]
         return words if self.priority is None else [*words, "--priority", self.priority.title]
+
+
+def in_force(device: Device, limits: Limits) -> str:
+    """Return what a daemon with these limits puts in force: ``MPS on GPU 0: threads 30 % per client``."""
+    return f"MPS on {device.title}: " + (f"{', '.join(limits.words)} per client" if limits.words else "no limits")
 
 
 def check_memory(device: Device, limit: int | None, *, job: bool = False) -> None:

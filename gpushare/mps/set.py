@@ -20,7 +20,7 @@ from gpushare.mps.control import (
 )
 from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
-from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.plan import Plan, Step
 from gpushare.units import format_bytes
 
@@ -65,7 +65,8 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     """
     check_memory(device, limits.memory_limit_bytes)
     home, record = own_daemon(host, device, to_change=True)
-    title = f"limits of MPS on {device.title}"
+    new = record.limits.changed_by(limits)
+    title = in_force(device, new)
     if limits == Limits():
         # Limits per GPU may leave one out.
         return Plan(title=title, steps=())
@@ -92,9 +93,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         Step(
             what="record the new limits",
             command=write,
-            do=lambda: home.write(
-                replace(record, limits=record.limits.changed_by(limits), attached=clients.with_late_ones())
-            ),
+            do=lambda: home.write(replace(record, limits=new, attached=clients.with_late_ones())),
             revert=lambda: home.write(record),
         )
     )
@@ -103,7 +102,9 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         title=title,
         steps=tuple(steps),
         undo=shlex.join(["gpushare", "mps", "set", "-g", device.selector, *back.options()]),
-        notes=("running clients keep the limits that they started with; restart them to apply the new ones",),
+        notes=("running clients keep the limits that they started with; restart them to apply the new ones",)
+        if servers
+        else (),
     )
 
 

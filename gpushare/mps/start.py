@@ -14,7 +14,7 @@ from gpushare.model import ComputeMode
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, own_home
-from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
 from gpushare.units import counted
@@ -52,7 +52,7 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
             f"a dead daemon had changed the compute mode of {device.title}; mps stop restores {start.previous.title}"
         )
     return Plan(
-        title=f"MPS on {device.title}",
+        title=in_force(device, limits) + (", no programs outside it" if exclusive else ""),
         steps=tuple(start.steps(exclusive=exclusive)),
         undo=f"gpushare mps stop -g {device.selector}",
         notes=tuple(notes),

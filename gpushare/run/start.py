@@ -97,9 +97,10 @@ class JobStart:
             self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
         )
         if self.dry_run:
+            from gpushare.plan import Plan
             from gpushare.show.plan import plan_result
 
-            return plan_result("run", run.steps(), dry_run=True)
+            return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._kept(run, job)
 
     def _record(self, device: Device, options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpushare.plan import Loss, Plan, Step, taken
+from gpushare.plan import Plan, Step, taken
 from gpushare.show.result import Column, Result, Table
 from gpushare.units import counted
 
@@ -21,60 +21,47 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 def plan_result(
     command: str,
-    steps: Sequence[Step],
+    plan: Plan,
     *,
     dry_run: bool,
     notes: Sequence[str] = (),
-    consent: Sequence[Loss] = (),
-    undo: str | None = None,
     empty: str = "nothing to do: the host is as requested",
 ) -> Result:
     """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}], "undo", "consent"}``.
 
-    People read the commands in a dry run; of what was done they read what it was. ``consent`` is what the steps take: a
-    dry run says that it would be asked for. ``undo`` is the command that takes all of it back, and a note; some steps
-    have none of their own, as that of another one includes theirs.
+    In a dry run people read the steps with their commands; of a change, what is in force now. A dry run says what it would
+    ask for. Some steps have no undo of their own, as that of another one includes theirs.
     """
-    if dry_run and consent:
-        notes = [*notes, f"without -y it asks first, because it {taken(consent)}"]
-    if undo is not None and steps:
-        notes = [*notes, f"undo: {undo}"]
-    rows = tuple(
-        {"number": number, "what": step.what, "command": step.command, "undo": step.undo}
-        for number, step in enumerate(steps, 1)
-    )
-    columns: tuple[Column, ...] = (Column(key="number", title="#", right=True), Column(key="what", title="what"))
-    if dry_run:
-        columns += (
+    steps, notes = plan.steps, [*notes, *plan.notes]
+    if dry_run and plan.consent:
+        notes.append(f"without -y it asks first, because it {taken(plan.consent)}")
+    if dry_run and plan.undo is not None and steps:
+        notes.append(f"undo: {plan.undo}")
+    table = Table(
+        name="steps",
+        title=f"plan: {counted(len(steps), 'step')}, nothing is changed (dry run)" if steps else None,
+        columns=(
+            Column(key="number", title="#", right=True),
+            Column(key="what", title="what"),
             Column(key="command", title="command", whole=True),
             Column(key="undo", title="undo", whole=True),
-        )
-    count = counted(len(rows), "step")
+        ),
+        rows=tuple(
+            {"number": number, "what": step.what, "command": step.command, "undo": step.undo}
+            for number, step in enumerate(steps, 1)
+        ),
+        empty=empty,
+        lines=tuple(_lines(steps)) if steps else None,
+    )
+    changed = [part for part in plan.parts or (plan,) if part.steps]
     return Result(
         command=command,
-        data={
-            "dry_run": dry_run,
-            **plan_data(Plan(title=command, steps=tuple(steps), undo=undo, consent=tuple(consent))),
-        },
-        tables=(
-            Table(
-                name="steps",
-                title=(f"plan: {count}, nothing is changed (dry run)" if dry_run else f"done: {count}")
-                if rows
-                else None,
-                columns=columns,
-                rows=rows,
-                empty=empty,
-                lines=tuple(_lines(steps) if dry_run else _done(steps)) if rows else None,
-            ),
-        ),
+        data={"dry_run": dry_run, **plan_data(plan)},
+        tables=(table,) if dry_run else (),
+        csv=table,
+        done=() if dry_run else tuple((part.title, part.undo) for part in changed) or ((empty, None),),
         notes=tuple(notes),
     )
-
-
-def _done(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
-    margin = len(str(len(steps)))
-    return [(f"{number:>{margin}}. {step.what}", None) for number, step in enumerate(steps, 1)]
 
 
 def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError
@@ -35,15 +36,21 @@ def write(
 ) -> None:
     """Write a result to stdout, its notes and errors to stderr.
 
-    ``is_terminal`` and ``width`` (in columns) are taken from stdout if None. ``quiet`` drops notes.
+    ``is_terminal`` and ``width`` (in columns) are taken from stdout if None. ``quiet`` drops notes, and what was done.
 
     Raises:
         BrokenPipeError: the reader is gone.
     """
     terminal = stdout.isatty() if is_terminal is None else is_terminal
     form = resolve(output, terminal=terminal)
+    width = width or width_of(stdout, terminal=terminal)
+    if result.done and not quiet:
+        lines = [
+            _done_line(what, undo, width if form is OutputFormat.TABLE else UNLIMITED) for what, undo in result.done
+        ]
+        result = replace(result, text="\n".join(filter(None, [result.text, *lines])))
     if form is OutputFormat.TABLE:
-        text = table_text(result, width=width or width_of(stdout, terminal=terminal), is_terminal=terminal)
+        text = table_text(result, width=width, is_terminal=terminal)
     else:
         text = document_text(result, form, stdout)
     if text:
@@ -56,6 +63,13 @@ def write(
     write_notes(() if quiet else notes, stderr)
     for error in result.errors:
         write_error(error, stderr)
+
+
+def _done_line(what: str, undo: str | None, width: int) -> str:
+    """Return what is in force and its undo as one line; a command that would be broken at the width begins a line."""
+    parts = list(filter(None, [what, undo and f"undo: {undo}"]))
+    line = one_line("; ".join(parts))
+    return line if len(line) <= width else "\n  ".join(parts)
 
 
 def resolve(output: OutputFormat, *, terminal: bool) -> OutputFormat:
@@ -152,6 +166,8 @@ def _block(table: Table) -> str:
     from tabulate import tabulate
 
     lines = [f"# {table.title}"] if table.title else []
+    if table.lines is not None:
+        return "\n".join([*lines, *(visible(text) for text, _ in table.lines)])
     if not table.rows and table.empty:
         lines.append(f"# {table.empty}")
     rows = [[cell(column, row.get(column.key)) for column in table.columns] for row in table.rows]
@@ -325,8 +341,6 @@ def table_lines(
     table: Table, width: int, *, fold: bool = False, rule: bool = True
 ) -> tuple[list[Text], tuple[Column, ...]]:
     """Return the lines of one table, and the dropped columns. With ``fold``, idle rows are one line."""
-    from dataclasses import replace
-
     from rich.text import Text
 
     if fold and table.idle is not None and table.folded is not None:

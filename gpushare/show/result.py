@@ -67,8 +67,8 @@ class Column:
 class Table:
     """Rows of raw values under columns. ``empty`` is the text for no rows.
 
-    ``lines``, if given, are what a terminal shows instead of the columns: text and Rich style; ``draw``, if given, returns
-    them as Rich texts for a width in columns. On a screen that is too short for all rows, those that are ``idle`` become
+    ``lines``, if given, are what people read instead of the columns: text and Rich style; ``draw``, if given, returns
+    them as Rich texts for a terminal's width in columns. On a screen that is too short for all rows, those that are ``idle`` become
     one line, their ``folded`` text.
     """
 
@@ -89,12 +89,14 @@ class Result:
 
     ``data`` is for machines; ``text`` and ``tables`` are for people, in this order. ``csv`` is the table of ``-o csv``, by
     default the first of ``tables``. ``notes`` go to stderr as ``note:`` lines, ``errors`` as ``error:`` and ``hint:`` lines.
+    ``done`` is what a change has put in force, each with the command that undoes it: one line each, none with --quiet.
     """
 
     command: str
     data: Any = None
     tables: tuple[Table, ...] = ()
     text: str | None = None
+    done: tuple[tuple[str, str | None], ...] = ()
     csv: Table | None = None
     notes: tuple[str, ...] = ()
     errors: tuple[GpushareError, ...] = ()

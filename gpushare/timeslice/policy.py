@@ -14,7 +14,7 @@ from gpushare.host.smi import parse_level, set_argv
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
-from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
+from gpushare.plan import Plan, Step, carry_out, one_plan, roll_back, setting_step
 from gpushare.typed import Count, Pid
 from gpushare.units import quoted
 from gpushare.values import dataclass
@@ -64,7 +64,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
         way = "reset" if resets or before is None else f"set {before.title}"
         back.setdefault(way, []).append(device.selector)
     return Plan(
-        title=f"time-slice {level.title} on {', '.join(device.title for device in devices)}",
+        title=f"time-slice level {level.title} on {', '.join(device.title for device in devices)}",
         steps=tuple(steps),
         undo="; ".join(f"gpushare timeslice {way} -g {','.join(names)}" for way, names in back.items()),
         notes=tuple(notes),
@@ -75,16 +75,21 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
     """Return the plan that restores level default and the compute mode that `plan_level` found."""
     _refuse_instances(devices)
     levels = host.policy.read()
-    steps: list[Step] = []
+    plans = []
     for device in devices:
         before = _supported_level(device, levels)
+        steps: list[Step] = []
+        undo = None
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
+            undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}"
         mode = _found_mode(host, device)
         if mode is not None:
             steps.append(_mode_step(host, device, mode, keep=False))
-    notes = () if steps else ("the time-slice is already default; nothing to do",)
-    return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
+        restored = "" if mode is None else f", compute mode {mode.title}"
+        plans.append(Plan(title=f"time-slice level default on {device.title}{restored}", steps=tuple(steps), undo=undo))
+    notes = () if any(plan.steps for plan in plans) else ("the time-slice is already default; nothing to do",)
+    return replace(one_plan(plans), notes=notes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -353,7 +353,8 @@ def plan_restore(
     """Return the plan that gives the processes of a job the slices from before `plan_slice`."""
     steps = []
     records = slice_records(host)
-    slices = set()
+    slices: set[int | None] = set()
+    before: set[int] = set()
     for process in processes:
         record = records.get(process.pid)
         if record is None or record.started != process.started:
@@ -366,9 +367,11 @@ def plan_restore(
             steps.append(_restore_step(host, control, channels, record, earlier))
         else:
             steps.append(_forget_step(host, control, channels, record))
+        before |= {one for one in earlier if one is not None}
     (only,) = slices if len(slices) == 1 else (None,)
+    back = ", ".join(format_slice(one) for one in sorted(before))
     return Plan(
-        title=f"the time-slice of {title} as it was",
+        title=f"time-slice {back or 'as before'} for {title}",
         steps=tuple(steps),
         undo=None if only is None else f"gpushare timeslice set {only}us {selector}",
         consent=tuple(consent) if steps else (),

@@ -154,5 +154,5 @@ def test_each_step_names_the_command_that_takes_it_back(world: World) -> None:
 
 def test_the_undo_of_a_first_limit_is_none_at_all(cli: Cli) -> None:
     cli("mps", "start").ok()
-    said = cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok().err
+    said = cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok().out
     assert "gpushare mps set -g 0 --threads 100 --memory none --priority normal" in said

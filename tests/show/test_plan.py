@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from gpushare.plan import Step
+import io
+
+from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import plan_result
+from gpushare.show.render import write
 from gpushare.show.result import OutputFormat
 from tests.show.hosts import uuid
 
@@ -27,19 +30,43 @@ STEPS = (
 )
 
 
+PLAN = Plan(title="MPS on GPU 0: no limits", steps=STEPS, undo="gpushare mps stop -g 0")
+
+
 def test_a_plan_on_a_terminal(shown, golden):
     """Commands are never cut, however narrow the window: people copy them."""
-    out, _ = shown(plan_result("mps start", STEPS, dry_run=True), OutputFormat.TABLE, width=60)
+    out, _ = shown(plan_result("mps start", PLAN, dry_run=True), OutputFormat.TABLE, width=60)
     golden("plan-table", out)
 
 
-def test_a_plan_off_a_terminal_is_one_record_per_step(shown, golden):
-    out, _ = shown(plan_result("mps start", STEPS, dry_run=False), OutputFormat.AUTO)
+def test_a_plan_off_a_terminal_is_the_same_list(shown, golden):
+    out, _ = shown(plan_result("mps start", PLAN, dry_run=True), OutputFormat.AUTO)
     golden("plan-plain", out)
 
 
+def test_a_change_is_one_line_each_with_its_undo(shown):
+    other = Plan(title="MPS on GPU 1: threads 30 % per client", steps=STEPS[:1])
+    same = Plan(title="MPS on GPU 2: as it was", steps=())
+    out, notes = shown(plan_result("mps start", one_plan([PLAN, other, same]), dry_run=False), OutputFormat.AUTO)
+    assert out == "MPS on GPU 0: no limits; undo: gpushare mps stop -g 0\nMPS on GPU 1: threads 30 % per client\n"
+    assert not notes
+
+
+def test_an_undo_that_does_not_fit_begins_a_line(shown):
+    out, _ = shown(plan_result("mps start", PLAN, dry_run=False), OutputFormat.TABLE, width=40)
+    assert out == "MPS on GPU 0: no limits\n  undo: gpushare mps stop -g 0\n"
+
+
+def test_quiet_says_nothing_of_a_change_that_succeeded():
+    for dry_run in (False, True):
+        out, notes = io.StringIO(), io.StringIO()
+        result = plan_result("mps start", PLAN, dry_run=dry_run, notes=["needs root"])
+        write(result, OutputFormat.AUTO, stdout=out, stderr=notes, quiet=True)
+        assert (bool(out.getvalue()), notes.getvalue()) == (dry_run, "")
+
+
 def test_the_data_of_a_plan_is_pinned():
-    result = plan_result("mps start", STEPS, dry_run=True, notes=["needs root"])
+    result = plan_result("mps start", Plan(title="MPS", steps=STEPS), dry_run=True, notes=["needs root"])
     assert result.data == {
         "dry_run": True,
         "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
@@ -49,25 +76,25 @@ def test_the_data_of_a_plan_is_pinned():
     assert result.notes == ("needs root",)
 
 
-def test_the_undo_of_the_whole_is_a_note(shown):
-    for dry_run in (True, False):
-        result = plan_result("mps start", STEPS, dry_run=dry_run, notes=["needs root"], undo="gpushare mps stop -g 0")
-        assert result.data["undo"] == "gpushare mps stop -g 0"
-        assert result.notes == ("needs root", "undo: gpushare mps stop -g 0")
-        assert "undo: none" not in shown(result, OutputFormat.TABLE)[0]
-    assert plan_result("mps start", (), dry_run=True, undo="gpushare mps stop").notes == ()
+def test_the_undo_of_a_dry_run_is_a_note(shown):
+    result = plan_result("mps start", PLAN, dry_run=True, notes=["needs root"])
+    assert result.data["undo"] == "gpushare mps stop -g 0"
+    assert result.notes == ("needs root", "undo: gpushare mps stop -g 0")
+    assert "undo: none" not in shown(result, OutputFormat.TABLE)[0]
+    nothing = Plan(title="MPS", steps=(), undo="gpushare mps stop")
+    assert plan_result("mps start", nothing, dry_run=True).notes == ()
 
 
 def test_no_step_says_that_there_is_nothing_to_do(shown):
-    assert (
-        shown(plan_result("x", (), dry_run=True), OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
-    )
+    for dry_run in (True, False):
+        result = plan_result("x", Plan(title="x", steps=()), dry_run=dry_run)
+        assert shown(result, OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
 
 
 def test_a_long_step_is_wrapped_between_words_and_its_command_is_not(shown):
     what = "wait until GPU 0 has room for 60.0 GiB, first come first served, for 3600 s at most; reserve it"
     one = step(what, "gpushare " + "x" * 80)
-    out, _ = shown(plan_result("run", [one], dry_run=True), OutputFormat.TABLE, width=60)
+    out, _ = shown(plan_result("run", Plan(title="run", steps=(one,)), dry_run=True), OutputFormat.TABLE, width=60)
     lines = out.splitlines()
     assert lines[2:] == [
         "1. wait until GPU 0 has room for 60.0 GiB, first come first",

@@ -37,8 +37,11 @@ def test_create_adds_and_says_what_it_made(cli: Cli) -> None:
     text = cli("mig", "status", host=A100).out
     assert all(f"'train-{number}'" in text for number in (1, 2, 3))
     shown = cli("mig", "create", "1g.10gb", "--name", "more", host=A100).ok()
-    assert "+1g.10gb" in shown.out
-    assert "undo: gpushare mig apply -g 0 " in shown.err
+    (line,) = shown.out.splitlines()
+    assert line.startswith("1g.10gb:")
+    assert "'more' on GPU 0: MIG-" in line
+    assert "; undo: gpushare mig apply -g 0 " in line
+    assert not shown.err
     # What was there stayed: exactly one more.
     assert len(instances(world)) == len(made) + 1
 
@@ -209,8 +212,7 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
     said = host.run("mig", *words)
     assert said.code == 0, said
     assert host.look() != before
-    (undo,) = [line for line in said.err.splitlines() if line.startswith("note: undo: ")]
-    for command in undo.removeprefix("note: undo: ").split("; "):
+    for command in said.json["data"]["undo"].split("; "):
         program, *rest = shlex.split(command)
         assert program == "gpushare"
         again = host.run(*rest)
@@ -385,7 +387,7 @@ def test_cdi_is_written_anew_only_where_there_is_one(cli: Cli, refused: Refused)
     stale = cli("mig", "apply", "1g.10gb", host=A100).ok()
     assert "--refresh-cdi" in stale.err
     fresh = cli("mig", "apply", "2g.20gb", "--refresh-cdi", host=A100).ok()
-    assert "CDI specification" in fresh.out
+    assert "note: the CDI specification of containers is written anew" in fresh.err
     assert "stale" not in fresh.err
     assert "--refresh-cdi" not in fresh.err
 

@@ -114,7 +114,8 @@ def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, mon
 def test_the_undo_that_is_said_undoes_it(cli: Cli) -> None:
     before = limits(cli)
     answer = cli("mps", "set", "--threads", "25", "--memory", "2G").ok()
-    (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
+    assert answer.out.startswith("MPS on GPU 0: threads 25 %, memory 2.0 GiB")
+    undo = answer.out.partition("; undo: gpushare ")[2]
     cli(*undo.split()).ok()
     assert limits(cli) == before
 
@@ -232,7 +233,7 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
     world.client()
     before, held = limits(cli), simulated(world)
     answer = cli("mps", "set", "--memory", "2G").ok()
-    (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
+    undo = answer.out.partition("; undo: gpushare ")[2]
     assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8G" if at_first else "none"]
     cli("mps", "set", "--memory", "none").ok()
     assert limits(cli) == [(100.0, None, "normal")]

@@ -40,7 +40,7 @@ def test_limits_are_set_and_shown(cli: Cli, world: World) -> None:
 
 def test_no_limits(cli: Cli) -> None:
     answer = cli("mps", "start").ok()
-    assert "note: undo: gpushare mps stop -g 0" in answer.err
+    assert (answer.out, answer.err) == ("MPS on GPU 0: no limits; undo: gpushare mps stop -g 0\n", "")
     (daemon,) = daemons(cli)
     assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["priority"]) == (100.0, None, "normal")
 

@@ -45,7 +45,9 @@ def test_stop(cli: Cli, world: World, daemon: int) -> None:
 
 
 def test_stop_says_what_is_gone(cli: Cli, daemon: int) -> None:
-    assert cli("mps", "stop").ok().out == f"MPS daemon of GPU 0 is gone (process {daemon})\n"
+    assert cli("mps", "stop").ok().out == (
+        f"MPS daemon of GPU 0 is gone (process {daemon}); undo: gpushare mps start -g 0\n"
+    )
 
 
 @pytest.mark.usefixtures("daemon")
@@ -413,7 +415,7 @@ def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
     planned = cli("mps", "stop", "-n", output="json").ok().data
     assert [step["undo"] for step in planned["steps"] if step["what"].startswith("end the MPS daemon")] == [undo]
     assert planned["undo"] == undo
-    assert f"undo: {undo}" in cli("mps", "stop").ok().err
+    assert f"undo: {undo}" in cli("mps", "stop").ok().out
     cli(*undo.split()[1:]).ok()
     (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
     assert (daemon["threads_percent"], daemon["memory_limit_bytes"]) == (30.0, 4 << 30)

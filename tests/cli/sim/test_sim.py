@@ -68,10 +68,10 @@ def test_reset(cli: Cli, world: World) -> None:
     before = world.uuid()
     assert cli("sim", "reset", "-n").ok().out == f"would delete {H200}\n"
     assert world.state.daemons
-    assert cli("sim", "reset").ok().out == f"{H200} was reset\n"
+    assert cli("sim", "reset").ok().out == f"{H200}: reset\n"
     assert not world.directory.exists()
     assert world.uuid() == before
-    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO} was reset\n"
+    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO}: reset\n"
 
 
 def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> None:

@@ -31,13 +31,16 @@ def test_set_says_what_it_equals_and_its_undo(cli: Cli, world: World) -> None:
     uuid = world.uuid()
     assert step["command"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 3"
     assert step["undo"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 0"
-    assert "note: undo: gpushare timeslice reset -g 0" in answer.err
+    assert answer.data["undo"] == "gpushare timeslice reset -g 0"
     assert "no millisecond" in answer.err
 
 
 def test_the_undo_is_the_level_that_was_there(cli: Cli) -> None:
     cli("timeslice", "set", "short").ok()
-    assert "note: undo: gpushare timeslice set short -g 0" in cli("timeslice", "set", "medium").ok().err
+    answer = cli("timeslice", "set", "medium").ok()
+    assert answer.out == "time-slice level medium on GPU 0; undo: gpushare timeslice set short -g 0\n"
+    again = cli("timeslice", "reset").ok()
+    assert again.out == "time-slice level default on GPU 0; undo: gpushare timeslice set medium -g 0\n"
 
 
 def test_set_again_does_nothing(cli: Cli) -> None:
