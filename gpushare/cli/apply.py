@@ -299,15 +299,13 @@ def _kept(host: Host, text: str, result: Result) -> Result:
 
 def _in_force(row: _Row) -> str:
     """Return how a GPU is shared now that its entry is applied."""
-    entry = row.entry
-    words = [f"time-slice level {entry.time_slice.title}"] if entry.time_slice is not None else []
-    if entry.mps is not None and entry.mps.limits.words:
-        words.append(f"{', '.join(entry.mps.limits.words)} per client")
-    words += (
-        [" ".join(one.wish if one.name is None else f"{one.wish} '{one.name}'" for one in entry.mig)]
-        if entry.mig
-        else []
-    )
+    entry, mps = row.entry, row.entry.mps
+    words = [] if entry.time_slice is None else [f"level {entry.time_slice.title}"]
+    if mps is not None:
+        words += [f"{', '.join(mps.limits.words)} per client"] if mps.limits.words else []
+        words += ["no programs outside it"] if mps.exclusive else []
+    if entry.mig:
+        words.append(" ".join(one.wish if one.name is None else f"{one.wish} '{one.name}'" for one in entry.mig))
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 

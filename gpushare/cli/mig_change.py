@@ -783,7 +783,7 @@ def _forgetting(name: str) -> Plan:
     undo = [f"gpushare mig name {name} {place} -g {found.gpu_uuid}"]
     undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in found.users]
     return Plan(
-        title=f"{place} has no name any more",
+        title=f"{place} has no name",
         steps=(forget_step(host, found),),
         undo="; ".join(undo),
         consent=(lost,) if found.users else (),

@@ -14,8 +14,10 @@ from gpushare import __version__
 from gpushare.cli import root
 from gpushare.cli.help import COMMON, EXAMPLES, GROUPS
 from gpushare.model import TimeSlice
+from gpushare.sim import admin
+from gpushare.units import GIB
 from tests.cli.conftest import Cli
-from tests.cli.drive import ASKING, Started, World, environment
+from tests.cli.drive import ASKING, H200, Started, World, environment
 
 
 def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -274,6 +276,47 @@ def test_quiet_drops_notes_and_keeps_errors(cli: Cli) -> None:
     assert cli("-q", "timeslice", "set", "short", "-n").ok().err == ""
     assert cli("timeslice", "set", "short", "-n", "--quiet").ok().err == ""
     assert cli("-q", "timeslice", "set", "nonsense").lines("error")
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "plain"])
+def test_a_change_is_one_line_with_its_undo_and_none_with_quiet(cli: Cli, quiet: bool) -> None:
+    cli("status").ok()
+    pid = str(admin.add_process(H200, memory_bytes=2 * GIB))
+    changes = (
+        (("pause", pid), f"undo: gpushare resume {pid}"),
+        (("resume", pid), f"undo: gpushare pause {pid}"),
+        (("resume", "--all"), "no job is paused"),
+        (("swap", "out", pid), f"undo: gpushare swap in {pid}"),
+        (("swap", "in", pid), f"undo: gpushare swap out {pid}"),
+        (("stop", pid), "is gone after"),
+        (("timeslice", "set", "short"), "undo: gpushare timeslice reset -g 0"),
+        (("timeslice", "reset"), "undo: gpushare timeslice set short -g 0"),
+        (("timeslice", "reset"), "nothing to do: the host is as requested"),
+        (("mps", "start", "--threads", "30"), "MPS on GPU 0: threads 30 % per client; undo: gpushare mps stop -g 0"),
+        (
+            ("mps", "set", "--memory", "8G"),
+            "MPS on GPU 0: threads 30 %, memory 8.0 GiB per client; undo: gpushare mps set",
+        ),
+        (("mps", "stop"), "undo: gpushare mps start -g 0 --threads 30 --memory 8G"),
+        (("mig", "enable"), "GPU 0: MIG is on; undo: gpushare mig disable -g 0"),
+        (("mig", "create", "1g.18gb", "--name", "train"), "undo: gpushare mig destroy all -g 0 -y"),
+        (("mig", "grant", "train", "nobody"), "train is granted to nobody alone; undo: sudo gpushare mig revoke train"),
+        (("mig", "revoke", "train"), "train is granted to nobody; undo: sudo gpushare mig grant train nobody"),
+        (("mig", "name", "--forget", "train"), "has no name; undo: gpushare mig name train 1g.18gb:"),
+        (("mig", "name", "train", "0/13"), "is named 'train'; undo: gpushare mig name --forget train"),
+        (("mig", "destroy", "train"), "on GPU 0 is gone; undo: gpushare mig "),
+        (("mig", "disable"), "GPU 0: MIG is off; undo: gpushare mig enable -g 0"),
+        (("mig", "recover"), "no change was interrupted; nothing to do"),
+        (("sim", "reset"), f"{H200}: reset"),
+    )
+    for words, line in changes:
+        answer = cli(*words, *(["-q"] if quiet else [])).ok()
+        if quiet:
+            assert (answer.out, answer.err) == ("", ""), words
+        else:
+            (said,) = answer.out.splitlines()
+            assert line in said, (words, said)
 
 
 def test_verbose_says_each_step(cli: Cli) -> None:

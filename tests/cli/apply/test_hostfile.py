@@ -98,7 +98,17 @@ def test_capture_reset_apply_gives_the_same(cli: Cli, write: Write) -> None:
 
 
 def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(MIXED), host=EIGHT).ok()
+    answer = cli("apply", "-f", write(MIXED), host=EIGHT).ok()
+    assert answer.out.splitlines() == [
+        "GPU 0: exclusive",
+        "GPU 1: timeslice: level long",
+        "GPU 2: mps: threads 25 %, memory 4.0 GiB, priority low per client",
+        "GPU 3: mps: no programs outside it",
+        "GPU 4: mig: 3g.40gb 1g.10gb*2",
+        "GPU 5: mig: 3g.40gb 1g.10gb*2",
+        "GPU 6: mig: 3g.40gb:4 'train' 1c.2g.20gb*2 1g.10gb 'test'",
+    ]
+    assert cli("apply", "-f", write(MIXED), "-q", host=EIGHT).ok().out == ""
     world = World(EIGHT)
     gpus = world.state.gpus
     assert [gpu.compute_mode for gpu in gpus[:4]] == [3, 0, 0, 3]
