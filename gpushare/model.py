@@ -40,6 +40,8 @@ class Mechanism(str, Enum):
 
     TIME_SLICING = "time-slicing"
     MPS = "MPS"
+    # Programs outside MPS take turns with all clients of MPS together; only `sharing_now` tells it from MPS.
+    MPS_AND_OTHERS = "MPS + time-slicing"
     MIG = "MIG"
     EXCLUSIVE = "exclusive"
     PROHIBITED = "prohibited"
@@ -187,6 +189,8 @@ class MpsDaemon:
         return tuple(client for server in self.servers for client in server.clients)
 
 
+# The program of an MPS server.
+MPS_SERVER: Final = "nvidia-cuda-mps-server"
 # The note on a GPU whose MIG devices are hidden.
 HIDDEN_DEVICES: Final = (
     "the driver hides the MIG devices from this user: run as root, or let root grant access to "
@@ -413,6 +417,21 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.EXCLUSIVE
     # A daemon whose environment cannot be read may serve this GPU.
     return None if gpu.compute_mode is None or unreadable else Mechanism.TIME_SLICING
+
+
+def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
+    """Return the PIDs of the compute processes on a GPU that are neither clients nor servers of MPS."""
+    servers = {server.pid for daemon in daemons for server in daemon.servers}
+    clients = {client.pid for daemon in daemons for client in daemon.clients}
+    # A starting server is not in its daemon's list yet.
+    others = {one.pid for one in gpu.processes or () if one.compute and not one.mps and one.name != MPS_SERVER}
+    return others - servers - clients
+
+
+def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
+    """Return `mechanism`, and for MPS whether programs run outside it right now."""
+    way = mechanism(gpu, daemons)
+    return Mechanism.MPS_AND_OTHERS if way is Mechanism.MPS and outside_mps(gpu, daemons) else way
 
 
 class Sharing(str, Enum):

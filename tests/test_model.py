@@ -17,6 +17,7 @@ from gpushare.model import (
     Priority,
     TimeSlice,
     mechanism,
+    sharing_now,
 )
 
 MPS_PROCESS = GpuProcess(pid=9, mps=True)
@@ -72,6 +73,34 @@ def gpu(
 )
 def test_the_way_of_sharing_in_force(shown: Gpu, daemons: tuple[MpsDaemon, ...], expected: Mechanism | None) -> None:
     assert mechanism(shown, daemons) is expected
+
+
+SERVED = MpsDaemon(
+    pid=1,
+    ours=True,
+    pipe_directory="/p",
+    gpu_index=0,
+    servers=(MpsServer(pid=5, clients=(MpsClient(pid=6),)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "daemons", "expected"),
+    [
+        (None, (SERVED,), Mechanism.MPS),
+        ((), (SERVED,), Mechanism.MPS),
+        # Its server and its clients are not outside; a new server is in no list yet, and graphics are no CUDA program.
+        ((GpuProcess(pid=5, compute=True), GpuProcess(pid=6, compute=True)), (SERVED,), Mechanism.MPS),
+        ((GpuProcess(pid=7, compute=True, name="nvidia-cuda-mps-server"),), (SERVED,), Mechanism.MPS),
+        ((GpuProcess(pid=7, graphics=True), GpuProcess(pid=8, mps=True)), (SERVED,), Mechanism.MPS),
+        ((GpuProcess(pid=7, compute=True),), (SERVED,), Mechanism.MPS_AND_OTHERS),
+        ((GpuProcess(pid=7, compute=True),), (), Mechanism.TIME_SLICING),
+    ],
+)
+def test_programs_outside_mps_are_told(
+    processes: tuple[GpuProcess, ...] | None, daemons: tuple[MpsDaemon, ...], expected: Mechanism
+) -> None:
+    assert sharing_now(gpu(processes=processes), daemons) is expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
-from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism
+from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
 
 if TYPE_CHECKING:
     from gpushare.mig.profile import GpuInstance, Layout
@@ -210,20 +210,11 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
         yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
         yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes
         if way is not None and way.value == "MPS":
-            yield "gpushare_mps_outside_processes", labels, _outside(gpu, snapshot)
+            yield "gpushare_mps_outside_processes", labels, len(outside_mps(gpu, snapshot.daemons))
     if gpu.mig_capable:
         yield "gpushare_mig_enabled", labels, gpu.mig_enabled
         known = gpu.mig_pending is not None and gpu.mig_enabled is not None
         yield "gpushare_mig_mode_pending", labels, gpu.mig_pending != gpu.mig_enabled if known else None
-
-
-def _outside(gpu: Gpu, snapshot: Snapshot) -> int:
-    servers = {server.pid for daemon in snapshot.daemons for server in daemon.servers}
-    clients = {client.pid for daemon in snapshot.daemons for client in daemon.clients}
-    strangers = {process.pid for process in gpu.processes or () if process.compute and not process.mps}
-    # A starting server is not in its daemon's list yet.
-    named = {process.pid for process in gpu.processes or () if process.name == "nvidia-cuda-mps-server"}
-    return len(strangers - servers - clients - named)
 
 
 def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:

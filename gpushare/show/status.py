@@ -16,7 +16,7 @@ from gpushare.model import (
     MpsDaemon,
     Priority,
     Snapshot,
-    mechanism,
+    sharing_now,
 )
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
 from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
@@ -161,7 +161,7 @@ def _gpus(snapshot: Snapshot) -> Table:
 
 
 def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
-    inforce = mechanism(gpu, snapshot.daemons)
+    inforce = sharing_now(gpu, snapshot.daemons)
     if gpu.error is not None:
         state: Any = silent_word(gpu.error)
     else:
@@ -566,7 +566,7 @@ def status_data(snapshot: Snapshot) -> dict[str, Any]:
 
 def _gpu_data(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
     data: dict[str, Any] = jsonable(gpu)
-    data["mechanism"] = jsonable(mechanism(gpu, snapshot.daemons))
+    data["mechanism"] = jsonable(sharing_now(gpu, snapshot.daemons))
     data["memory_unlisted_bytes"] = gpu.unlisted_bytes
     if gpu.processes is not None:
         data["processes"] = [{"type": process.type, **jsonable(process)} for process in gpu.processes]
@@ -672,7 +672,7 @@ def csv_table(snapshot: Snapshot) -> Table:
 def _csv_gpu(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
     renamed = {"gpu_index": "index", "gpu_uuid": "uuid", "gpu_name": "name", "gpu_error": "error"}
     row = {key: getattr(gpu, renamed.get(key, key)) for key in CSV_GPU if key != "mechanism"}
-    return {**row, "mechanism": mechanism(gpu, snapshot.daemons)}
+    return {**row, "mechanism": sharing_now(gpu, snapshot.daemons)}
 
 
 def _csv_process(process: GpuProcess) -> dict[str, Any]:
