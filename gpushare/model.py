@@ -83,8 +83,11 @@ class GpuProcess:
     paused_since: float | None = None
     # The time-slice that gpushare has set, in microseconds, from its record; None: none.
     slice_us: int | None = None
-    # The name of the job that it belongs to (`gpushare run --name`, `--production`); only `status` looks for it.
+    # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` looks.
     job: str | None = None
+    role: str | None = None
+    way: str | None = None
+    threads_percent: float | None = None
 
     @property
     def type(self) -> str:
@@ -332,6 +335,8 @@ class ListedJob:
     # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
     way: str | None = None
     mig_profile: str | None = None
+    # As `gpushare mig name` gave it.
+    mig_name: str | None = None
     threads_percent: float | None = None
     slice_us: int | None = None
     # Device memory of its processes together, and the limit of the job.

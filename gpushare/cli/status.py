@@ -14,7 +14,7 @@ from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.model import Gpu, Snapshot
+    from gpushare.model import Gpu, GpuProcess, Snapshot
 
 
 # The interval of -w without a number.
@@ -73,18 +73,25 @@ def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
 
 
 def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the names of the jobs that processes belong to."""
+    """Return the snapshot with the jobs that processes belong to, as `gpushare jobs` lists them."""
     from gpushare.host.users import has_records
 
     if not any(gpu.processes for gpu in snapshot.gpus) or not has_records(host, "jobs"):
         return snapshot
-    from gpushare.run.jobs import job_names
+    from gpushare.run.listing import present_jobs
 
-    names = job_names(host, {one.pid for gpu in snapshot.gpus for one in gpu.processes or ()})
+    jobs = {pid: job for job in present_jobs(host, snapshot) if job.role is not None for pid in job.processes}
+
+    def with_job(process: GpuProcess) -> GpuProcess:
+        job = jobs.get(process.pid)
+        if job is None:
+            return process
+        slice_us = job.slice_us if process.slice_us is None else process.slice_us
+        limit = job.threads_percent
+        return replace(process, job=job.name, role=job.role, way=job.way, threads_percent=limit, slice_us=slice_us)
+
     gpus = (
-        gpu
-        if gpu.processes is None
-        else replace(gpu, processes=tuple(replace(one, job=names.get(one.pid)) for one in gpu.processes))
+        gpu if gpu.processes is None else replace(gpu, processes=tuple(map(with_job, gpu.processes)))
         for gpu in snapshot.gpus
     )
     return replace(snapshot, gpus=tuple(gpus))

@@ -52,6 +52,11 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     return [*present.jobs(everything=everything), *_waiting(host, snapshot, found), *_ended(host, most_ended)]
 
 
+def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
+    """Return the jobs of a host that run, are paused or swapped out; ``snapshot`` was taken just now."""
+    return list(_Present(host, snapshot, reservations(host) or []).jobs(everything=False))
+
+
 def running_records(host: Host) -> list[JobRecord]:
     """Return the records of jobs that run: this user's, root's, and for root those of all users; one of each process."""
     kept: dict[tuple[int, int], JobRecord] = {}
@@ -149,6 +154,7 @@ class _Present:
             device_uuid=record.device_uuid,
             way=_way(mps=mps, mig=device is not None and device.mig is not None),
             mig_profile=None if device is None or device.mig is None else device.mig.profile,
+            mig_name=None if device is None or device.mig is None else device.mig.name,
             threads_percent=record.threads_percent or self._threads(processes),
             slice_us=min(slices) if slices else self._slices.get(record.pid, record.slice_us),
             # Without a process on the GPU it holds nothing there.
@@ -184,6 +190,7 @@ class _Present:
             device_uuid=None if device is None else device.uuid,
             way=None if device is None else _way(mps=mps, mig=mig is not None),
             mig_profile=None if mig is None else mig.profile,
+            mig_name=None if mig is None else mig.name,
             threads_percent=self._threads(processes),
             slice_us=min(slices) if slices else None,
             memory_used_bytes=_memory(processes) if processes or swap is not None else None,

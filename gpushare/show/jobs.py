@@ -8,19 +8,26 @@ from typing import Any, Final
 from gpushare.errors import ExitCode
 from gpushare.model import ListedJob, Snapshot
 from gpushare.show.result import Column, Result, Table, jsonable
-from gpushare.show.status import age, container_name, gpu_errors, used_of_total
-from gpushare.units import format_bytes, format_percent, format_slice, ranges
+from gpushare.show.status import age, container_name, gpu_errors, role_style, used_of_total, way_text
+from gpushare.units import format_bytes, format_percent, ranges
 
 Row = Mapping[str, Any]
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
-_ROLES: Final = {"production": "bold"}
 # Names in a cell.
 _MOST_NAMED: Final = 2
 CSV: Final = (
     # The completions of shells read the first two.
-    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuid", "way", "mig_profile", "threads_percent"),
-    *("slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent", "since_seconds"),
+    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuid", "way", "mig_profile", "mig_name"),
+    *(
+        "threads_percent",
+        "slice_us",
+        "memory_used_bytes",
+        "memory_limit_bytes",
+        "swapped_bytes",
+        "sm_percent",
+        "since_seconds",
+    ),
     *("place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command"),
 )
 
@@ -45,17 +52,6 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     )
 
 
-def way_text(job: ListedJob) -> str | None:
-    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MIG 1g.10gb``, ``outside MPS``."""
-    if job.way is None:
-        return None
-    percent = "" if job.threads_percent in {None, 100} else f" {format_percent(job.threads_percent)}"
-    instance = f"MIG {job.mig_profile or '-'}"
-    return {"timeslice": "outside MPS", "mps": f"MPS{percent}", "mig": instance}.get(
-        job.way, f"{instance}, MPS{percent}"
-    )
-
-
 def _names(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "")
@@ -70,10 +66,6 @@ def _state(value: Any) -> str | None:
     return _STATES.get(value)
 
 
-def _role(value: Any) -> str | None:
-    return _ROLES.get(value)
-
-
 def _ago(seconds: float | None) -> str:
     return "-" if seconds is None else f"{age(seconds)} ago"
 
@@ -86,7 +78,7 @@ def _gpus(job: ListedJob) -> str | None:
 _JOB: Final = Column(key="job", title="job")
 _PID: Final = Column(key="pid", title="pid", right=True, rank=6)
 _USER: Final = Column(key="user", title="user", rank=7)
-_ROLE: Final = Column(key="role", title="role", rank=5, style=_role)
+_ROLE: Final = Column(key="role", title="role", rank=1, style=role_style)
 _GPU: Final = Column(key="gpu", title="GPU", right=True)
 _SINCE: Final = Column(key="since", title="since", right=True, rank=2, format=age)
 _COMMAND: Final = Column(key="command", title="command", rank=3, least=12)
@@ -104,10 +96,6 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
         Column(key="memory", title="memory", right=True, format=_memory),
         Column(key="swapped", title="swapped", right=True, rank=4, optional=True, format=format_bytes),
         Column(key="sm_percent", title="SM", right=True, rank=1, format=format_percent),
-        Column(
-            key="slice", title="slice", right=True, rank=4, optional=True,
-            format=lambda value: "-" if value is None else format_slice(value),
-        ),
         _SINCE,
         Column(key="container", title="container", rank=8, whole=True, optional=True, format=container_name),
         _COMMAND,
@@ -120,11 +108,16 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
             "user": job.user,
             "role": job.role,
             "gpu": _gpus(job),
-            "way": way_text(job),
+            "way": way_text(
+                job.way,
+                threads_percent=job.threads_percent,
+                slice_us=job.slice_us,
+                profile=job.mig_profile,
+                name=job.mig_name,
+            ),
             "memory": (job.memory_used_bytes, job.memory_limit_bytes),
             "swapped": job.swapped_bytes,
             "sm_percent": job.sm_percent,
-            "slice": job.slice_us,
             "since": job.since_seconds,
             "container": job.container,
             "command": job.command,

@@ -424,8 +424,33 @@ def _swapped(snapshot: Snapshot) -> Table:
     return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=rows)
 
 
-def _slice(value: int | None) -> str:
-    return "-" if value is None else format_slice(value)
+def way_text(
+    way: str | None,
+    *,
+    threads_percent: float | None = None,
+    slice_us: int | None = None,
+    profile: str | None = None,
+    name: str | None = None,
+) -> str | None:
+    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``time-slice 16ms``, ``MIG train (1g.10gb)``.
+
+    ``way`` is as in `ListedJob`. Of a process that is no job of gpushare's only a slice that gpushare has set is known.
+    """
+    turns = "time-slice" if slice_us is None else f"time-slice {format_slice(slice_us)}"
+    if way is None:
+        return None if slice_us is None else turns
+    percent = "" if threads_percent in {None, 100} else f" {format_percent(threads_percent)}"
+    words = (
+        []
+        if not way.startswith("mig")
+        else [f"MIG {profile or '-'}" if name is None else f"MIG {name} ({profile or '-'})"]
+    )
+    words += [f"MPS{percent}"] if way.endswith("mps") else [turns] if not words or slice_us is not None else []
+    return ", ".join(words)
+
+
+def role_style(value: Any) -> str | None:
+    return "bold" if value == "production" else None
 
 
 def _vgpus(snapshot: Snapshot) -> Table:
@@ -468,7 +493,8 @@ def _processes(snapshot: Snapshot) -> Table:
             else []
         ),
         Column(key="job", title="job", optional=True),
-        Column(key="slice", title="slice", right=True, optional=True, format=_slice),
+        Column(key="role", title="role", optional=True, rank=1, style=role_style),
+        Column(key="way", title="way", optional=True),
         Column(key="paused", title="paused", right=True, optional=True, format=age),
         Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
         Column(key="command", title="command", rank=1, least=16),
@@ -491,11 +517,24 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
                 "idle": _idle_for(process, snapshot),
                 "job": process.job,
-                "slice": process.slice_us,
+                "role": process.role,
+                "way": _way(process, gpu),
                 "paused": None if process.paused_since is None else (snapshot.taken_at or 0.0) - process.paused_since,
                 "container": process.container,
                 "command": command_of(process),
             }
+
+
+def _way(process: GpuProcess, gpu: Gpu) -> str | None:
+    instances = (one for one in gpu.mig_instances if _on(process, (one.gpu_instance_id, one.compute_instance_id)))
+    instance = next(instances, None)
+    return way_text(
+        process.way,
+        threads_percent=process.threads_percent,
+        slice_us=process.slice_us,
+        profile=None if instance is None else instance.profile,
+        name=None if instance is None else instance.name,
+    )
 
 
 def _idle_for(process: GpuProcess, snapshot: Snapshot) -> float | None:
@@ -525,7 +564,17 @@ CSV_GPU: Final = (
 )
 CSV_PROCESS: Final = (
     *("pid", "type", "user", "gpu_instance_id", "compute_instance_id", "sm_percent"),
-    *("process_memory_used_bytes", "started_at", "job", "slice_us", "container", "command_line"),
+    *(
+        "process_memory_used_bytes",
+        "started_at",
+        "job",
+        "role",
+        "way",
+        "threads_percent",
+        "slice_us",
+        "container",
+        "command_line",
+    ),
 )
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from gpushare.errors import ExitCode
 from gpushare.model import Gpu, LinePlace, ListedJob, Snapshot
-from gpushare.show.jobs import jobs_result, way_text
+from gpushare.show.jobs import jobs_result
 from gpushare.show.result import OutputFormat
+from gpushare.show.status import way_text
 from tests.show.hosts import GIB, MIB, uuid
 
 COMMAND = "python train.py --data /data/imagenet --epochs 90 --batch-size 256"
@@ -79,17 +80,20 @@ def test_a_lost_gpu_is_an_error_and_hides_no_job():
 
 
 @pytest.mark.parametrize(
-    ("way", "percent", "profile", "text"),
+    ("way", "limits", "text"),
     [
-        (None, None, None, None),
-        ("timeslice", None, None, "outside MPS"),
-        ("mps", None, None, "MPS"),
-        ("mps", 100.0, None, "MPS"),
-        ("mps", 12.5, None, "MPS 12.5 %"),
-        ("mig", None, "1g.10gb", "MIG 1g.10gb"),
-        ("mig", None, None, "MIG -"),
-        ("mig+mps", 50.0, "1g.10gb", "MIG 1g.10gb, MPS 50 %"),
+        (None, {}, None),
+        (None, {"slice_us": 500}, "time-slice 500us"),
+        ("timeslice", {}, "time-slice"),
+        ("timeslice", {"slice_us": 16000}, "time-slice 16ms"),
+        ("mps", {}, "MPS"),
+        ("mps", {"threads_percent": 100.0}, "MPS"),
+        ("mps", {"threads_percent": 12.5}, "MPS 12.5 %"),
+        ("mig", {"profile": "1g.10gb"}, "MIG 1g.10gb"),
+        ("mig", {"profile": "1g.10gb", "name": "train", "slice_us": 500}, "MIG train (1g.10gb), time-slice 500us"),
+        ("mig", {}, "MIG -"),
+        ("mig+mps", {"threads_percent": 50.0, "profile": "1g.10gb"}, "MIG 1g.10gb, MPS 50 %"),
     ],
 )
-def test_the_way(way, percent, profile, text):
-    assert way_text(job("x", 1, way=way, threads_percent=percent, mig_profile=profile)) == text
+def test_the_way(way, limits, text):
+    assert way_text(way, **limits) == text

@@ -20,7 +20,7 @@ from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
 KEYS = {
-    *("name", "pid", "state", "user", "role", "device", "gpu_indexes", "device_uuid", "way", "mig_profile"),
+    *("name", "pid", "state", "user", "role", "device", "gpu_indexes", "device_uuid", "way", "mig_profile", "mig_name"),
     *("threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent"),
     *("since_seconds", "command", "container", "processes", "line", "exit_code", "ran_seconds", "memory_peak_bytes"),
 }
@@ -50,17 +50,22 @@ def runs(real: Callable[..., Started], world: World, *options: str) -> Started:
         (("--threads", "25"), {"way": "mps", "threads_percent": 25.0, "role": "plain", "slice_us": None}),
         (("--slice", "500us"), {"way": "timeslice", "threads_percent": None, "slice_us": 500}),
         (("--memory", "4G"), {"memory_limit_bytes": 4 * GIB, "memory_used_bytes": 512 * MIB}),
-        (("--mig", "1g.18gb"), {"way": "mig", "mig_profile": "1g.18gb", "gpu_indexes": [0]}),
+        (("--mig", "tiny"), {"way": "mig", "mig_profile": "1g.18gb", "mig_name": "tiny", "gpu_indexes": [0]}),
     ],
 )
 def test_a_job_that_runs(
     real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     if "--mig" in options:
-        world.run("mig", "apply", "1g.18gb", "-g", "0").ok()
+        world.run("mig", "enable", "-g", "0").ok()
+        world.run("mig", "create", "1g.18gb", "-g", "0", "--name", "tiny").ok()
     started = runs(real, world, *options)
     (job,) = listed(cli)
     assert {key: job[key] for key in expected} == expected
+    # The status says the same of its process.
+    rows = {one["pid"]: one for one in cli("status", output="json").ok().data["gpus"][0]["processes"]}
+    same = ("role", "way", "threads_percent", "slice_us")
+    assert (rows[job["pid"]]["job"], *(rows[job["pid"]][key] for key in same)) == ("train", *(job[key] for key in same))
     assert (job["name"], job["state"], job["command"], job["user"]) == (
         "train",
         "running",
@@ -73,6 +78,26 @@ def test_a_job_that_runs(
     started.result()
     (job,) = listed(cli)
     assert (job["name"], job["state"], job["exit_code"], job["pid"]) == ("train", "ended", 143, None)
+
+
+def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
+    until(lambda: world.begun and find_record(world.host, "web"), "production runs")
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    assert gpu["mechanism"] == "time-slicing"
+    cli("mps", "start", "--threads", "30").ok()
+    client = world.client()
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    assert gpu["mechanism"] == "MPS + time-slicing"
+    shown = cli("status", output="plain").ok().out
+    (row,) = [line for line in shown.splitlines() if " web " in line]
+    assert "production  time-slice 16ms" in row
+    # What gpushare did not start has no job, and no way of one.
+    assert all(one["way"] is None for one in gpu["processes"] if one["pid"] == client)
+    started.signal(signal.SIGTERM)
+    started.result()
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    assert gpu["mechanism"] == "MPS"
 
 
 def test_a_job_without_a_name_gets_one(real: Callable[..., Started], cli: Cli, world: World) -> None:
