@@ -68,7 +68,11 @@ def logs(
     server: Annotated[bool, typer.Option("--server", help="Only the server's log.")] = False,
     control: Annotated[bool, typer.Option("--control", help="Only the control daemon's log.")] = False,
 ) -> Any:
-    """Show the last lines of a daemon's control.log and server.log."""
+    """Show the last lines of a daemon's control.log and server.log.
+
+    The daemon logs each question of gpushare, such as those of `gpushare status -w`: they are left out, unless -v is given.
+    """
+    from gpushare.mps.control import without_questions
     from gpushare.mps.home import home_of
     from gpushare.selection import select_one
     from gpushare.show.result import Result
@@ -94,12 +98,21 @@ def logs(
             code="directory_open",
         )
     names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
-    found = {name: tail(home.log / name, lines) for name in names}
+    found, left_out = {}, 0
+    for name in names:
+        asked = name == "control.log" and not settings.verbose
+        # Most of the log may be questions.
+        whole = tail(home.log / name, _MOST_LINES if asked else lines)
+        kept = without_questions(whole) if asked else whole
+        left_out += len(whole) - len(kept)
+        found[name] = kept[-lines:]
+    notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(found[name]) for name in names)
-    return Result(command="mps logs", data={"log_directory": str(home.log), "lines": found}, text=text)
+    return Result(command="mps logs", data={"log_directory": str(home.log), "lines": found}, text=text, notes=notes)
 
 
 _MOST_OF_A_LOG: Final = 16 << 20
+_MOST_LINES: Final = _MOST_OF_A_LOG // 100
 
 
 def tail(path: Path, lines: int) -> list[str]:

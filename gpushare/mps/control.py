@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
@@ -195,6 +195,33 @@ def set_priority_command(priority: Priority) -> str:
 def is_server(name: str | None) -> bool:
     """Return whether a process name (``/proc/PID/comm``, possibly truncated) is that of an MPS server."""
     return name is not None and name[:_NAME_LENGTH] == SERVER_PROGRAM[:_NAME_LENGTH]
+
+
+# What the daemon logs of its own accord, also while a conversation is open; all else there is a command or a reply.
+_EVENT: Final = r"Accepting connection|NEW (CLIENT|SERVER)|Starting new server|Server \d|User did not send|Removed "
+
+
+def without_questions(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a control.log without gpushare's own questions: conversations that only read, and end as ours do.
+
+    The daemon logs each conversation: ``NEW UI``, ``Cmd:...`` with the reply, ``UI closed`` (tests/real_daemon). One that
+    sets something stays, and one that is still open, as the daemon may hang on it.
+    """
+    kept: list[str] = []
+    begins: int | None = None
+    for line in lines:
+        text = line.partition("] ")[2]
+        kept.append(line)
+        if text == "NEW UI":
+            accepted = len(kept) > 1 and kept[-2].partition("] ")[2].startswith("Accepting connection")
+            begins = len(kept) - 1 - accepted
+        elif text == "UI closed" and begins is not None:
+            texts = [one.partition("] ")[2] for one in kept[begins:]]
+            commands = [one.removeprefix("Cmd:") for one in texts if one.startswith("Cmd:")]
+            if commands and commands[-1] == _SENTINEL and all(one == "ps" or one[:4] == "get_" for one in commands):
+                kept[begins:] = [one for one in kept[begins + 1 :] if re.match(_EVENT, one.partition("] ")[2])]
+            begins = None
+    return kept
 
 
 def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.mps.control import MpsControl
+from gpushare.mps.control import MpsControl, without_questions
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -88,6 +88,58 @@ def test_logs_of_a_daemon_that_is_gone(cli: Cli) -> None:
     cli("mps", "start").ok()
     cli("mps", "stop").ok()
     assert "Starting control daemon" in cli("mps", "logs").ok().out
+
+
+def test_logs_leave_out_what_gpushare_asks(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "30").ok()
+    client = world.client()
+    for _ in range(30):
+        cli("status").ok()
+    answer = cli("mps", "logs", "--control").ok()
+    # Also those of the start are among the last 40 lines, however often the daemon was asked.
+    assert "Starting control daemon" in answer.out
+    assert f"NEW CLIENT {client} from user" in answer.out
+    assert "Cmd:set_default_active_thread_percentage 30.0" in answer.out
+    assert "Cmd:get_server_list" not in answer.out
+    (note,) = answer.lines("note")
+    assert "of gpushare's own questions left out; with them: -v" in note
+    everything = cli("mps", "logs", "--control", "-v").ok()
+    assert "Cmd:get_server_list" in everything.out
+    assert len(everything.out.splitlines()) == 41
+    assert not everything.lines("note")
+
+
+def conversation(*texts: str) -> list[str]:
+    return [f"[2026-11-24 13:17:34.722 Control 12345] {text}" for text in ("NEW UI", *texts, "UI closed")]
+
+
+QUESTION = conversation("Cmd:get_server_list", "77", "Cmd:get_default_active_thread_percentage", "100.0")
+SETTING = conversation("Cmd:set_default_client_priority 1", "1", "Cmd:get_default_active_thread_percentage", "100.0")
+BY_HAND = conversation("Cmd:get_server_list", "77")
+BETWEEN = conversation(
+    "Cmd:ps", "PID  ID", "Server 77 exited with status 1", "Cmd:get_default_active_thread_percentage", "100.0"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ([*QUESTION, *SETTING, *QUESTION], SETTING),
+        (["[x Control 12345] Accepting connection...", *QUESTION], []),
+        (
+            ["[x Control 12345] Accepting connection...", *SETTING],
+            ["[x Control 12345] Accepting connection...", *SETTING],
+        ),
+        (BY_HAND, BY_HAND),
+        # What happens meanwhile, and a question without an answer.
+        (BETWEEN, BETWEEN[3:4]),
+        (QUESTION[:-1], QUESTION[:-1]),
+        (QUESTION[2:], QUESTION[2:]),
+        (["", "no line of a log"], ["", "no line of a log"]),
+    ],
+)
+def test_only_closed_questions_of_gpushare_are_left_out(lines: list[str], kept: list[str]) -> None:
+    assert without_questions(lines) == kept
 
 
 def test_logs_of_nothing(refused: Callable[..., str]) -> None:
