@@ -443,9 +443,20 @@ def planned(host: Host, device: Device, prepared: Prepared, command: str = "benc
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
     """Return the notes on a benchmark, from its document."""
     from gpushare.cli.options import others_note
+    from gpushare.show.bench import is_measured
     from gpushare.units import format_copies
 
+    missing: dict[str, list[int]] = {}
+    for cell in data["cells"]:
+        if not is_measured(cell):
+            missing.setdefault(cell["way"], []).append(cell["copies"])
     notes = [*data["notes"]]
+    if missing:
+        ways = (
+            f"{way} ({', '.join(map(str, copies))} {'copy' if copies == [1] else 'copies'})"
+            for way, copies in missing.items()
+        )
+        notes.append(f"not measured: {', '.join(ways)}")
     notes += [
         f"{cell['way']}, {format_copies(cell['copies'])}: {failure}"
         for cell in data["cells"]

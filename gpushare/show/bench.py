@@ -28,7 +28,8 @@ def bench_result(
     **more: Any,
 ) -> Result:
     """Return the result of ``gpushare bench`` from its data: keys as the JSON document has them."""
-    tables = [_throughput(data), _details(data)]
+    shown = {**data, "cells": [cell for cell in data["cells"] if is_measured(cell)]}
+    tables = [_throughput(shown), _details(shown)]
     if comparison is not None:
         data = {**data, "comparison": [dict(row) for row in comparison]}
         tables.append(_comparison(comparison))
@@ -43,6 +44,11 @@ def bench_result(
         notes=tuple(notes),
         **more,
     )
+
+
+def is_measured(cell: Mapping[str, Any]) -> bool:
+    """Return whether a cell was measured, or failed; an interrupted benchmark has others, too."""
+    return cell["throughput"] is not None or bool(cell["failures"])
 
 
 def shown(value: float | None) -> str:
@@ -185,7 +191,8 @@ def _details(data: Mapping[str, Any]) -> Table:
     alone = {**data["alone"], "way": "alone"}
     lone = (data["alone"]["way"], 1)
     own = [cell for cell in data["cells"] if cell["same_as"] is None and (cell["way"], cell["copies"]) != lone]
-    rows = [_flat(cell) for cell in (alone, *sorted(own, key=lambda one: one["copies"]))]
+    alone_too = [alone] if is_measured(alone) else []
+    rows = [_flat(cell) for cell in (*alone_too, *sorted(own, key=lambda one: one["copies"]))]
     return Table(name="cells", title="each way", columns=columns, rows=tuple(rows), empty="nothing was measured")
 
 

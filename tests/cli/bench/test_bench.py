@@ -21,6 +21,7 @@ from gpushare.measure.copies import Copies
 from gpushare.memory.peaks import Profile, digest_of, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.selection import select_one
+from gpushare.show.bench import bench_result
 from gpushare.sim import admin
 from gpushare.units import GIB
 from tests.cli.conftest import Cli
@@ -449,7 +450,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     real: Callable[..., Started], world: World, number: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
-    first = ("-o", "json", "bench", "--ways", "mps", "--copies", "2", "--repeat", "50", "--to", str(path))
+    first = ("-o", "json", "bench", "--ways", "mps,timeslice", "--copies", "2,4", "--repeat", "50", "--to", str(path))
     started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
     started.signal(number)
@@ -463,6 +464,16 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     assert document["data"]["runs"]
     assert json.loads(path.read_text())["runs"] == document["data"]["runs"]
     assert (world.state.daemons, world.pids()) == ([], [])
+    # People see what was measured, and which ways are missing: no row has no figure.
+    cells = document["data"]["cells"]
+    missing = {one["way"] for one in cells if one["throughput"] is None}
+    assert missing
+    throughput, details, *_ = bench_result(document["data"]).tables
+    measured = [one for one in cells if one["throughput"] is not None]
+    assert {row["way"] for row in throughput.rows} == {one["way"] for one in measured}
+    assert all(row["mean"] is not None for row in details.rows)
+    (note,) = (line for line in answer.lines("note") if "not measured: " in line)
+    assert all(f"{way} (" in note for way in missing)
 
 
 def test_killed_it_leaves_neither_copies_nor_a_daemon(
