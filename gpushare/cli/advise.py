@@ -653,7 +653,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
     from gpushare.plan import Plan
-    from gpushare.show.plan import plan_result
+    from gpushare.show.plan import plan_result, undone
 
     recipe = _set_up(advice)
     changes = [line.change for line in recipe.lines if line.change is not None]
@@ -666,9 +666,13 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
     keeps_undo = any(line.command is None for line in recipe.undo)
     said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
     said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
-    done = result.done if keeps_undo else [(what, None) for what, _ in result.done if what]
+    result = replace(result, notes=tuple(said))
     undo = "; ".join(line.command for line in recipe.undo if line.command)
-    return replace(result, notes=tuple(said), done=(*done, ("", undo)) if done and undo else tuple(done))
+    return (
+        result
+        if keeps_undo or not result.done
+        else replace(result, done=undone([what for what, _ in result.done], undo))
+    )
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
@@ -737,6 +741,7 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     from gpushare.mps.limits import Limits
     from gpushare.mps.set import plan_limits
     from gpushare.mps.start import plan_start
+    from gpushare.plan import Plan
     from gpushare.timeslice.policy import plan_level
 
     first = changes[0]
@@ -753,7 +758,8 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     else:
         plan = _plan_stop(host, device)
     later = [_later(host, one) for one in changes[1:]]
-    return replace(plan, title="; ".join([plan.title, *(step.what for step in later)]), steps=(*plan.steps, *later))
+    parts = (plan, *(Plan(title=step.what, steps=(step,)) for step in later))
+    return replace(plan, steps=(*plan.steps, *later), parts=parts)
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:

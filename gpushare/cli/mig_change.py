@@ -182,7 +182,7 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
 def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
     from gpushare.mig.plan import Cost, MigPlan
     from gpushare.show.mig import plan_text
-    from gpushare.show.plan import plan_result
+    from gpushare.show.plan import plan_result, undone
 
     said = [*notes, *change.notes, *change.plan.notes]
     made: list[dict[str, Any]] = []
@@ -197,8 +197,7 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
         picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
         return replace(result, data={**result.data, "created": made}, text=picture)
     lines = list(_in_force(host, change, made))
-    done = ((lines[0], undo),) if len(lines) == 1 else (*((line, None) for line in lines), ("", undo))
-    return replace(result, data={**result.data, "created": made}, done=done if lines else result.done)
+    return replace(result, data={**result.data, "created": made}, done=undone(lines, undo) if lines else result.done)
 
 
 def _in_force(host: Host, change: MigChange, made: Sequence[Mapping[str, Any]]) -> Iterator[str]:

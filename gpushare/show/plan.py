@@ -64,6 +64,12 @@ def plan_result(
     )
 
 
+def undone(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:
+    """Return what is in force, with one undo for all of it: on the line itself, or on a line of its own."""
+    only = tuple(line for line in lines if line)
+    return ((only[0], undo),) if len(only) == 1 else (*((line, None) for line in only), *([("", undo)] if undo else []))
+
+
 def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
     margin = len(str(len(steps)))
     indent = " " * (margin + 2)

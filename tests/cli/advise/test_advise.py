@@ -309,7 +309,9 @@ def test_apply_shows_its_plan_in_a_dry_run(cli: Any, words: tuple[str, ...], spe
 def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
     answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
     assert "note: then, the program, 4 times: gpushare run -g 0 -- CMD" in answer.err
-    assert "note: undo: gpushare mps stop -g 0" in answer.err
+    (line,) = answer.out.splitlines()
+    assert line.startswith("MPS on GPU 0: threads 50 %")
+    assert line.endswith("; undo: gpushare mps stop -g 0")
     assert '"threads_percent": 50.0' in cli("mps", "status", host="sim:t4", output="json").ok().out
 
 
@@ -333,9 +335,9 @@ def test_apply_says_what_a_line_itself_says(cli: Any) -> None:
 def test_apply_beside_a_daemon_sets_its_limits_and_says_how_back(cli: Any) -> None:
     cli("mps", "start", "--threads", "30", host="sim:t4").ok()
     answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
-    (undo,) = [line for line in (answer.out + answer.err).splitlines() if line.startswith("note: undo: ")]
-    assert undo == "note: undo: gpushare mps set -g 0 --threads 30 --memory none"
-    cli(*undo.removeprefix("note: undo: gpushare ").split(), host="sim:t4").ok()
+    undo = answer.out.partition("; undo: ")[2].strip()
+    assert undo == "gpushare mps set -g 0 --threads 30 --memory none"
+    cli(*undo.split()[1:], host="sim:t4").ok()
 
 
 @pytest.mark.parametrize(("words", "spec"), [(USERS, "sim:a100-80gb"), (PEOPLE, "sim:t4")])

@@ -274,7 +274,10 @@ def test_apply_starts_mps_in_each_instance_that_exists(cli: Any) -> None:
     daemons = cli("mps", "status", host="sim:h100", output="json").ok().data["mps_daemons"]
     assert len({one["device_uuid"] for one in daemons}) == 2
     assert {one["threads_percent"] for one in daemons} == {66.6}
-    assert answer.err.count("undo: gpushare mps stop -g MIG-") == 2
+    *lines, undo = answer.out.splitlines()
+    assert len(lines) == 2
+    assert undo.startswith("undo: ")
+    assert undo.count("gpushare mps stop -g MIG-") == 2
 
 
 @pytest.mark.parametrize(

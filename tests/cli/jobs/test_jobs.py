@@ -82,7 +82,12 @@ def test_a_job_that_runs(
 
 def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Started], cli: Cli, world: World) -> None:
     started = real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
-    until(lambda: world.begun and find_record(world.host, "web"), "production runs")
+
+    def runs_now() -> bool:
+        record = find_record(world.host, "web") if world.begun else None
+        return record is not None and record.pid != started.pid and record.pid in world.pids()
+
+    until(runs_now, "production runs")
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["mechanism"] == "time-slicing"
     cli("mps", "start", "--threads", "30").ok()
