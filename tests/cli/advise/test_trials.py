@@ -139,7 +139,7 @@ def test_words_that_say_nothing_are_refused(refused: Any, words: tuple[str, ...]
         ("workloads: [{name: {a: b}}]", "is not a valid value for name"),
         ("workloads: [{processes: &a [*a]}]", "is not a valid number of processes"),
         ("workloads: [{user: a, users: same}, {user: b, users: same}]", "users: same contradicts the user names a, b"),
-        ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G or 6GiB"),
+        ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G or 1500M"),
     ],
 )
 def test_a_file_that_says_nothing_is_refused(cli: Any, text: str, said: str) -> None:
