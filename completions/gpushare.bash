@@ -30,6 +30,10 @@ _gpushare_asked() {
       printf '%s\n' list
       gpushare "${host[@]}" jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
       ;;
+    @slices)
+      printf '%s\n' default short medium long
+      gpushare "${host[@]}" jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+      ;;
     @ended)
       gpushare "${host[@]}" jobs -v -o csv 2>/dev/null </dev/null | grep '^[0-9]*,' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
       ;;
@@ -207,7 +211,7 @@ _gpushare_node() {
     'timeslice set')
       options='-g --gpu --beside-mps -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
-      positional='default short medium long'
+      positional='@slices'
       ;;
     'timeslice reset')
       options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'

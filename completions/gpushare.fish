@@ -54,6 +54,9 @@ function __gpushare_asked
         case @pauses
             printf '%s\n' list
             gpushare $host jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
+        case @slices
+            printf '%s\n' default short medium long
+            gpushare $host jobs -a -o csv 2>/dev/null </dev/null | grep '^[0-9]' | cut -d, -f1,2 | tr ',' '\n' | grep . | sort -u
         case @ended
             gpushare $host jobs -v -o csv 2>/dev/null </dev/null | grep '^[0-9]*,' | cut -d, -f2 | tr ',' '\n' | grep . | sort -u
     end
@@ -712,7 +715,7 @@ complete -c gpushare -n '__gpushare_at timeslice set' -s q -l quiet -d 'Print no
 complete -c gpushare -n '__gpushare_at timeslice set' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at timeslice set' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at timeslice set' -a 'default short medium long'
+complete -c gpushare -n '__gpushare_at timeslice set' -a '(__gpushare_asked @slices)'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'

@@ -159,8 +159,6 @@ def completed(line: str, folder: Path) -> list[str]:
         ("gpushare mps start --threads 50 --priority ", ["normal", "low"]),
         ("gpushare mps start --priority=l", ["low"]),
         ("gpushare -o j", ["json"]),
-        ("gpushare timeslice set ", ["default", "short", "medium", "long"]),
-        ("gpushare timeslice set --gpu 0 m", ["medium"]),
         # Bash replaces only what is behind the last colon.
         ("gpushare --host sim:h200-", ["h200-nvl"]),
         ("gpushare status --threads 3", []),
@@ -194,6 +192,12 @@ def test_bash_asks_for_the_gpus_of_the_host_that_is_named(programs: Path) -> Non
     assert sorted(completed("gpushare --host sim:2xt4 mps stop -g ", programs)) == offered
     assert (programs / "calls").read_text().split() == ["--host", "sim:2xt4", "status", "-o", "csv"]
     assert completed("gpushare mps stop -g GPU-b", programs) == ["GPU-bbbb"]
+
+
+def test_bash_offers_levels_and_jobs_for_a_time_slice(programs: Path) -> None:
+    assert {"default", "short", "medium", "long"} < {*completed("gpushare timeslice set ", programs)}
+    assert (programs / "calls").read_text().split() == ["jobs", "-a", "-o", "csv"]
+    assert completed("gpushare timeslice set --gpu 0 m", programs) == ["medium"]
 
 
 @pytest.fixture

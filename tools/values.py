@@ -20,6 +20,8 @@ PLACES: Final = "@places"
 JOBS: Final = "@jobs"
 PAUSES: Final = "@pauses"
 ENDED: Final = "@ended"
+# A level of a time-slice, or behind a slice a job.
+SLICES: Final = "@slices"
 
 
 class Asked(NamedTuple):
@@ -42,6 +44,7 @@ ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
     PLACES: ((), (_OFFERED, _NAMED)),
     JOBS: ((), (_RUNNING,)),
     PAUSES: (("list",), (_RUNNING,)),
+    SLICES: (("default", "short", "medium", "long"), (_RUNNING,)),
     # The names of jobs that run, wait, or have ended; the row of the titles begins with a letter.
     ENDED: ((), (Asked("jobs -v", "^[0-9]*,", "2"),)),
 }
@@ -101,13 +104,12 @@ def option_values(option: Option) -> tuple[str, ...]:
 def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return the values of an argument of a command."""
     from gpushare.advice.table import Mechanism
-    from gpushare.model import TimeSlice
     from gpushare.sim.faults import KINDS
 
     if path == ("run",):
         return (PROGRAM,)
     if path == ("timeslice", "set"):
-        return tuple(level.title for level in TimeSlice)
+        return (SLICES,)
     if path == ("logs",):
         return (ENDED,)
     if "JOB" in name:

@@ -432,14 +432,10 @@ def _of_a_user(host: Host, name: str) -> JobRecord:
 
 def _no_job(host: Host, text: str) -> NotFound:
     if text.isdecimal():
-        return NotFound(f"there is no process {text[:20]}", "see what is running: gpushare status", code="no_job")
+        return NotFound(f"there is no process {text[:20]}", "see all: gpushare jobs -a", code="no_job")
     names = [one.name for one in records(host) if is_running(host, one)][:5]
     known = f"running jobs: {', '.join(names)}; " if names else ""
-    return NotFound(
-        f"no job '{text}' is running",
-        f"{known}start it with this name: gpushare run --name {text} -- CMD; or give a PID: gpushare status",
-        code="no_job",
-    )
+    return NotFound(f"no job '{text}' is running", f"{known}see all: gpushare jobs -a", code="no_job")
 
 
 def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
