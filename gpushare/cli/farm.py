@@ -94,8 +94,8 @@ def farm(
 ) -> Any:
     """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 
-    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; jobs that wait go before the next
-    copy. Without --memory, the first copy is measured. A failed copy leaves the others alone.
+    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; after each start
+    the farm goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     """
     from gpushare.hostfile.kept import kept_limits
     from gpushare.mps.limits import Limits

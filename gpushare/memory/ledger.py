@@ -67,8 +67,6 @@ class Reservation:
     # It leaves at the end of its turn for any job that waits.
     turns: bool = False
     opportunistic: bool = False
-    # The next copy of a farm: it waits behind all jobs that wait for its devices.
-    farm: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
@@ -130,7 +128,7 @@ class Line:
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
     """Return the living jobs in the ledger, in their order; None: the ledger cannot be read.
 
-    It is the order of arrival, but for opportunistic jobs and farms (`line_order`). ``claims`` are those that were read just now.
+    It is the order of arrival, but for opportunistic jobs (`line_order`). ``claims`` are those that were read just now.
     """
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
@@ -174,31 +172,23 @@ def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
 
 
 def line_order(found: Sequence[Reservation]) -> list[Reservation]:
-    """Return jobs in order of arrival, with opportunistic jobs and farms further back.
+    """Return jobs in order of arrival, with opportunistic jobs further back.
 
     Each opportunistic job is behind the production jobs that wait for its devices: those of its own user and of root, as what
-    others call production changes nothing. Each farm is behind all jobs that wait for its devices: it has many copies to
-    start, and a job has one. Only opportunistic jobs and farms move, and only back, so all others have the same jobs before
-    them, or fewer.
+    others call production changes nothing. Only opportunistic jobs move, and only back, so all others have the same jobs
+    before them, or fewer. A farm comes anew for each copy.
     """
     # Where the last production job waits, by user and device.
     last: dict[tuple[int, str], int] = {}
     for place, job in enumerate(found):
         if job.key is None and job.production:
             last.update({(job.claim.uid, key): place for key in job.keys})
-    places: dict[str, tuple[int, int, int]] = {}
-    # Where the last job that is no farm waits, by device.
-    last_job: dict[str, int] = {}
+    places: dict[str, tuple[int, int]] = {}
     for place, job in enumerate(found):
         behind = place
         if job.key is None and job.opportunistic and last:
             behind = max(place, *(last.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys))
-        places[job.id] = (behind, 0, place if behind > place else -1)
-        if job.key is None and not job.farm:
-            last_job.update({key: max(behind, last_job.get(key, -1)) for key in job.keys})
-    for place, job in enumerate(found):
-        if job.key is None and job.farm:
-            places[job.id] = (max(place, *(last_job.get(key, -1) for key in job.keys)), 1, place)
+        places[job.id] = (behind, place if behind > place else -1)
     return sorted(found, key=lambda job: places[job.id])
 
 
@@ -206,7 +196,7 @@ def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, 
     """Return whether a waiting job lets another one go first; with the users of both."""
     if set(other.keys).isdisjoint(one.keys):
         return False
-    return (one.farm and not other.farm) or (one.opportunistic and other.production and other_uid in {0, uid})
+    return one.opportunistic and other.production and other_uid in {0, uid}
 
 
 def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
@@ -257,7 +247,6 @@ def _reservation(claim: Claim) -> Reservation | None:
         leaves="leaves" in words,
         stays="stays" in words,
         turns="turns" in words,
-        farm="farm" in words,
     )
 
 
@@ -440,8 +429,6 @@ class Request:
     leaves: bool = False
     turns: bool = False
     opportunistic: bool = False
-    # The next copy of a farm.
-    farm: bool = False
 
 
 class Lapses:
@@ -537,8 +524,6 @@ class Place:
                 self._claim.tell("leaves for production")
             if request.turns:
                 self._claim.tell("turns with others")
-            if request.farm:
-                self._claim.tell("farm of copies")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()

@@ -166,7 +166,7 @@ class _FarmLine:
             self._places.pop(size).leave()
         for size, uuids in keys.items():
             if size not in self._places:
-                request = Request(memory_bytes=size, keys=tuple(uuids), client=True, name=self._name, farm=True)
+                request = Request(memory_bytes=size, keys=tuple(uuids), client=True, name=self._name)
                 self._places[size] = Place(self._host, request, self._patience, self._lapses)
             place = self._places[size]
             now, self._reasons = usable_now(self._host, [self._devices[uuid] for uuid in uuids], client=True)
@@ -725,9 +725,7 @@ class _Farm:
     def _shrink(self, copy: Copy, memory: JobMemory, gpu: _FarmGpu) -> None:
         """Reserve for a copy that runs what it needs, in place of all that was free."""
         uuid = gpu.device.uuid
-        request = Request(
-            memory_bytes=(self._sizes or {})[uuid], keys=(uuid,), client=True, name=self._options.name, farm=True
-        )
+        request = Request(memory_bytes=(self._sizes or {})[uuid], keys=(uuid,), client=True, name=self._options.name)
         # It keeps what it has, if the ledger cannot be written.
         with contextlib.suppress(GpushareError):
             place = Place(self._host, request)

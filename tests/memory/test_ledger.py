@@ -516,7 +516,6 @@ def waiting_job(number: int, uid: int, role: str, keys: tuple[str, ...], *, wait
         sure=not waits,
         production=role == "production",
         opportunistic=role == "opportunistic",
-        farm=role == "farm",
     )
 
 
@@ -531,48 +530,23 @@ jobs = some.lists(
 ).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
 
 
-with_farms = some.lists(
-    some.tuples(
-        some.sampled_from([0, 1]),
-        some.sampled_from(["plain", "production", "opportunistic", "farm", "farm"]),
-        some.sampled_from([("a",), ("b",), ("a", "b")]),
-        some.booleans(),
-    ),
-    max_size=8,
-).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
-
-
-@given(with_farms)
-def test_a_farm_waits_behind_every_job_that_waits_for_its_devices(found: list[Reservation]) -> None:
-    order = line_order(found)
-    assert sorted(job.id for job in order) == sorted(job.id for job in found)
-    # The others are as if there was no farm.
-    assert [job for job in order if not job.farm] == line_order([job for job in found if not job.farm])
-    for place, farm in enumerate(order):
-        if not farm.farm or farm.key is not None:
-            continue
-        after = order[place + 1 :]
-        assert not any(job.key is None and not job.farm and set(job.keys) & set(farm.keys) for job in after)
-    # Farms for the same device keep their order: each goes to its end after a start.
-    for key in "ab":
-        farms = [job.id for job in order if job.farm and job.key is None and job.keys == (key,)]
-        assert farms == [job.id for job in found if job.farm and job.key is None and job.keys == (key,)]
-
-
-def test_a_farm_lets_a_later_job_go_first_and_two_farms_take_turns(host: Host) -> None:
+def test_two_farms_and_the_jobs_between_them_take_turns(host: Host) -> None:
     key = devices(host)[0].uuid
 
-    def enters(*, farm: bool) -> Place:
-        return Place(host, Request(memory_bytes=10 * GIB, keys=(key,), client=False, farm=farm))
+    def enters() -> Place:
+        return Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
 
-    first, second, job = enters(farm=True), enters(farm=True), enters(farm=False)
-    # Two have room. The job came last, and counts as one that takes its place.
-    assert [take(host, place) for place in (second, first, job)] == [False, True, True]
-    again = enters(farm=True)
+    first, second, job = enters(), enters(), enters()
+    assert [take(host, place) for place in (second, job, first)] == [False, False, True]
+    # The first one has started a copy, and comes again for the next one: behind those that came meanwhile.
+    again = enters()
+    first.leave()
+    assert [take(host, place) for place in (again, job, second)] == [False, False, True]
+    second.leave()
+    assert [take(host, place) for place in (again, job)] == [False, True]
     job.leave()
-    assert [take(host, place) for place in (again, second)] == [False, True]
-    for place in (first, second, again):
-        place.leave()
+    assert take(host, again)
+    again.leave()
 
 
 @given(jobs)
