@@ -263,7 +263,7 @@ class World:
                 found[f"process {process.pid}"] = (
                     f"{process.name} on {process.gpu_uuid} instance {process.gpu_instance_id} daemon "
                     f"{process.mps_daemon} broken {process.broken} stopped {process.stopped_at is not None} "
-                    f"terminated {process.terminated_at is not None} channels off {len(process.channels_off)} "
+                    f"channels off {len(process.channels_off)} "
                     f"slice {process.slices.get('compute', 'default')} checkpoint {process.checkpoint} "
                     f"memory {process.memory_bytes} image {process.image_bytes}"
                 )

@@ -35,8 +35,8 @@ class Resident(NamedTuple):
 
 def is_busy(process: SimulatedProcess, at: float) -> bool:
     """Return whether a process keeps the GPU busy: it runs, or what it queued before SIGSTOP still drains."""
-    # A client that was terminated, or lost its context, has no work on the GPU any more.
-    if process.broken or process.terminated_at is not None or process.channels_off or process.checkpoint:
+    # A client that lost its context has no work on the GPU any more.
+    if process.broken or process.channels_off or process.checkpoint:
         return False
     return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
 

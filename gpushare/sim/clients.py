@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from gpushare.sim import mps_servers
 from gpushare.sim.devices import Device, daemon_devices, host_devices, split, use, visible
-from gpushare.sim.mps_servers import CONTROL, DEFAULT_DIRECTORY, LogLine, server_line
+from gpushare.sim.mps_servers import DEFAULT_DIRECTORY, LogLine, control_line, server_lines
 from gpushare.sim.state import (
     SimulatedDaemon,
     SimulatedHostState,
@@ -71,9 +71,6 @@ def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None
     at = now()
     daemon, server = mps_servers.of_process(state, process)
     state.processes = [other for other in state.processes if other.pid != process.pid]
-    for other in state.daemons:
-        if other.hangs_on == process.pid:
-            other.hangs_on = None
     lines: list[LogLine] = []
     if daemon is not None and server is not None:
         if breaks_neighbours(process, signal, at):
@@ -85,27 +82,13 @@ def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None
 
 
 def breaks_neighbours(process: SimulatedProcess, signal: int | None, at: float) -> bool:
-    """Return whether this end of an MPS client tears its neighbours' contexts down.
+    """Return whether this end of an MPS client tears its neighbours' contexts down: work that it launched is on the GPU.
 
-    Measured: SIGKILL with a deep queue 6 of 9, SIGTERM 1 of 3, any end after ``terminate_client`` of a
-    busy client 13 of 17; SIGSTOP, drained queue, SIGKILL 0 of 11; shallow queue or idle 0.
+    Measured: SIGKILL with a deep queue 6 of 9, SIGTERM 1 of 3; SIGSTOP, drained queue, SIGKILL 0 of 11; shallow queue or
+    idle 0.
     """
-    if process.broken:
+    if process.broken or signal not in _KILLING or (signal in process.catches and signal != signals.SIGKILL):
         return False
-    if process.terminated_at is not None:
-        return busy(process)
-    if signal not in _KILLING or (signal in process.catches and signal != signals.SIGKILL):
-        return False
-    return in_flight(process, at)
-
-
-def busy(process: SimulatedProcess) -> bool:
-    """Return whether the process keeps the GPU working."""
-    return process.sm_percent > 0 or process.queue_seconds > HARMLESS_QUEUE_SECONDS
-
-
-def in_flight(process: SimulatedProcess, at: float) -> bool:
-    """Return whether work that the process launched ahead is on the GPU at this time."""
     if process.queue_seconds <= HARMLESS_QUEUE_SECONDS:
         return False
     return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
@@ -126,9 +109,7 @@ def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
     """Remove a daemon that ended, with its servers; clients that are left lose their contexts."""
     for process in state.processes:
         if process.mps_daemon == daemon.pid:
-            _refuse(process, process.refused or "CUDA_ERROR_MPS_CONNECTION_FAILED")
-            process.broken = True
-            process.mps_daemon = process.mps_server = None
+            _lose(process, process.refused or "CUDA_ERROR_MPS_CONNECTION_FAILED")
     state.daemons = [other for other in state.daemons if other.pid != daemon.pid]
 
 
@@ -137,45 +118,48 @@ def drop_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: Simu
     return _drop(state, daemon, server) + _progress(state)
 
 
+def _lose(process: SimulatedProcess, error: str) -> None:
+    _refuse(process, error)
+    process.broken = True
+    process.mps_daemon = process.mps_server = None
+
+
 def _drop(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     for process in clients_of(state, server.pid):
-        _refuse(process, "CUDA_ERROR_MPS_RPC_FAILURE")
-        process.broken = True
-        process.mps_daemon = process.mps_server = None
+        _lose(process, "CUDA_ERROR_MPS_RPC_FAILURE")
     daemon.servers = [other for other in daemon.servers if other.pid != server.pid]
-    text = f"Server {server.pid} exited with status 0"
-    return [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)]
+    return [control_line(daemon, f"Server {server.pid} exited with status 0")]
 
 
 def _attach_client(
     state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon, environment: Mapping[str, str]
 ) -> list[LogLine]:
     process.mps_daemon, process.mps_server, process.gpu_uuid = daemon.pid, None, ""
-    if daemon.hangs or daemon.stopped or daemon.hangs_on is not None:
+    if not daemon.answers:
         return []
     devices = visible(daemon_devices(state, daemon), split(environment.get("CUDA_VISIBLE_DEVICES")))
     if not devices or not use(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
         return []
-    log = [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "Accepting connection...")]
+    log = [control_line(daemon, "Accepting connection...")]
     text = f"NEW CLIENT {process.pid} from user {process.uid}: "
     if any(other.uid != process.uid and clients_of(state, other.pid) for other in daemon.servers):
         text += "Server is not ready, push client to pending list"
-        return [*log, LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)]
+        return [*log, control_line(daemon, text)]
     server = next((server for server in daemon.servers if server.uid == process.uid), None)
     if _closed(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
         return log
     if server is None:
         text += "Server is not ready, push client to pending list"
-        log.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text))
+        log.append(control_line(daemon, text))
         for other in list(daemon.servers):
             log += _drop(state, daemon, other)
         server, lines = mps_servers.start_server(state, daemon, process.uid)
         log += lines
     else:
         text += "Server already exists"
-        log.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text))
+        log.append(control_line(daemon, text))
     return log + _connect(state, process, daemon, server, devices, environment)
 
 
@@ -190,11 +174,11 @@ def _connect(
     if server.status == "FAULT":
         _refuse(process, "CUDA_ERROR_MPS_SERVER_NOT_READY")
         text = f"MPS server teardown in progress. Refusing to accept new client {{PID: {process.pid}, Context ID: 0}}"
-        return [server_line(daemon, server, text)]
+        return server_lines(daemon, server, text)
     limit = mps_servers.max_clients(state.driver)
     if len(clients_of(state, server.pid)) >= limit:
         _refuse(process, "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
-        return [server_line(daemon, server, f"Number of active client contexts reached limit ({limit})")]
+        return server_lines(daemon, server, f"Number of active client contexts reached limit ({limit})")
     process.mps_server = server.pid
     _place(process, devices[0])
     own = _own_threads(environment)
@@ -216,10 +200,9 @@ def _memory_limit(
     own = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
     if mps_servers.names_invisible(own, devices):
         return None
-    given = {key: value for key, value in own.items() if value is not None}
     both = (
         mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
-        mps_servers.limit_of(given, devices, devices[0]),
+        mps_servers.limit_of(own, devices, devices[0]),
     )
     limits = [limit for limit in both if limit is not None]
     return min(limits) * mps_servers.MIB if limits else None
@@ -272,7 +255,7 @@ def _progress(state: SimulatedHostState) -> list[LogLine]:
         for server in daemon.servers:
             if server.status == "FAULT" and not any(client.broken for client in clients_of(state, server.pid)):
                 lines += mps_servers.recovered(daemon, server)
-        if daemon.hangs or daemon.stopped or daemon.hangs_on is not None:
+        if not daemon.answers:
             continue
         for process in state.processes:
             pending = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None

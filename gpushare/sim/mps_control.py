@@ -1,163 +1,97 @@
-"""nvidia-cuda-mps-control of a simulated host: its argv, stdin, environment, output and exit code."""
+"""nvidia-cuda-mps-control of a simulated host: what gpushare asks of the programs of drivers 535 to 615.
+
+Texts: an H200 with driver 580.159.04, and NVIDIA's programs of drivers 535, 550 and 580.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from gpushare.host.process import wall_time
 from gpushare.host.program import Completed, timed_out
-from gpushare.sim import clients, mps_commands, mps_daemon
+from gpushare.sim import clients, mps_daemon, mps_servers
 from gpushare.sim.current import changing, clock, current
-from gpushare.sim.mps_commands import MpsRequest, Reply, refused
-from gpushare.sim.mps_servers import CONTROL, LogLine, binary_version, driver_major
-from gpushare.sim.mps_servers import render as render_line
-from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, StateFile
+from gpushare.sim.devices import daemon_devices
+from gpushare.sim.mps_servers import LogLine, binary_version, control_line, driver_major, leading_integer
+from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, StateFile
 
 _POLL_SECONDS = 0.01
-# Of the program's buffers for a command and for a reply to a wrong one.
-_BUFFER_BYTES = 4096
-# The options of 580 and newer by their letters; S came with 590.
-_OPTIONS = {
-    "h": "help",
-    "v": "version",
-    "d": "daemon",
-    "f": "foreground",
-    "M": "multiuser-server",
-    "q": "ready-devices",
-    "S": "static-partitioning",
-}
-_Command = Callable[[MpsRequest], "Reply | None"]
-
-_COMMANDS: dict[str, _Command] = {
-    "get_server_list": mps_commands.get_server_list,
-    "get_client_list": mps_commands.get_client_list,
-    "get_device_client_list": mps_commands.get_device_client_list,
-    "get_default_active_thread_percentage": mps_commands.get_default_active_thread_percentage,
-    "get_active_thread_percentage": mps_commands.get_active_thread_percentage,
-    "get_default_device_pinned_mem_limit": mps_commands.get_default_device_pinned_mem_limit,
-    "get_device_pinned_mem_limit": mps_commands.get_device_pinned_mem_limit,
-    "get_default_client_priority": mps_commands.get_default_client_priority,
-    "ps": mps_commands.ps,
-    "set_default_active_thread_percentage": mps_commands.set_default_active_thread_percentage,
-    "set_active_thread_percentage": mps_commands.set_active_thread_percentage,
-    "set_default_device_pinned_mem_limit": mps_commands.set_default_device_pinned_mem_limit,
-    "set_device_pinned_mem_limit": mps_commands.set_device_pinned_mem_limit,
-    "set_default_client_priority": mps_commands.set_default_client_priority,
-    "start_server": mps_commands.start_server,
-    "shutdown_server": mps_commands.shutdown_server,
-    "terminate_client": mps_commands.terminate_client,
-    "quit": mps_commands.quit_daemon,
-}
-# The driver branch that brought a command.
-_NEWER: dict[str, tuple[int, _Command]] = {
-    "get_server_status": (550, mps_commands.get_server_status),
-    "device_query": (580, mps_commands.device_query),
-    "lspart": (590, mps_commands.lspart),
-    "sm_partition": (590, mps_commands.sm_partition),
-}
+# As C's strtod reads a number: the longest one at the beginning.
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_HOST_NAMESPACE, _OTHER_NAMESPACE = 4026531836, 4026532198
 
 
 def main(
     argv: Sequence[str], stdin: str, env: Mapping[str, str], state_file: StateFile, timeout: float = 10.0
 ) -> Completed:
     """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds."""
-    deadline = clock() + timeout
-    words = list(argv[1:])
+    deadline, words = clock() + timeout, list(argv[1:])
     state = current(state_file)
-    major = driver_major(state.driver)
-    letters, commands = _old_arguments(words, major) if major < 580 else _arguments(words, major)
-    name = tuple(argv)
-    first = letters[:1]
-    if first == "h":
-        return Completed(name, 0, mps_daemon.usage(major), "")
-    if first == "v":
-        return Completed(name, 0, mps_daemon.version(state.mps_binary or binary_version(state.driver)), "")
-    if first == "?":
-        said = f"Unrecognized option {letters[1:]}\n" if major >= 580 else ""
-        return Completed(name, 0 if said else 1, said + mps_daemon.usage(major), "")
-    if not {"d", "f"} & set(letters):
-        if commands:
-            stdin = " ".join(commands) + "\n"
-        return _Session(name, env, state_file, deadline, timeout).run(stdin)
-    if "M" in letters and not state.root and major < 580:
-        return Completed(name, 1, mps_daemon.usage(major) + mps_daemon.ONLY_ROOT, "")
-    with changing(state_file) as (state, lines):
-        daemon, code, said, started = mps_daemon.start(state, env, static="S" in letters)
-        lines += started
-    if daemon is None or "f" not in letters:
-        return Completed(name, code, said, "")
-    _foreground(name, daemon.pid, state_file, deadline, timeout)
-    return Completed(name, 0, said + "".join(render_line(line, wall_time(daemon.started)) for line in started), "")
+    if words == ["-d"]:
+        with changing(state_file) as (state, lines):
+            code, said, started = mps_daemon.start(state, env)
+            lines += started
+        return Completed(tuple(argv), code, said, "")
+    # The older programs take any other argument for the UI, and read commands from stdin alone.
+    if words and driver_major(state.driver) >= 580:
+        if words == ["-v"]:
+            return Completed(tuple(argv), 0, mps_daemon.version(state.mps_binary or binary_version(state.driver)), "")
+        if any(word.startswith("-") for word in words):
+            return Completed(tuple(argv), 0, "Unrecognized option \0\n", "")
+        stdin = " ".join(words)
+    return _Session(tuple(argv), env, state_file, deadline, timeout).run(stdin)
 
 
-def _old_arguments(words: list[str], major: int) -> tuple[str, list[str]]:
-    """Return the options of 535 to 570 as letters; "?" is what 555 refuses. No argument is a command."""
-    if words in (["-h"], ["--help"]):
-        return "h", []
-    known = {"-d": "d", "-f": "f"}
-    if major >= 555:
-        if set(words) - known.keys() - {"-multiuser-server"}:
-            return "?", []
-        return "".join(known.get(word, "M") for word in words), []
-    # Anything but one option silently becomes the UI.
-    return known.get(words[0], "") if len(words) == 1 else "", []
+class Reply(NamedTuple):
+    """What a command prints, and whether the daemon ended with it."""
+
+    text: str = ""
+    ended: bool = False
 
 
-def _arguments(words: list[str], major: int) -> tuple[str, list[str]]:
-    """Return the options of 580 and newer as letters, and the command's words, as getopt_long_only reads them.
+class MpsRequest(NamedTuple):
+    """One command: the settled state under the lock, the daemon, and the words after the command's name.
 
-    The first option that ends the program comes first and alone: "h", "v", or "?" and the letter that
-    the program names (NUL for an unknown one).
+    ``elapsed`` counts seconds since the command came: one that blocks answers None and is asked again.
     """
-    options = {letter: name for letter, name in _OPTIONS.items() if letter != "S" or major >= 590}
-    found, commands = "", []
-    for index, word in enumerate(words):
-        if word == "--":
-            commands += words[index + 1 :]
-            break
-        if not word.startswith("-") or word == "-":
-            commands.append(word)
-            continue
-        name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
-        long = next((letter for letter, option in options.items() if name and option.startswith(name)), None)
-        if word[1] in options and (len(word) == 2 or (long is None and word[1] != "-")):
-            letters = word[1:]
-        elif long is not None:
-            letters = f"?{long}" if equals else long
-        else:
-            letters = "?\0"
-        for letter in letters:
-            if letter in {"h", "v"}:
-                return letter, []
-            if letter == "?":
-                return letters, []
-            if letter not in options:
-                # 580 has the letter, but not what it does.
-                return "?\0" if letter == "S" else f"?{letter}", []
-            found += letter
-    return found, commands
 
+    state: SimulatedHostState
+    daemon: SimulatedDaemon
+    words: list[str]
+    elapsed: float
+    lines: list[LogLine]
 
-def _foreground(argv: tuple[str, ...], pid: int, state_file: StateFile, deadline: float, timeout: float) -> None:
-    """Block until the daemon is gone; at the time-out it is killed, as the caller kills a program."""
-    while any(daemon.pid == pid for daemon in current(state_file).daemons):
-        if clock() >= deadline:
-            with changing(state_file) as (state, _):
-                for daemon in [daemon for daemon in state.daemons if daemon.pid == pid]:
-                    mps_daemon.ended(state, daemon, cleanly=False)
-            raise timed_out(argv, timeout)
-        time.sleep(_POLL_SECONDS)
+    @property
+    def major(self) -> int:
+        """Return the driver branch: commands and texts differ by it."""
+        return driver_major(self.state.driver)
 
+    @property
+    def owner(self) -> bool:
+        """Return whether the user started the daemon, or is root."""
+        return self.state.may(self.daemon.uid)
 
-def _commands(stdin: str) -> Iterator[str]:
-    """Yield the commands as C's fgets reads them: a long line comes in pieces, a NUL ends one."""
-    for line in re.findall(rb"[^\n]*\n|[^\n]+", stdin.encode(errors="surrogateescape")):
-        for start in range(0, len(line), _BUFFER_BYTES - 1):
-            piece = line[start : start + _BUFFER_BYTES - 1].partition(b"\0")[0]
-            # Bytes: only C's white space counts.
-            yield piece.strip().decode(errors="surrogateescape")
+    def word(self, index: int) -> str:
+        """Return a word, or an empty text when it is missing."""
+        return self.words[index] if index < len(self.words) else ""
+
+    def integer(self, index: int) -> int:
+        """Return a word as C's atoi reads it: the leading digits, else 0."""
+        return leading_integer(self.word(index))[0]
+
+    def server(self) -> SimulatedServer | None:
+        """Return the server whose PID is the first word."""
+        return next((server for server in self.daemon.servers if server.pid == self.integer(0)), None)
+
+    def not_found(self) -> Reply:
+        """Return the answer for a server PID that is not there."""
+        return Reply(f"Server {self.integer(0)} not found\n")
+
+    def log(self, *texts: str) -> None:
+        """Write lines to control.log."""
+        self.lines.extend(control_line(self.daemon, text) for text in texts)
 
 
 class _Session:
@@ -170,90 +104,210 @@ class _Session:
         self._deadline, self._timeout = deadline, timeout
         self._opened = False
 
-    def _dropped(self) -> Completed | None:
+    def run(self, stdin: str) -> Completed:
+        """Return what the program prints for this stdin."""
+        state = current(self._state_file)
+        if clients.daemon_of(state, self._env) is None:
+            return Completed(self._argv, 1, "", mps_daemon.NO_DAEMON)
+        if state.collisions:
+            return self._dropped()
+        output = ""
+        for command in stdin.removesuffix("\n").split("\n") if stdin else ():
+            reply = self._answer(command.strip())
+            if reply is None:
+                return Completed(
+                    self._argv, 1, output, mps_daemon.CANNOT_SEND if self._opened else mps_daemon.NO_DAEMON
+                )
+            output += reply.text
+            if reply.ended:
+                return Completed(self._argv, 0, output, "")
+        with changing(self._state_file) as (state, lines):
+            daemon = clients.daemon_of(state, self._env)
+            if daemon is not None and self._opened:
+                lines.append(control_line(daemon, "UI closed"))
+        return Completed(self._argv, 0, output, "")
+
+    def _dropped(self) -> Completed:
         """Return what two conversations at once do to one of them: silence with exit 0, or an error, in turn."""
-        if not current(self._state_file).collisions:
-            return None
         with changing(self._state_file) as (state, _):
             state.collisions -= 1
             silent = state.collisions % 2 == 0
         return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", mps_daemon.CANNOT_SEND)
 
-    def run(self, stdin: str) -> Completed:
-        """Return what the program prints for this stdin."""
-        output = ""
-        if clients.daemon_of(current(self._state_file), self._env) is None:
-            return Completed(self._argv, 1, "", mps_daemon.NO_DAEMON)
-        if (dropped := self._dropped()) is not None:
-            return dropped
-        for command in _commands(stdin):
-            reply = self._answer(command)
-            if reply is None:
-                error = "Cannot send command to MPS control daemon process\n" if self._opened else mps_daemon.NO_DAEMON
-                return Completed(self._argv, 1, output, error)
-            output += reply.text
-            if reply.ended:
-                return Completed(self._argv, 0, output, "")
-        self._close()
-        return Completed(self._argv, 0, output, "")
-
     def _answer(self, command: str) -> Reply | None:
         """Return the reply when it comes; None when the daemon is gone."""
-        begun = clock()
-        first, hanging = True, None
+        asked_at: float | None = None
         while True:
             with changing(self._state_file) as (state, lines):
                 daemon = clients.daemon_of(state, self._env)
                 if daemon is None:
                     return None
-                silent = daemon.hangs or daemon.stopped or (daemon.hangs_on is not None and daemon.hangs_on != hanging)
-                if not silent:
-                    request = self._request(state, daemon, lines, command)
-                    request.elapsed = 0.0 if first else clock() - begun
-                    request.hanging = hanging
-                    if first:
+                if daemon.answers:
+                    request = MpsRequest(state, daemon, command.split()[1:], clock() - (asked_at or clock()), lines)
+                    if not self._opened:
+                        request.log("Accepting connection...", "NEW UI")
+                        self._opened = True
+                    if asked_at is None:
                         request.log(f"Cmd:{command}")
-                    first = False
+                        asked_at = clock()
                     reply = execute(command, request)
-                    hanging = request.daemon.hangs_on if reply is None else None
                     if reply is not None:
-                        for text in reply.text.splitlines():
-                            request.log(text)
+                        request.log(*reply.text.splitlines())
                         return reply
             if clock() >= self._deadline:
                 raise timed_out(self._argv, self._timeout)
             time.sleep(_POLL_SECONDS)
 
-    def _request(
-        self, state: SimulatedHostState, daemon: SimulatedDaemon, lines: list[LogLine], command: str
-    ) -> MpsRequest:
-        if not self._opened:
-            texts = ("Accepting connection...", "NEW UI")
-            lines += [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
-            self._opened = True
-        return MpsRequest(state=state, daemon=daemon, words=command_words(command)[1:], lines=lines)
-
-    def _close(self) -> None:
-        with changing(self._state_file) as (state, lines):
-            daemon = clients.daemon_of(state, self._env)
-            if daemon is not None and self._opened:
-                lines.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "UI closed"))
-
-
-def command_words(command: str) -> list[str]:
-    """Return the words of a command; only C's white space parts them."""
-    return [word for word in re.split(r"[ \t\v\f\r]+", command) if word]
-
 
 def execute(command: str, request: MpsRequest) -> Reply | None:
     """Carry one command out; None when it blocks and must be asked again."""
-    name = command_words(command)[0] if command else ""
-    since, newer = _NEWER.get(name, (0, None))
-    function = _COMMANDS.get(name) or (newer if request.major >= since else None)
-    if function is None:
-        said = f'Unknown command "{name}"'.encode(errors="surrogateescape")[:_BUFFER_BYTES]
-        return Reply(said.decode(errors="surrogateescape") + "\n")
+    name = command.split(maxsplit=1)[0] if command else ""
+    since, function = _COMMANDS.get(name, (0, None))
+    if function is None or request.major < since:
+        return Reply(f'Unknown command "{name}"\n')
     # 535 lets any user change the settings.
     if name.startswith("set_") and not request.owner and request.major >= 550:
-        return refused(request)
-    return function(request)
+        return Reply(
+            f"Insufficient privileges for UID {request.state.uid}. Control deamon settings can only be modified "
+            "by the user started it or by the root user.\n"
+        )
+    if "default" in name:
+        return function(request, request.daemon)
+    server = request.server()
+    if not name.endswith(("percentage", "limit")):
+        return function(request, server)
+    if server is None:
+        return request.not_found()
+    return function(request._replace(words=request.words[1:]), server)
+
+
+# Whose setting it is: a server's, or the daemon's default for upcoming servers.
+_Owner = SimulatedDaemon | SimulatedServer
+
+
+def _set_threads(request: MpsRequest, owner: _Owner) -> Reply:
+    """Change the share for upcoming servers or clients, and print what is in force: the old value when refused."""
+    match = _NUMBER.match(request.word(0))
+    if match and 0.0 < float(match[0]) <= 100.0:
+        owner.threads = float(match[0])
+    else:
+        request.log("Invalid percentage, expected between (0.0, 100.0]")
+    return _get_threads(request, owner)
+
+
+def _get_threads(_request: MpsRequest, owner: _Owner) -> Reply:
+    return Reply(f"{owner.threads:.1f}\n")
+
+
+def _device(request: MpsRequest) -> tuple[str | None, str]:
+    key, text = mps_servers.read_device(request.words, request.major)
+    if key is None and request.major < 580:
+        request.log("Invalid device ordinal!")
+    return key, text
+
+
+def _set_limit(request: MpsRequest, owner: _Owner) -> Reply:
+    """Change the memory limit; prints nothing, whatever it made of the value."""
+    key, text = _device(request)
+    if key is not None:
+        # Taken out first: the order of the entries says which was set last.
+        owner.memory.pop(key, None)
+        value = mps_servers.parse_memory(text)
+        uuids = {device.uuid for device in daemon_devices(request.state, request.daemon)}
+        if value is not None and (key.isdigit() or key in uuids):
+            owner.memory[key] = value
+    return Reply()
+
+
+def _get_limit(request: MpsRequest, owner: _Owner) -> Reply:
+    """Print nothing when it is unset, whole G from 1024M up."""
+    value = owner.memory.get(_device(request)[0] or "")
+    if value is None:
+        return Reply()
+    return Reply(f"{value // 1024}G\n" if value >= 1024 else f"{value}M\n")
+
+
+def _set_priority(request: MpsRequest, owner: _Owner) -> Reply:
+    priority = request.integer(0)
+    if priority not in {0, 1}:
+        return Reply("Invalid priority value - must be 0 or 1!\n")
+    owner.priority = priority
+    return Reply()
+
+
+def _get_priority(_request: MpsRequest, owner: _Owner) -> Reply:
+    """Print 0 for normal, 1 for below normal."""
+    return Reply(f"{owner.priority}\n")
+
+
+def _server_list(request: MpsRequest, _server: SimulatedServer | None) -> Reply:
+    return Reply("".join(f"{server.pid}\n" for server in request.daemon.servers))
+
+
+def _server_status(request: MpsRequest, server: SimulatedServer | None) -> Reply:
+    if not re.match("[+-]?[0-9]", request.word(0)):
+        return Reply("A server PID is required\n")
+    return Reply(f"{server.status}\n") if server else request.not_found()
+
+
+def _client_list(request: MpsRequest, server: SimulatedServer | None) -> Reply:
+    if server is None:
+        return request.not_found()
+    return Reply("".join(f"{client.pid}\n" for client in clients.clients_of(request.state, server.pid)))
+
+
+def _quit(request: MpsRequest, _server: SimulatedServer | None) -> Reply | None:
+    """End the daemon when every client is gone; ``-t SECONDS`` bounds the wait, then forces."""
+    if not request.owner:
+        return Reply("Not enough privilege to execute quit command\n")
+    left = [client for server in request.daemon.servers for client in clients.clients_of(request.state, server.pid)]
+    forced = request.word(0) == "-t" and request.elapsed >= max(request.integer(1), 0)
+    if left and not forced:
+        return None
+    request.log(*(f"Server {server.pid} exited with status 0" for server in request.daemon.servers))
+    mps_daemon.ended(request.state, request.daemon, cleanly=True)
+    request.log("Exit with status 0" if request.state.driver_loaded else "Exit with status 1")
+    return Reply(ended=True)
+
+
+def _ps(request: MpsRequest, _server: SimulatedServer | None) -> Reply:
+    """Print the table of clients."""
+    if not request.daemon.servers:
+        return Reply("Server not found\n")
+    rows: list[tuple[str, ...]] = [("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")]
+    for server in request.daemon.servers:
+        rows += [_row(request, client) for client in clients.clients_of(request.state, server.pid)]
+    last = "%-15s%-15s" if request.major >= 595 else "%-15s"
+    shown = 7 if request.major >= 595 else 6
+    return Reply("".join(("%-10s%-10s%-15s%-26s%-15s" + last + "\n") % row[:shown] for row in rows))
+
+
+def _row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
+    place = (client.gpu_uuid, client.gpu_instance_id)
+    devices = daemon_devices(request.state, request.daemon)
+    here = (one.uuid for one in devices if (one.gpu.uuid, one.mig and one.mig.gpu_instance_id) == place)
+    namespace = _HOST_NAMESPACE if request.state.pid_namespace_is_host else _OTHER_NAMESPACE
+    command = client.command_line[0] if client.command_line else client.name
+    # The last group of the UUID is cut off.
+    uuid = next(here, client.gpu_uuid).rsplit("-", 2)[0]
+    return str(client.pid), "1", str(client.mps_server), uuid, str(namespace), command, ""
+
+
+# The driver branch that brought a command, and what it does.
+_COMMANDS: dict[str, tuple[int, Callable[..., Reply | None]]] = {
+    "get_server_list": (0, _server_list),
+    "get_server_status": (550, _server_status),
+    "get_client_list": (0, _client_list),
+    "get_default_active_thread_percentage": (0, _get_threads),
+    "set_default_active_thread_percentage": (0, _set_threads),
+    "get_active_thread_percentage": (0, _get_threads),
+    "set_active_thread_percentage": (0, _set_threads),
+    "get_default_device_pinned_mem_limit": (0, _get_limit),
+    "set_default_device_pinned_mem_limit": (0, _set_limit),
+    "get_device_pinned_mem_limit": (0, _get_limit),
+    "set_device_pinned_mem_limit": (0, _set_limit),
+    "get_default_client_priority": (0, _get_priority),
+    "set_default_client_priority": (0, _set_priority),
+    "ps": (0, _ps),
+    "quit": (0, _quit),
+}

@@ -10,116 +10,14 @@ from collections.abc import Mapping
 from gpushare.host.process import ticks_now
 from gpushare.sim import clients
 from gpushare.sim.devices import daemon_devices, split
-from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, driver_major
+from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line, driver_major
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
 # Of two conversations at once the daemon drops one, with this or in silence (seen on driver 580).
 CANNOT_SEND = "Cannot send command to MPS control daemon process\n"
-ONLY_ROOT = "Only root user may enable -multiuser-server!\n"
 NO_LOGS = "Warning: Failed writing log files to directory [{}]. No logs will be available.\n"
 RUNNING = "An instance of this daemon is already running\n"
-
-_USAGE_580 = """\
-CUDA MPS Control for Linux/Unix/QNX.
-Copyright (C) 2003 - 2025 NVIDIA Corporation.
-
-  This program allows multiple CUDA processes to share a single GPU context. \
-For information on how to use the CUDA MPS, see the nvidia-cuda-mps-control manual page.
-
-nvidia-cuda-mps-control [options] [command]
-OPTIONS:
-  -h,--help                Print this message
-  -d,--daemon              Setup the daemon in the background
-  -f,--forground           Setup the daemon in the foreground
-  -M,--multiuser-server    Enable multi-user mode
-  -q,--ready-devices      Prepare the daemon to query devices on startup
-
-COMMAND:
-  start_server -uid <user id>
-                       Start a new instance of nvidia-cuda-mps-server with the given user ID
-  quit
-                       Terminate the controller
-  get_server_list
-                       Print out a list of servers
-  get_server_status <PID>
-                       Print out the status of the server
-  get_client_list <PID>
-                       List the client applications connected to the server
-  get_device_client_list [<PID>]
-                       List the devices and their client applications
-  ps [-p PID]
-                       Report a snapshot of the current client processes
-  set_default_active_thread_percentage <percentage>
-                       Set default active thread percentage for upcoming servers
-  get_default_active_thread_percentage
-                       Query the current default available thread percentage
-  set_active_thread_percentage <PID> <percentage>
-                       Override the active thread percentage of the MPS server
-  get_active_thread_percentage <PID>
-                       Query the current active thread percentage of the MPS server
-  set_default_device_pinned_mem_limit <dev> <value>
-                       Set default device pinned memory for upcoming servers
-  get_default_device_pinned_mem_limit <dev>
-                       Query the current default pinned memory limit for the device
-  set_device_pinned_mem_limit <PID> <dev> <value>
-                       Override the device pinned memory limit for MPS servers
-  get_device_pinned_mem_limit <PID> <dev>
-                       Query the current device pinned memory limit of the MPS server for the device
-  set_default_client_priority <priority>
-                       Sets default client priority for incoming clients
-  get_default_client_priority
-                       Query the current priority value that will be used for new clients
-  terminate_client <server PID> <client PID>
-                       Terminate all the outstanding GPU work of the MPS client process running on the MPS server
-  device_query [<PID>] [--csv]
-                       Enumerate all usable devices
-
-"""
-
-_USAGE_OLD = """\
-CUDA MPS Control for Linux/Unix.
-Copyright (C) 2003 - {year} NVIDIA Corporation.
-
-  This program allows multiple CUDA processes to share a single GPU context. \
-For information on how to use the CUDA MPS, see the nvidia-cuda-mps-control manual page.
-
-"""
-
-_STARTS = "                       Start a new instance of nvidia-cuda-mps-server with the given user ID\n"
-
-_SM_COMMANDS_595 = """\
-  sm_partition add <device UUID> <number of chunks>
-                       Create a partition on the specified device of n chunks on the MPS server
-  sm_partition rm <device UUID> <partition ID>
-                       Remove a partition with ID on device UUID from the MPS server
-  lspart
-                       Report a snapshot of the currently set device partitions
-"""
-
-
-def usage(major: int) -> str:
-    """Return what ``-h`` prints on a driver branch (seen on 535, 550, 555, 580 and 595)."""
-    if major < 580:
-        return _USAGE_OLD.format(year=2023 if major < 555 else 2024)
-    if major < 590:
-        return _USAGE_580
-    return (
-        _USAGE_580.replace("  -q,--ready", "  -S,--static-partitioning Enable static partitioning mode\n  -q,--ready")
-        .replace(
-            "  start_server -uid <user id>\n" + _STARTS,
-            "  start_server -uid <user id> [-mlopart]\n"
-            + _STARTS
-            + "                       If mlopart is specified, the server will attempt to create MLOPart devices\n"
-            "  shutdown_server <PID>\n                       Shutdown the server\n",
-        )
-        .replace("  device_query [", _SM_COMMANDS_595 + "  device_query [")
-        .replace(
-            "Enumerate all usable devices\n",
-            "Enumerate all usable devices\n"
-            "                       If PID is provided, only the devices of the specified server are enumerated\n",
-        )
-    )
 
 
 def version(binary: int) -> str:
@@ -137,31 +35,26 @@ _CUDA_ERROR_NO_DEVICE = 100
 _NO_LIBCUDA = 244
 
 
-def start(
-    state: SimulatedHostState, env: Mapping[str, str], *, static: bool = False
-) -> tuple[SimulatedDaemon | None, int, str, list[LogLine]]:
-    """Start a daemon as ``nvidia-cuda-mps-control -d`` does.
-
-    Returns the daemon or None, the exit code, what goes to stdout, and the log lines.
-    """
+def start(state: SimulatedHostState, env: Mapping[str, str]) -> tuple[int, str, list[LogLine]]:
+    """Start a daemon as ``nvidia-cuda-mps-control -d`` does; return the exit code, what goes to stdout, and the log lines."""
     if driver_major(state.driver) >= 580:
         if not state.nvml_installed:
-            return None, _NO_LIBCUDA, "", []
+            return _NO_LIBCUDA, "", []
         if not state.driver_loaded:
-            return None, _CUDA_ERROR_NO_DEVICE, "", []
+            return _CUDA_ERROR_NO_DEVICE, "", []
     pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
-    daemon = _new(state, env, pipe, static=static)
+    daemon = _new(state, env, pipe)
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
     error = _open_pipe(state, pipe)
     if error is not None:
         # An error goes to the logs too; missing logs are reported again.
-        return None, 1, warning + error + (warning if error else ""), []
+        return 1, warning + error + (warning if error else ""), []
     if driver_major(state.driver) >= 580 and not daemon_devices(state, daemon):
-        return None, _CUDA_ERROR_NO_DEVICE, "", []
+        return _CUDA_ERROR_NO_DEVICE, "", []
     state.daemons.append(daemon)
     if driver_major(state.driver) >= 550 and not _real(pipe):
         _write(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
-    return daemon, 0, warning, [] if warning else _first_lines(state, daemon)
+    return 0, warning, [] if warning else _first_lines(state, daemon)
 
 
 def ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
@@ -174,7 +67,7 @@ def ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) 
             os.unlink(os.path.join(daemon.pipe_directory, name))
 
 
-def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str, *, static: bool) -> SimulatedDaemon:
+def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> SimulatedDaemon:
     daemon = SimulatedDaemon(
         pid=state.new_pid(),
         uid=state.uid,
@@ -183,7 +76,6 @@ def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str, *, static
         visible=split(env.get("CUDA_VISIBLE_DEVICES")),
         started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
-        static=static,
     )
     threads = _number(env.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     # One out of range is accepted: the default stays 100, with a line in control.log only.
@@ -234,7 +126,7 @@ def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Log
     given = _number(daemon.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     if given is not None and not 0.0 < given <= 100.0:
         texts.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]")
-    return [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
+    return [control_line(daemon, text) for text in texts]
 
 
 def _real(directory: str) -> bool:

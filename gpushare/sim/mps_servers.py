@@ -28,15 +28,10 @@ class LogLine:
     text: str
 
 
-def stamp(at: float) -> str:
-    """Return a time as the MPS logs write it: ``2026-11-21 05:58:23.419``, local time."""
-    milliseconds = int(at * 1000) % 1000
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{milliseconds:03d}"
-
-
 def render(line: LogLine, at: float) -> str:
-    """Return the line as written to the file."""
-    return f"[{stamp(at)} {line.tag} {line.pid:5d}] {line.text}\n"
+    """Return the line as written to the file: ``[2026-11-21 05:58:23.419 Control   628] ...``, local time."""
+    seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return f"[{seconds}.{int(at * 1000) % 1000:03d} {line.tag} {line.pid:5d}] {line.text}\n"
 
 
 def append(lines: Iterable[LogLine]) -> None:
@@ -54,9 +49,9 @@ def append(lines: Iterable[LogLine]) -> None:
             file.write(text)
 
 
-_UINT64 = 1 << 64
-_NUMBER = r"(?s)([+-]?)(\d+)(.*)"
-_INTEGER = r"\s*([+-]?[0-9]+)"
+# What is no number is device 0; only a G right after the number counts, anything else is mebibytes: "1.5G" is 1M.
+_MEMORY = re.compile(r"([0-9]{1,18})([gG]?)")
+_DEVICE = re.compile(r"\s*([+-]?[0-9]{1,9})")
 # Seen on 535: 31 is the last one, 32 and -1 are "Invalid device ordinal!" in the log.
 _MAX_DEVICES = 32
 # The branch whose daemon knows a GPU by its UUID; the older ones read "GPU-..." as device 0.
@@ -65,48 +60,24 @@ MIB = 1 << 20
 
 
 def parse_memory(text: str) -> int | None:
-    """Return the mebibytes that the daemon makes of a value; None clears the limit.
-
-    Seen on nvidia-cuda-mps-control 535, 550 and 555: the number ends at the first other character, and
-    only a ``G`` right after it counts; so ``1.5G`` is 1M, ``1024K`` is 1024M. It wraps at 64 bits of bytes.
-    """
-    match = re.match(_NUMBER, text)
-    if match is None:
-        return None
-    sign, digits, rest = match.groups()
-    number = min(int(digits), _UINT64 - 1)
-    if sign == "-":
-        number = -number % _UINT64
-    unit = MIB * 1024 if rest[:1] in {"g", "G"} else MIB
-    return (number * unit % _UINT64) // MIB or None
-
-
-def readback(mebibytes: int | None) -> str:
-    """Return what ``get_..._pinned_mem_limit`` prints: whole G from 1024M up, nothing when unset."""
-    if mebibytes is None:
-        return ""
-    return f"{mebibytes // 1024}G" if mebibytes >= 1024 else f"{mebibytes}M"
+    """Return the mebibytes that the daemon makes of a value; None clears the limit (seen on 535, 550 and 555)."""
+    match = _MEMORY.match(text)
+    return None if match is None else int(match[1]) * (1024 if match[2] else 1) or None
 
 
 def leading_integer(text: str) -> tuple[int, str]:
-    """Return a number as C's strtol and a cast to int read it, and the rest: 0 and all of it when there is none."""
-    match = re.match(_INTEGER, text)
-    if match is None:
-        return 0, text
-    # A Python int of thousands of digits takes its time; from 20 on each of them is the same.
-    digits = match.group(1)[:30]
-    number = max(min(int(digits), 2**63 - 1), -(2**63))
-    return (number + 2**31) % 2**32 - 2**31, text[match.end() :]
+    """Return a number as C's strtol reads it, and the rest: 0 and all of it when there is none."""
+    match = _DEVICE.match(text)
+    return (0, text) if match is None else (int(match[1]), text[match.end() :])
 
 
 def read_device(words: list[str], major: int) -> tuple[str | None, str]:
     """Return the entry that the words name, None for a number out of range, and the text of the value.
 
-    What is no number is device 0, and the value begins where the number ends: ``1x 7G`` is device 1
-    and the value ``x``, ``abc 7G`` is device 0 and the value ``abc``, which clears it.
+    The value begins where the number ends: ``1x 7G`` is device 1 and the value ``x``, ``abc 7G`` is device 0 and the
+    value ``abc``, which clears it.
     """
-    word = words[0] if words else ""
-    value = words[1] if len(words) > 1 else ""
+    word, value = (*words, "", "")[:2]
     if word.startswith(("GPU-", "MIG-")) and major >= _UUIDS_SINCE:
         return word, value
     number, rest = leading_integer(word)
@@ -122,24 +93,17 @@ def limit_of(limits: Mapping[str, int], devices: list[Device], device: Device) -
     return found
 
 
-def parse_environment(text: str | None) -> dict[str, int | None]:
-    """Return the entries of CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: ``0=1G,GPU-...=512M``, in MiB."""
-    entries: dict[str, int | None] = {}
-    for entry in (text or "").split(","):
-        key, equals, value = entry.strip().partition("=")
-        if equals:
-            entries[key.strip()] = parse_memory(value.strip())
-    return entries
+def parse_environment(text: str | None) -> dict[str, int]:
+    """Return the entries of CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in MiB: ``0=1G,GPU-...=512M``."""
+    entries = (entry.partition("=")[::2] for entry in (text or "").split(","))
+    limits = {key.strip(): parse_memory(value.strip()) for key, value in entries}
+    return {key: limit for key, limit in limits.items() if limit is not None}
 
 
-def names_invisible(entries: Mapping[str, int | None], devices: list[Device]) -> bool:
+def names_invisible(entries: Mapping[str, int], devices: list[Device]) -> bool:
     """Return whether an entry names a GPU that the process cannot see: then all its limits are dropped."""
     uuids = {device.uuid for device in devices}
     return any(int(key) >= len(devices) if key.isdigit() else key not in uuids for key in entries)
-
-
-# What NVML shows for an idle nvidia-cuda-mps-server on an H200, driver 580.
-SERVER_MEMORY_BYTES = 69_206_016
 
 
 def driver_major(driver: str) -> int:
@@ -148,21 +112,22 @@ def driver_major(driver: str) -> int:
     return int(head) if head.isdigit() else 0
 
 
+# "Binary version" of the MPS programs by driver branch: the CUDA version times 1000.
+_VERSIONS = (
+    (615, 13040),
+    (610, 13030),
+    (595, 13020),
+    (590, 13010),
+    (580, 13000),
+    (570, 12080),
+    (550, 12040),
+    (0, 12020),
+)
+
+
 def binary_version(driver: str) -> int:
-    """Return the "Binary version" of the MPS programs of a driver, which is its CUDA version times 1000."""
-    major = driver_major(driver)
-    for branch, version in (
-        (615, 13040),
-        (610, 13030),
-        (595, 13020),
-        (590, 13010),
-        (580, 13000),
-        (570, 12080),
-        (550, 12040),
-    ):
-        if major >= branch:
-            return version
-    return 12020
+    """Return the "Binary version" of the MPS programs of a driver."""
+    return next(version for branch, version in _VERSIONS if driver_major(driver) >= branch)
 
 
 def max_clients(driver: str) -> int:
@@ -183,8 +148,7 @@ def of_process(
 
 def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -> tuple[SimulatedServer, list[LogLine]]:
     """Start a server for a user with the daemon's defaults of this moment; return it with its log lines."""
-    inherited = parse_environment(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    memory = {key: value for key, value in inherited.items() if value is not None}
+    memory = parse_environment(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
     for key, value in daemon.memory.items():
         # Taken out first: the order of the entries says which was set last.
         memory.pop(key, None)
@@ -198,43 +162,22 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
             daemon.log_directory, CONTROL, "Control", server.pid, f"Starting new server {server.pid} for user {uid}"
         )
     ]
-    socket = f"{daemon.pipe_directory}/control"
-    texts = ("Startup", f"Connecting to control daemon on socket: {socket}", "Initializing server process")
-    lines += [LogLine(daemon.log_directory, SERVER, "Other", server.pid, text) for text in texts]
-    lines += [server_line(daemon, server, text) for text in _announcements(state, daemon, server)]
-    lines.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, f"NEW SERVER {server.pid}: Ready"))
-    return server, lines
-
-
-def _announcements(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[str]:
+    lines.append(LogLine(daemon.log_directory, SERVER, "Other", server.pid, "Startup"))
     devices = daemon_devices(state, daemon)
-    texts = [
-        f"Creating server context on device {index} ({_title(device.gpu.model)})"
-        for index, device in enumerate(devices)
-    ]
-    texts += [
-        f"Created anonymous shared memory region mps.shm.{server.uid}.{server.pid}",
-        f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state.driver)}",
-        f"Display Driver version: {driver_major(state.driver)}",
-        f"Active Threads Percentage set to {server.threads:.1f}",
-    ]
+    texts = [f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state.driver)}"]
+    texts.append(f"Active Threads Percentage set to {server.threads:.1f}")
     for index, device in enumerate(devices):
         limit = limit_of(server.memory, devices, device)
         if limit is not None:
             texts.append(f"Device pinned memory limit for device {index} set to {limit * MIB:#x} bytes")
-    return [*texts, f"Server Priority set to {server.priority}", "Server has started"]
+    lines += server_lines(daemon, server, *texts, "Server has started")
+    return server, [*lines, control_line(daemon, f"NEW SERVER {server.pid}: Ready")]
 
 
 def connected(daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess) -> list[LogLine]:
     """Return what the server writes for a new client."""
     who = f"{{PID: {process.pid}, Context ID: 1}}"
-    texts = (
-        f"Received new client request for {who}",
-        f"Client {who} connected",
-        f"Creating worker thread for client {who}",
-        f"Status of client {who} is ACTIVE",
-    )
-    return [server_line(daemon, server, text) for text in texts]
+    return server_lines(daemon, server, f"Received new client request for {who}", f"Client {who} connected")
 
 
 def disconnected(
@@ -242,12 +185,8 @@ def disconnected(
 ) -> list[LogLine]:
     """Return what the server writes when a client is gone and ``left`` clients are there."""
     who = f"{{PID: {process.pid}, Context ID: 1}}"
-    texts = (
-        f"Server failed to recevie command with status 806, assuming client {who} exit",
-        f"Client {who} exiting. Number of active client contexts is {left}.",
-        f"Client process {process.pid} disconnected",
-    )
-    return [server_line(daemon, server, text) for text in texts]
+    failed = f"Server failed to recevie command with status 806, assuming client {who} exit"
+    return server_lines(daemon, server, failed, f"Client {who} exiting. Number of active client contexts is {left}.")
 
 
 def fault(
@@ -257,29 +196,27 @@ def fault(
     server.status = "FAULT"
     for other in others:
         other.broken = True
-    texts = [
+    return server_lines(
+        daemon,
+        server,
         f"Client {{PID: {process.pid}, Context ID: 1}} encountered a fatal GPU error.",
         "Server has begun teardown sequence to handle a fatal GPU error.",
-        "The following devices will be reset: 0",
         "The following clients have a sticky error set:",
         *(str(other.pid) for other in others),
-    ]
-    return [server_line(daemon, server, text) for text in texts]
+    )
 
 
 def recovered(daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     """Put a server back to ACTIVE: every client that the fault hit is gone."""
     server.status = "ACTIVE"
-    texts = ("Destroy server context on device 0", "Creating server context on device 0")
-    return [server_line(daemon, server, text) for text in texts]
+    return server_lines(daemon, server, "Creating server context on device 0")
 
 
-def server_line(daemon: SimulatedDaemon, server: SimulatedServer, text: str) -> LogLine:
-    """Return one line of a server's log."""
-    return LogLine(daemon.log_directory, SERVER, "Server", server.pid, text)
+def control_line(daemon: SimulatedDaemon, text: str) -> LogLine:
+    """Return one line of a daemon's log."""
+    return LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)
 
 
-def _title(model: str) -> str:
-    from gpushare.gpu_models import find_model
-
-    return find_model(model).name
+def server_lines(daemon: SimulatedDaemon, server: SimulatedServer, *texts: str) -> list[LogLine]:
+    """Return lines of a server's log."""
+    return [LogLine(daemon.log_directory, SERVER, "Server", server.pid, text) for text in texts]

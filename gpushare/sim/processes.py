@@ -298,10 +298,6 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
         return []
     if signal == signals.SIGCONT:
         process.stopped_at = None
-        for daemon in state.daemons:
-            if daemon.hangs_on == process.pid and process.terminated_at is None:
-                # terminate_client was waiting for it to answer.
-                process.terminated_at, daemon.hangs_on = now(), None
         return []
     if signal == signals.SIGKILL:
         return clients.end(state, process, signal)

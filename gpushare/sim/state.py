@@ -147,7 +147,6 @@ class SimulatedProcess:
     mps_daemon: int | None = None
     mps_server: int | None = None
     stopped_at: float | None = None
-    terminated_at: float | None = None
     # Its CUDA context was lost when a neighbour died with work in flight.
     broken: bool = False
     catches: list[int] = field(default_factory=list)
@@ -204,11 +203,11 @@ class SimulatedDaemon:
     servers: list[SimulatedServer] = field(default_factory=list)
     hangs: bool = False
     stopped: bool = False
-    # Not None: it answers nobody until the client with this PID is gone (terminate_client on a stopped
-    # client, or a second one on the same client).
-    hangs_on: int | None = None
-    # Started with -S (drivers 590 and up): static SM partitioning.
-    static: bool = False
+
+    @property
+    def answers(self) -> bool:
+        """Return whether it answers anybody."""
+        return not (self.hangs or self.stopped)
 
 
 @dataclass(eq=False)

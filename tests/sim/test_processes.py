@@ -88,15 +88,6 @@ def test_stop_drain_kill_is_harmless_but_not_before_the_queue_is_empty(h200: Mps
     assert h200.process(production.pid).broken
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, None])
-def test_the_end_of_a_terminated_busy_client_breaks_its_neighbour(h200: Mps, sent: int | None) -> None:
-    production, other = pair(h200, queue_seconds=DEEP)
-    assert h200.ask(f"terminate_client {other.mps_server} {other.pid}") == "0\n"
-    assert not h200.process(production.pid).broken
-    admin.end_process("sim:h200", other.pid, sent)
-    assert h200.process(production.pid).broken
-
-
 def test_a_terminated_idle_client_ends_harmlessly(h200: Mps) -> None:
     production, other = pair(h200, queue_seconds=0.0, sm_percent=0)
     h200.ask(f"terminate_client {other.mps_server} {other.pid}")
