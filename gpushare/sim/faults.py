@@ -18,7 +18,6 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "utilization": (
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetProcessUtilization",
-        "nvmlDeviceGetProcessesUtilizationInfo",
     ),
     "processes": (
         "nvmlDeviceGetComputeRunningProcesses",

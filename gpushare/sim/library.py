@@ -15,7 +15,7 @@ from gpushare.gpu_models import model_of
 from gpushare.sim import activity, current
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
-from gpushare.sim.mps_servers import binary_version
+from gpushare.sim.mps_servers import binary_version, driver_major
 from gpushare.sim.nvml_abi import (
     ENTRY_POINTS,
     ERROR_TEXTS,
@@ -28,7 +28,6 @@ from gpushare.sim.nvml_abi import (
     On,
     Refused,
     Target,
-    check_version,
     entry_point,
     getter,
     number,
@@ -36,7 +35,6 @@ from gpushare.sim.nvml_abi import (
     put,
     put_fields,
     put_handle,
-    put_text,
     target_of,
     unversioned,
 )
@@ -50,58 +48,30 @@ from gpushare.sim.state import (
     now,
 )
 
-_ARCHITECTURES: Final = {"pascal": 4, "volta": 5, "turing": 6, "ampere": 7, "ada": 8, "hopper": 9, "blackwell": 10}
-# NVML_BRAND_*; 14 is the plain NVIDIA of data centre GPUs.
-_BRANDS: Final = (("Tesla", 2), ("NVIDIA GeForce", 5), ("NVIDIA RTX", 13), ("NVIDIA", 14))
 _EXCLUSIVE_THREAD, _COMPUTE_MODES = 1, 4
 _RESETLESS_MIG, _MIG_QUERY_WITHOUT_MIG = 184, 199
 
 
-def error_text(code: Any) -> str:
-    """Return the text of a return code (nvmlErrorString)."""
-    return ERROR_TEXTS.get(number(code), "Unknown Error")
-
-
-@entry_point("nvmlErrorString", needs_init=False)
-def _error_string(_library: SimulatedLibrary, code: Any) -> None:
-    """Keep the name in the table; the library answers it itself, because it returns no code."""
-    error_text(code)
-
-
-@entry_point("nvmlInitWithFlags", "nvmlInit_v2", "nvmlInit", needs_init=False)
+@entry_point("nvmlInitWithFlags", "nvmlInit_v2", needs_init=False)
 def _init(library: SimulatedLibrary, *_flags: Any) -> None:
     library.forget()
     state = library.state
-    if not state.nvml_installed:
-        raise Refused(Code.LIBRARY_NOT_FOUND)
-    if not state.driver_loaded:
-        raise Refused(Code.DRIVER_NOT_LOADED)
-    if state.library_mismatch:
-        raise Refused(Code.LIB_RM_VERSION_MISMATCH)
-    # nvml.h documents NO_PERMISSION for nvmlInit: the device nodes may not be opened.
-    if state.permission_denied:
-        raise Refused(Code.NO_PERMISSION)
+    failures = (
+        (not state.nvml_installed, Code.LIBRARY_NOT_FOUND),
+        (not state.driver_loaded, Code.DRIVER_NOT_LOADED),
+        (state.library_mismatch, Code.LIB_RM_VERSION_MISMATCH),
+        # nvml.h documents it for nvmlInit: the device nodes may not be opened.
+        (state.permission_denied, Code.NO_PERMISSION),
+    )
+    for failed, code in failures:
+        if failed:
+            raise Refused(code)
     library.references += 1
 
 
 @entry_point("nvmlShutdown")
 def _shutdown(library: SimulatedLibrary) -> None:
     library.references -= 1
-
-
-def _cuda_major(library: SimulatedLibrary) -> int:
-    branch = library.state.driver.split(".", 1)[0]
-    # R580 brought CUDA 13, R525 CUDA 12.
-    return (13 if int(branch) >= 580 else 12 if int(branch) >= 525 else 11) if branch.isdigit() else 13
-
-
-@entry_point("nvmlSystemGetProcessName")
-def _process_name(library: SimulatedLibrary, pid: Any, buffer: Any, length: Any) -> None:
-    name = activity.process_names(library.state).get(number(pid))
-    if name is None:
-        raise Refused(Code.NOT_FOUND)
-    # NVML cuts a name that is too long, it does not refuse.
-    put_text(buffer, length, name[: max(number(length) - 1, 0)])
 
 
 @entry_point("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
@@ -116,23 +86,11 @@ def _handle_by_uuid(library: SimulatedLibrary, uuid: Any, device: Any) -> None:
     wanted = bytes(getattr(uuid, "value", uuid) or b"").decode(errors="replace")
     for index, gpu in enumerate(library.state.gpus):
         for instance in gpu.mig if gpu.mig_mode == 1 else []:
-            # Before R470 a MIG device was called MIG-GPU-<uuid>/<gi>/<ci>; NVML still takes that.
-            old = f"MIG-{gpu.uuid}/{instance.gpu_instance_id}/{instance.compute_instance_id}"
-            if wanted in {instance.uuid, old}:
+            if wanted == instance.uuid:
                 library.gpu(index)
                 place = (instance.gpu_instance_id, instance.compute_instance_id)
                 return put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *place))
         if wanted == gpu.uuid:
-            return put_handle(device, library.gpu(index).handle)
-    raise Refused(Code.NOT_FOUND)
-
-
-@entry_point("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByPciBusId")
-def _handle_by_bus_id(library: SimulatedLibrary, bus_id: Any, device: Any) -> None:
-    wanted = bytes(getattr(bus_id, "value", bus_id) or b"").decode(errors="replace").upper()
-    for index, gpu in enumerate(library.state.gpus):
-        # The domain may have 4 or 8 digits, or be left out.
-        if wanted in {gpu.pci_bus_id.upper(), gpu.pci_bus_id[4:].upper(), gpu.pci_bus_id[9:].upper()}:
             return put_handle(device, library.gpu(index).handle)
     raise Refused(Code.NOT_FOUND)
 
@@ -156,14 +114,6 @@ def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending:
         raise Refused(Code.NOT_SUPPORTED)
     put(current, mode)
     put(pending, mode if next_mode is None else next_mode)
-
-
-@entry_point("nvmlDeviceSetPersistenceMode", on=On.GPU)
-def _set_persistence(library: SimulatedLibrary, target: Target, mode: Any) -> None:
-    if number(mode) not in {0, 1}:
-        raise Refused(Code.INVALID_ARGUMENT)
-    with library.changed_gpu(target) as gpu:
-        gpu.persistence = bool(number(mode))
 
 
 @entry_point("nvmlDeviceGetCudaComputeCapability", on=On.DEVICE)
@@ -197,51 +147,35 @@ def _field(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | 
     return 1 if field == _MIG_QUERY_WITHOUT_MIG else None
 
 
-_IDLE_CLOCK_MHZ = 345
-
-
-@getter("nvmlDeviceGetName", On.DEVICE, Form.TEXT)
 def _name(_library: SimulatedLibrary, target: Target) -> str:
-    if target.instance is None:
-        return target.model.name
-    return f"{target.model.name} MIG {activity.device_name(target, target.instance)}"
+    mig = "" if target.instance is None else f" MIG {activity.device_name(target, target.instance)}"
+    return f"{target.model.name}{mig}"
 
 
-@getter("nvmlDeviceGetIndex", On.DEVICE, Form.NUMBER)
-def _index(_library: SimulatedLibrary, target: Target) -> int:
-    # Of a MIG device: its index on the GPU, what nvmlDeviceGetMigDeviceHandleByIndex takes.
-    return target.gpu.mig.index(target.instance) if target.instance else target.handle.index
-
-
-@getter("nvmlDeviceGetPciInfo_v3 nvmlDeviceGetPciInfo_v2 nvmlDeviceGetPciInfo", On.DEVICE, Form.FIELDS)
 def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:
     domain, bus, rest = target.gpu.pci_bus_id.split(":")
-    values = {
+    device = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE if target.model.pci_device_ids else 0
+    return {
         "busIdLegacy": f"{domain[-4:]}:{bus}:{rest}".encode(),
         "busId": target.gpu.pci_bus_id.encode(),
         "domain": int(domain, 16),
         "bus": int(bus, 16),
         "device": int(rest.split(".")[0], 16),
+        "pciDeviceId": device,
     }
-    if target.model.pci_device_ids:
-        values["pciDeviceId"] = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE
-    return values
 
 
-@getter("nvmlDeviceGetMemoryInfo", On.DEVICE, Form.FIELDS)
 def _memory(library: SimulatedLibrary, target: Target) -> dict[str, int]:
     total, reserved, used = activity.memory_of(library.state, target)
     # Version 1 counts reserved memory as used.
     return {"total": total, "used": used + reserved, "free": total - used - reserved}
 
 
-@getter("nvmlDeviceGetMemoryInfo_v2", On.DEVICE, Form.VERSIONED_FIELDS)
 def _memory_v2(library: SimulatedLibrary, target: Target) -> dict[str, int]:
     total, reserved, used = activity.memory_of(library.state, target)
     return {"total": total, "reserved": reserved, "used": used, "free": total - used - reserved}
 
 
-@getter("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER)
 def _cores(_library: SimulatedLibrary, target: Target) -> int | None:
     # 64 FP32 lanes per SM up to GA100, 128 from GA10x on.
     narrow = target.model.arch in {"pascal", "volta", "turing"} or target.model.compute_capability == "8.0"
@@ -249,17 +183,6 @@ def _cores(_library: SimulatedLibrary, target: Target) -> int | None:
     return None if sms is None else sms * (64 if narrow else 128)
 
 
-@getter("nvmlDeviceGetBrand", On.DEVICE, Form.NUMBER)
-def _brand(_library: SimulatedLibrary, target: Target) -> int:
-    return next(value for prefix, value in _BRANDS if target.model.name.startswith(prefix))
-
-
-@getter("nvmlDeviceGetSerial", On.GPU, Form.TEXT)
-def _serial(_library: SimulatedLibrary, target: Target) -> str | None:
-    return None if "GeForce" in target.model.name else f"{1_650_000_000_000 + int(target.gpu.uuid[-8:], 16):d}"
-
-
-@getter("nvmlDeviceGetUtilizationRates", On.DEVICE, Form.FIELDS)
 def _utilization(library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
     # nvidia-smi shows N/A with MIG on, on the GPU and on its MIG devices.
     if target.mig_enabled:
@@ -268,71 +191,38 @@ def _utilization(library: SimulatedLibrary, target: Target) -> dict[str, int] | 
     return {"gpu": round(busy), "memory": activity.memory_bandwidth(busy)}
 
 
-@getter("nvmlDeviceGetPowerUsage", On.GPU, Form.NUMBER)
-def _power(library: SimulatedLibrary, target: Target) -> int | None:
-    watts = activity.power_watts(library.state, target)
-    return None if watts is None else round(watts * 1000)
-
-
-@getter(
-    "nvmlDeviceGetEnforcedPowerLimit nvmlDeviceGetPowerManagementLimit nvmlDeviceGetPowerManagementDefaultLimit",
-    On.GPU,
-    Form.NUMBER,
-)
-def _power_limit(_library: SimulatedLibrary, target: Target) -> int | None:
-    """Return milliwatts."""
-    return None if target.model.power_limit_watts is None else target.model.power_limit_watts * 1000
-
-
-@getter("nvmlDeviceGetTemperature", On.GPU, Form.NUMBER)
-def _temperature(library: SimulatedLibrary, target: Target, sensor: int) -> int:
-    # NVML_TEMPERATURE_GPU is the only sensor.
-    if sensor != 0:
-        raise Refused(Code.INVALID_ARGUMENT)
-    return activity.temperature_celsius(library.state, target)
-
-
-@entry_point("nvmlDeviceGetTemperatureV", on=On.GPU)
-def _temperature_v(library: SimulatedLibrary, target: Target, temperature: Any) -> None:
-    struct = target_of(temperature)
-    check_version(struct)
-    put_fields(struct, {"temperature": _temperature(library, target, number(struct.sensorType))})
-
-
-@getter("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER)
 def _energy(library: SimulatedLibrary, target: Target) -> int | None:
-    """Return millijoules."""
-    limit = _power_limit(library, target)
-    if target.model.arch == "pascal" or limit is None:
+    """Return millijoules at idle power: load in the past is not recorded, and a counter may never go back."""
+    watts = target.model.power_limit_watts
+    if target.model.arch == "pascal" or watts is None:
         return None
-    # Idle power only: load in the past is not recorded, and a counter may never go back.
-    return round(limit * activity.IDLE_POWER * max(now() - library.state.created_at, 0.0))
+    return round(watts * 1000 * activity.IDLE_POWER * max(now() - library.state.created_at, 0.0))
 
 
-@getter("nvmlDeviceGetClockInfo nvmlDeviceGetMaxClockInfo", On.GPU, Form.NUMBER)
-def _clock(library: SimulatedLibrary, target: Target, kind: int) -> int | None:
-    # Graphics and SM clock run together; the memory and video clocks are not in the catalogue.
-    if kind not in {0, 1}:
-        return None
-    return target.model.max_sm_clock_mhz if activity.utilization(library.state, target) else _IDLE_CLOCK_MHZ
-
-
-@getter("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER)
 def _cuda_version(library: SimulatedLibrary) -> int:
-    # The same number as the "Binary version" of its MPS programs: 13020 with 595.
-    return binary_version(library.state.driver) if _cuda_major(library) > 11 else 11080
+    """Return the same number as the "Binary version" of the MPS programs; R525 brought CUDA 12."""
+    return binary_version(library.state.driver) if driver_major(library.state.driver) >= 525 else 11080
 
 
-getter("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT)(lambda library: library.state.driver)
-getter("nvmlSystemGetNVMLVersion", On.NOTHING, Form.TEXT)(
-    lambda library: f"{_cuda_major(library)}.{library.state.driver}"
+# Entry points that hand one value over: names, what they are called on, how the value goes, where it is from.
+_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+    ("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT, lambda library: library.state.driver),
+    ("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER, _cuda_version),
+    ("nvmlDeviceGetCount_v2", On.NOTHING, Form.NUMBER, lambda library: len(library.state.gpus)),
+    ("nvmlDeviceGetName", On.DEVICE, Form.TEXT, _name),
+    ("nvmlDeviceGetUUID", On.DEVICE, Form.TEXT, lambda _, target: (target.instance or target.gpu).uuid),
+    ("nvmlDeviceGetPciInfo_v3", On.DEVICE, Form.FIELDS, _pci_info),
+    ("nvmlDeviceGetMinorNumber", On.GPU, Form.NUMBER, lambda _, target: target.handle.index),
+    ("nvmlDeviceGetMemoryInfo", On.DEVICE, Form.FIELDS, _memory),
+    ("nvmlDeviceGetMemoryInfo_v2", On.DEVICE, Form.VERSIONED_FIELDS, _memory_v2),
+    ("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER, _cores),
+    ("nvmlDeviceGetUtilizationRates", On.DEVICE, Form.FIELDS, _utilization),
+    ("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER, _energy),
+    ("nvmlDeviceGetComputeMode", On.DEVICE, Form.NUMBER, lambda _, target: target.gpu.compute_mode),
+    ("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER, lambda _, target: int(target.gpu.persistence)),
 )
-getter("nvmlDeviceGetCount_v2 nvmlDeviceGetCount", On.NOTHING, Form.NUMBER)(lambda library: len(library.state.gpus))
-getter("nvmlDeviceGetUUID", On.DEVICE, Form.TEXT)(lambda _, target: (target.instance or target.gpu).uuid)
-getter("nvmlDeviceGetMinorNumber", On.GPU, Form.NUMBER)(lambda _, target: target.handle.index)
-getter("nvmlDeviceGetComputeMode", On.DEVICE, Form.NUMBER)(lambda _, target: target.gpu.compute_mode)
-getter("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER)(lambda _, target: int(target.gpu.persistence))
-getter("nvmlDeviceGetArchitecture", On.DEVICE, Form.NUMBER)(lambda _, target: _ARCHITECTURES[target.model.arch])
+for _getter in _GETTERS:
+    getter(*_getter)
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list
@@ -349,18 +239,13 @@ def _register(kind: str, wanted: Callable[[Resident], bool]) -> None:
 
     @entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
-        _fill(count, infos, [_info(one) for one in _seen(library, target) if wanted(one)])
+        # NVML's PIDs are the host's: in another PID namespace the list is empty.
+        seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
+        _fill(count, infos, [_info(one) for one in seen if wanted(one)])
 
 
 for _kind, _wanted in _LISTS.items():
     _register(_kind, _wanted)
-
-
-def _seen(library: SimulatedLibrary, target: Target) -> list[Resident]:
-    # NVML's PIDs are the host's: in another PID namespace the list is empty.
-    if not library.state.pid_namespace_is_host:
-        return []
-    return activity.residents(library.state, target)
 
 
 def _info(one: Resident) -> dict[str, int]:
@@ -389,20 +274,6 @@ def _fill(count: Any, infos: Any, entries: list[dict[str, int]]) -> None:
 @entry_point("nvmlDeviceGetProcessUtilization", on=On.GPU)
 def _process_utilization(library: SimulatedLibrary, target: Target, infos: Any, count: Any, seen_until: Any) -> None:
     _fill(count, infos, _samples(library, target, number(seen_until)))
-
-
-@entry_point("nvmlDeviceGetProcessesUtilizationInfo", on=On.GPU)
-def _utilization_info(library: SimulatedLibrary, target: Target, argument: Any) -> None:
-    struct = target_of(argument)
-    check_version(struct)
-    entries = _samples(library, target, struct.lastSeenTimeStamp)
-    room = struct.processSamplesCount if struct.procUtilArray else 0
-    struct.processSamplesCount = len(entries)
-    if room < len(entries):
-        raise Refused(Code.INSUFFICIENT_SIZE)
-    struct.lastSeenTimeStamp = max(entry["timeStamp"] for entry in entries)
-    for index, entry in enumerate(entries):
-        put_fields(struct.procUtilArray[index], entry)
 
 
 def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list[dict[str, int]]:
@@ -457,6 +328,9 @@ class SimulatedLibrary:
         self._in_call = self._looked = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "nvmlErrorString":
+            # The only entry point that returns no code; ctypes lets its restype be set.
+            return lambda code: ERROR_TEXTS.get(number(code), "Unknown Error").encode()
         entry = ENTRY_POINTS.get(name) or _rare(name)
         if entry is None:
             raise AttributeError(name)
@@ -465,15 +339,7 @@ class SimulatedLibrary:
             self.calls[name] += 1
             return self._call(entry, arguments)
 
-        if name != "nvmlErrorString":
-            return call
-
-        # The only entry point that returns no code; ctypes lets its restype be set.
-        def error_string(code: Any) -> bytes:
-            self.calls[name] += 1
-            return error_text(code).encode()
-
-        return error_string
+        return call
 
     @property
     def state(self) -> SimulatedHostState:

@@ -56,13 +56,6 @@ def handle_of(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) 
     return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
 
 
-@entry_point("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", on=On.DEVICE)
-def _parent(library: SimulatedLibrary, target: Target, device: Any) -> None:
-    if target.instance is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    put_handle(device, library.gpu(target.handle.index).handle)
-
-
 def require_instance(target: Target) -> SimulatedMigInstance:
     """Return the instance that was called on; a whole GPU is refused with INVALID_ARGUMENT."""
     # A whole GPU is an invalid argument here (H200).
@@ -98,7 +91,6 @@ def engines(profile: GiProfile) -> dict[str, int]:
     }
 
 
-@getter("nvmlDeviceGetAttributes_v2 nvmlDeviceGetAttributes", On.DEVICE, Form.FIELDS)
 def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
     if target.instance is None:
         return None
@@ -161,7 +153,6 @@ def put_placements(placements: Any, count: Any, entries: list[tuple[int, int]]) 
             put_fields(array[index], {"start": start, "size": size})
 
 
-@getter("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER)
 def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
     return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
 
@@ -454,8 +445,6 @@ def _placement(argument: Any) -> tuple[int, int]:
     return int(struct.start), int(struct.size)
 
 
-@getter("nvmlGpuInstanceGetComputeInstanceProfileInfo", On.GPU_INSTANCE, Form.FIELDS)
-@getter("nvmlGpuInstanceGetComputeInstanceProfileInfoV", On.GPU_INSTANCE, Form.VERSIONED_FIELDS)
 def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, engine: int) -> dict[str, Any] | None:
     if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -473,7 +462,6 @@ def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, en
     }
 
 
-@getter("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER)
 def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
     return mig.remaining_compute_capacity(_offering(target, identity), identity, _mine(target))
 
@@ -484,12 +472,6 @@ def _offering(target: Target, wanted: int) -> GiProfile:
     if wanted not in mig.offered(profile):
         raise Refused(Code.NOT_SUPPORTED)
     return profile
-
-
-@entry_point("nvmlGpuInstanceGetComputeInstancePossiblePlacements", on=On.GPU_INSTANCE)
-def _compute_placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
-    profile, size = _offering(target, number(identity)), mig.slices_of(number(identity))
-    put_placements(placements, count, [(start, size) for start in mig.starts(profile, number(identity))])
 
 
 @entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
@@ -526,25 +508,27 @@ def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None
     put_fields(struct.placement, {"start": span.start, "size": len(span)})
 
 
-@getter("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER)
 def _max_count(_library: SimulatedLibrary, target: Target) -> int:
     # 0, not an error, without MIG (H200 with MIG off).
     return (target.model.compute_slices or 0) if target.mig_enabled else 0
 
 
-@getter("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS)
-@getter("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS)
 def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any]:
     return _profile_fields(target, _profile_by_number(target, wanted))
 
 
-@getter("nvmlDeviceGetGpuInstanceProfileInfoByIdV", On.GPU, Form.VERSIONED_FIELDS)
-def _profile_info_by_id(_library: SimulatedLibrary, target: Target, identity: int) -> dict[str, Any]:
-    return _profile_fields(target, _profile_by_id(target, identity))
-
-
-getter("nvmlDeviceIsMigDeviceHandle", On.DEVICE, Form.NUMBER)(lambda _, target: int(target.instance is not None))
-getter("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER)(lambda _, target: require_instance(target).gpu_instance_id)
-getter("nvmlDeviceGetComputeInstanceId", On.DEVICE, Form.NUMBER)(
-    lambda _, target: require_instance(target).compute_instance_id
+_COMPUTE_PROFILE: Final = "nvmlGpuInstanceGetComputeInstanceProfileInfo"
+_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+    ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _max_count),
+    ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
+    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, at: require_instance(at).gpu_instance_id),
+    ("nvmlDeviceGetComputeInstanceId", On.DEVICE, Form.NUMBER, lambda _, at: require_instance(at).compute_instance_id),
+    ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
+    ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
+    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _capacity),
+    (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
+    (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
+    ("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER, _compute_capacity),
 )
+for _getter in _GETTERS:
+    getter(*_getter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.sim.nvml_abi import Code, Form, On, Refused, Target, entry_point, getter, number, put, put_text, target_of
@@ -14,11 +15,6 @@ if TYPE_CHECKING:
 # NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE; NVML_VGPU_VM_ID_DOMAIN_ID.
 _HOST_VGPU, _NONE, _BY_DOMAIN = 3, 0, 0
 _GPU_SHIFT: Final = 8
-
-
-@getter("nvmlDeviceGetVirtualizationMode", On.GPU, Form.NUMBER)
-def _mode(_library: SimulatedLibrary, target: Target) -> int:
-    return _HOST_VGPU if target.gpu.vgpus else _NONE
 
 
 @entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
@@ -45,26 +41,11 @@ def _type(vgpu: SimulatedVgpu) -> int:
 
 
 def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
-    found = (one for gpu in library.state.gpus for one in gpu.vgpus if _type(one) == kind)
-    one = next(found, None)
-    if one is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    return one
-
-
-@getter("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT)
-def _uuid(library: SimulatedLibrary, instance: int) -> str:
-    return _of(library, instance).uuid
-
-
-@getter("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER)
-def _type_of(library: SimulatedLibrary, instance: int) -> int:
-    return _type(_of(library, instance))
-
-
-@getter("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER)
-def _used(library: SimulatedLibrary, instance: int) -> int:
-    return _of(library, instance).memory_used_bytes
+    for gpu in library.state.gpus:
+        for vgpu in gpu.vgpus:
+            if _type(vgpu) == kind:
+                return vgpu
+    raise Refused(Code.INVALID_ARGUMENT)
 
 
 @entry_point("nvmlVgpuInstanceGetVmID")
@@ -78,6 +59,22 @@ def _name(library: SimulatedLibrary, kind: Any, buffer: Any, length: Any) -> Non
     put_text(buffer, target_of(length), _of_type(library, number(kind)).type)
 
 
-@getter("nvmlVgpuTypeGetFramebufferSize", On.NOTHING, Form.NUMBER)
-def _size(library: SimulatedLibrary, kind: int) -> int:
-    return _of_type(library, kind).memory_bytes
+_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+    (
+        "nvmlDeviceGetVirtualizationMode",
+        On.GPU,
+        Form.NUMBER,
+        lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
+    ),
+    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _of(library, instance).uuid),
+    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_of(library, instance))),
+    ("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER, lambda library, at: _of(library, at).memory_used_bytes),
+    (
+        "nvmlVgpuTypeGetFramebufferSize",
+        On.NOTHING,
+        Form.NUMBER,
+        lambda library, kind: _of_type(library, kind).memory_bytes,
+    ),
+)
+for _getter in _GETTERS:
+    getter(*_getter)

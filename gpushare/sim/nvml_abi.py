@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from gpushare.gpu_models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
@@ -174,9 +174,6 @@ def entry_point(
     return register
 
 
-Value = TypeVar("Value", bound=Callable[..., Any])
-
-
 class Form(Enum):
     """How a getter hands its value over."""
 
@@ -187,34 +184,30 @@ class Form(Enum):
     VERSIONED_FIELDS = "fields of a struct that says its version first"
 
 
-def getter(names: str, on: On, form: Form) -> Callable[[Value], Value]:
+def getter(names: str, on: On, form: Form, value: Callable[..., Any]) -> None:
     """Register a function that returns a value under the names of entry points, with blanks between them.
 
     It is called with the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
     refused with NOT_SUPPORTED.
     """
+    first = 0 if on is On.NOTHING else 1
 
-    def register(value: Value) -> Value:
-        def answer(library: Any, *arguments: Any) -> None:
-            first = 0 if on is On.NOTHING else 1
-            last = len(arguments) - (2 if form is Form.TEXT else 1)
-            output = arguments[last]
-            if form is Form.VERSIONED_FIELDS:
-                check_version(target_of(output))
-            found = value(library, *arguments[:first], *map(number, arguments[first:last]))
-            if found is None:
-                raise Refused(Code.NOT_SUPPORTED)
-            if form is Form.TEXT:
-                put_text(output, arguments[-1], found)
-            elif form is Form.NUMBER:
-                put(output, found)
-            else:
-                put_fields(target_of(output), found)
+    def answer(library: Any, *arguments: Any) -> None:
+        last = len(arguments) - (2 if form is Form.TEXT else 1)
+        output = arguments[last]
+        if form is Form.VERSIONED_FIELDS:
+            check_version(target_of(output))
+        found = value(library, *arguments[:first], *map(number, arguments[first:last]))
+        if found is None:
+            raise Refused(Code.NOT_SUPPORTED)
+        if form is Form.TEXT:
+            put_text(output, arguments[-1], found)
+        elif form is Form.NUMBER:
+            put(output, found)
+        else:
+            put_fields(target_of(output), found)
 
-        entry_point(*names.split(), on=on)(answer)
-        return value
-
-    return register
+    entry_point(*names.split(), on=on)(answer)
 
 
 def unversioned(name: str) -> str:

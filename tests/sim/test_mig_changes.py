@@ -378,30 +378,18 @@ def test_partial_compute_instances_show_their_part() -> None:
         ]
 
 
-def test_placements_and_capacity_of_compute_instances() -> None:
+def test_capacity_of_compute_instances() -> None:
     with host("sim:h200") as (nvml, gpu, _):
         instance = nvml.nvmlDeviceCreateGpuInstance(gpu, G7)
-        found = {}
-        for profile in (C1, C2, C3, C4, C7):
-            count = ctypes.c_uint()
-            ask = nvml.nvmlGpuInstanceGetComputeInstancePossiblePlacements
-            ask(instance, profile, None, ctypes.byref(count))
-            rows = (nvml.c_nvmlComputeInstancePlacement_t * count.value)()
-            ask(instance, profile, rows, ctypes.byref(count))
-            found[profile] = ([row.start for row in rows], rows[0].size)
-            info = nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, profile, 0)
-            free = nvml.nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance, profile)
-            assert info.instanceCount == count.value == free
-        assert found == {
-            C1: ([0, 1, 2, 3, 4, 5, 6], 1),
-            C2: ([0, 2, 4], 2),
-            C3: ([0, 4], 3),
-            C4: ([0], 4),
-            C7: ([0], 7),
-        }
+
+        def free() -> list[int]:
+            ask = nvml.nvmlGpuInstanceGetComputeInstanceRemainingCapacity
+            return [ask(instance, one) for one in (C1, C2, C3, C4, C7)]
+
+        offered = [nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, one, 0) for one in (C1, C2, C3, C4, C7)]
+        assert [info.instanceCount for info in offered] == free() == [7, 3, 2, 1, 1]
         create_compute(nvml, instance, C1, 5, 1)
-        free = [nvml.nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance, one) for one in found]
-        assert free == [6, 2, 1, 1, 0]
+        assert free() == [6, 2, 1, 1, 0]
 
 
 def test_refused_compute_instances() -> None:
