@@ -14,9 +14,8 @@ MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
 _RESERVED_MIB: Final = 512
 # DRAM bandwidth per SM utilization of our large matmul on an H200.
 _DRAWN_BY_SMS: Final = 20 / 96
-# Of an idle H200: 96 W of 700 W; 31 degrees.
+# Of an idle H200: 96 W of 700 W.
 IDLE_POWER: Final = 0.137
-_IDLE_TEMPERATURE: Final = 31
 
 
 class Resident(NamedTuple):
@@ -96,18 +95,6 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
             for one in residents(state, target)
         ),
     )
-
-
-def power_watts(state: SimulatedHostState, target: Target) -> float | None:
-    """Return the power draw of a GPU, or None when the model's limit is not known."""
-    limit = target.model.power_limit_watts
-    busy = utilization(state, target) / 100
-    return None if limit is None else limit * (IDLE_POWER + (1 - IDLE_POWER) * busy)
-
-
-def temperature_celsius(state: SimulatedHostState, target: Target) -> int:
-    """Return the temperature of a GPU."""
-    return _IDLE_TEMPERATURE + round(0.35 * utilization(state, target))
 
 
 def bandwidth(state: SimulatedHostState, target: Target) -> float:

@@ -15,12 +15,8 @@ from gpushare.sim.current import changing, current
 from gpushare.sim.mps_servers import binary_version
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused, Target
 from gpushare.sim.smi_options import (
-    CHANGING,
     HELP,
-    NO_COMMAND,
     NO_VALUE,
-    SHOWING,
-    SUBCOMMAND,
     VALUE,
     Wrong,
     choose,
@@ -44,15 +40,12 @@ _NO_DRIVER = (
     "NVIDIA driver is installed and running.\n\n"
 )
 _LEVELS = ("Default", "Short", "Medium", "Long")
-_COMPUTE_MODES = ("DEFAULT", "EXCLUSIVE_THREAD", "PROHIBITED", "EXCLUSIVE_PROCESS")
+_COMPUTE_MODES = ("DEFAULT", "", "PROHIBITED", "EXCLUSIVE_PROCESS")
 # What the value of each option sets: a name or its number.
 _MODES = {
-    option: {text: place for place, name in enumerate(names) for text in (name, str(place))}
+    option: {text: place for place, name in enumerate(names) if name for text in (name, str(place))}
     for option, names in (("-c", _COMPUTE_MODES), ("-mig", ("DISABLED", "ENABLED")))
 }
-_EARLY = "Terminating early due to previous errors.\n"
-_WARNING = "Treating as warning and moving on.\n"
-_DEPRECATED = "Warning: EXCLUSIVE_THREAD mode is deprecated and will be removed in future releases.\n"
 
 
 def main(argv: Sequence[str], state_file: StateFile) -> Completed:
@@ -71,20 +64,18 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     except Wrong as wrong:
         # Raised before anything changes.
         code, text = wrong.code, wrong.text
-    return Completed(tuple(argv), code, text, _DEPRECATED if code == 0 and "EXCLUSIVE_THREAD" in words else "")
+    return Completed(tuple(argv), code, text, "")
 
 
 def _cannot_start(state: SimulatedHostState) -> tuple[int, str] | None:
     # NVIDIA's own messages of this kind go to stdout.
-    if not state.nvml_installed:
-        return 12, _NO_LIBRARY
-    if not state.driver_loaded:
-        return 9, _NO_DRIVER
-    if state.library_mismatch:
-        return 18, "Failed to initialize NVML: Driver/library version mismatch\n"
-    if state.permission_denied:
-        return 4, "Failed to initialize NVML: Insufficient Permissions\n"
-    return None
+    failures = (
+        (not state.nvml_installed, 12, _NO_LIBRARY),
+        (not state.driver_loaded, 9, _NO_DRIVER),
+        (state.library_mismatch, 18, "Failed to initialize NVML: Driver/library version mismatch\n"),
+        (state.permission_denied, 4, "Failed to initialize NVML: Insufficient Permissions\n"),
+    )
+    return next(((code, text) for failed, code, text in failures if failed), None)
 
 
 def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
@@ -103,19 +94,20 @@ def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
 
 
 def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[int, str]:
-    given = parse(words, {"-i": VALUE, "-l": NO_VALUE, "--set-timeslice": VALUE}, SUBCOMMAND)
-    text = dict(given).get("--set-timeslice")
+    given = parse(words, {"-i": VALUE, "-l": NO_VALUE, "--set-timeslice": VALUE}, subcommand=True)
+    text = given.get("--set-timeslice")
     level = number(text)
     if text is not None and level is None:
         return 2, f'Option "{text}" is invalid for "--set-timeslice".\n'
-    commands = [name for name, _ in given if name != "-i"]
-    if len(commands) != 1:
-        return (2, "One, and only one, compute-policy command allowed at a time\n") if commands else NO_COMMAND
+    if not given.keys() - {"-i"}:
+        return 2, f"Invalid combination of input arguments.{HELP}"
+    if {"-l", "--set-timeslice"} <= given.keys():
+        return 2, "One, and only one, compute-policy command allowed at a time\n"
     task = "get compute policies"
     if level is not None:
         task = f"set timeslice policy with value {_LEVELS[level] if level < len(_LEVELS) else 'Unknown'}"
     code, rows, said = Code.SUCCESS, [], ""
-    for one in choose(state, dict(given).get("-i"), lost=True):
+    for one in choose(state, given.get("-i"), lost=True):
         index, refusal = one.handle.index, _policy_refusal(state, one, level)
         if refusal is not None:
             code, said = refusal, f"{said}Failed to {task} for GPU {index} : {ERROR_TEXTS[refusal]}\n"
@@ -155,28 +147,25 @@ def _listing(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
 
 def _change(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     """Carry out ``-c MODE`` or ``-mig MODE``."""
-    given = parse(words, dict.fromkeys(("-i", *_MODES), VALUE), CHANGING)
-    options = dict(given)
-    for option, value in given:
-        if option in _MODES and value not in _MODES[option]:
-            return 2, f"ERROR: Option {value} is invalid for {option}.{HELP}"
-    if len(options) < len(given) or options.keys() >= _MODES.keys():
+    options = parse(words, dict.fromkeys(("-i", *_MODES), VALUE))
+    if options.keys() >= _MODES.keys():
         return 2, "Invalid combination of input arguments. Only one device modification may be done at a time.\n\n"
     option = "-c" if "-c" in options else "-mig"
-    wanted, output = _MODES[option][options[option] or ""], ""
+    wanted, output = _MODES[option].get(options[option] or ""), ""
+    if wanted is None:
+        return 2, f"ERROR: Option {options[option]} is invalid for {option}.{HELP}"
     for one in choose(state, options.get("-i")):
         try:
             output += _set_mode(state, one, option, wanted)
         except Refused as refused:
             verb = "set the compute mode" if option == "-c" else f"{('disable', 'enable')[wanted]} MIG Mode"
             if option == "-c" and one.mig_enabled and refused.code == Code.NOT_SUPPORTED:
-                output += (
-                    f"Setting compute mode to {_COMPUTE_MODES[wanted]} is not supported on a MIG-enabled device.\n"
-                )
+                title = _COMPUTE_MODES[wanted]
+                output += f"Setting compute mode to {title} is not supported on a MIG-enabled device.\n"
             output += f"Unable to {verb} for GPU {one.gpu.pci_bus_id}: {ERROR_TEXTS[refused.code]}\n"
             if refused.code != Code.NOT_SUPPORTED:
-                return int(refused.code), output + _EARLY
-            output += _WARNING
+                return int(refused.code), f"{output}Terminating early due to previous errors.\n"
+            output += "Treating as warning and moving on.\n"
     return 0, output + "All done.\n"
 
 
@@ -186,8 +175,6 @@ def _set_mode(state: SimulatedHostState, one: Target, option: str, wanted: int) 
 
         return smi_mig.set_mode(state, one, wanted)
     gpu, title = one.gpu, _COMPUTE_MODES[wanted]
-    if title == "EXCLUSIVE_THREAD":
-        return f"Exclusive_Thread was deprecated! Use value 3:Exclusive_Process instead.\n{_WARNING}"
     if gpu.compute_mode == wanted:
         return f"Compute mode is already set to {title} for GPU {gpu.pci_bus_id}.\n"
     require_root(state)
@@ -200,7 +187,7 @@ def _set_mode(state: SimulatedHostState, one: Target, option: str, wanted: int) 
 def _show(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     """Return the table of ``nvidia-smi``, or the compute modes: ``--query-gpu=compute_mode --format=csv,noheader``."""
     known = ("-i", "--query-gpu", "--format") if any(word.startswith("--query-gpu") for word in words) else ("-i",)
-    options = dict(parse(words, dict.fromkeys(known, VALUE), SHOWING))
+    options = parse(words, dict.fromkeys(known, VALUE))
     field, form = options.get("--query-gpu"), (options.get("--format") or "csv").split(",")
     if set(form) - {"csv", "noheader"}:
         return 2, "Format modifier is not recognized.\n"
@@ -248,14 +235,15 @@ def _gpu_rows(state: SimulatedHostState, one: Target) -> str:
         memory = f"{used // MIB}MiB /{f'{total // MIB}MiB':>10}"
     if not one.mig_enabled and supports(one, "nvmlDeviceGetUtilizationRates"):
         percent = f"{round(activity.utilization(state, one))}%"
-    watts, celsius = activity.power_watts(state, one), activity.temperature_celsius(state, one)
-    power = f"{'N/A':>16} /{'N/A':>6}" if watts is None else f"{round(watts):>15}W /{one.model.power_limit_watts:>5}W"
+    # The sensors are those of an idle GPU.
+    limit = one.model.power_limit_watts
+    power = f"{'N/A':>16} /{'N/A':>6}" if limit is None else f"{round(limit * activity.IDLE_POWER):>15}W /{limit:>5}W"
     mode = _COMPUTE_MODES[gpu.compute_mode].title().replace("Exclusive_", "E. ")
     mig = "N/A" if gpu.mig_mode is None else ("Disabled", "Enabled")[gpu.mig_mode]
     persistence, ecc = "On" if gpu.persistence else "Off", "On" if one.mig_enabled else "0"
     return (
         f"|{one.handle.index:>4}  {one.model.name[:27]:<27}{persistence:>6}  |   {gpu.pci_bus_id} Off |{ecc:>21} |\n"
-        f"| N/A  {celsius:>3}C    P0{power} |{memory:>23} |{percent:>8}{mode:>13} |\n"
+        f"| N/A   31C    P0{power} |{memory:>23} |{percent:>8}{mode:>13} |\n"
         f"|{'':41}|{'':24}|{mig:>21} |\n"
     )
 

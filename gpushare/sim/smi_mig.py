@@ -13,10 +13,9 @@ from gpushare.sim.devices import forget_gone
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused, Target
 from gpushare.sim.processes import holding
 from gpushare.sim.smi_options import (
+    HELP,
     MAYBE,
-    NO_COMMAND,
     NO_VALUE,
-    SUBCOMMAND,
     VALUE,
     Wrong,
     choose,
@@ -84,10 +83,10 @@ def set_mode(state: SimulatedHostState, one: Target, wanted: int) -> str:
 
 def run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     """Carry out the words after ``mig`` on the state; return exit code and output."""
-    options = dict(parse(words, _OPTIONS, SUBCOMMAND))
+    options = parse(words, _OPTIONS, subcommand=True)
     command = next((name for name in _COMMANDS if name in options), None)
     if command is None:
-        return NO_COMMAND
+        return 2, f"Invalid combination of input arguments.{HELP}"
     chosen = choose(state, options.get("-i"))
     enabled = [one for one in chosen if one.mig_enabled]
     if not enabled:

@@ -11,12 +11,6 @@ from gpushare.sim.nvml_abi import Code, Handle, HandleKind, Refused, Target
 from gpushare.sim.state import SimulatedHostState
 
 HELP: Final = " Please run 'nvidia-smi -h' for help.\n\n"
-_MISSING = f"ERROR: Option {{}} is missing its value.{HELP}"
-NO_COMMAND: Final = (2, f"Invalid combination of input arguments.{HELP}")
-# Exit code, and what is said of an unknown option and of one without its value.
-SHOWING: Final = (255, "ERROR: Option {} is not recognized. Please run 'nvidia-smi -h'.\n\n", _MISSING)
-CHANGING: Final = (255, f"ERROR: Option {{}} is not recognized.{HELP}", _MISSING)
-SUBCOMMAND: Final = (2, 'Option "{}" is not recognized.\n', 'Option "{}" is missing its value.\n')
 # How an option takes a value.
 NO_VALUE, VALUE, MAYBE = "no", "yes", "maybe"
 
@@ -29,24 +23,26 @@ class Wrong(Exception):
         self.code, self.text = code, text
 
 
-def parse(words: Sequence[str], options: Mapping[str, str], said: tuple[int, str, str]) -> list[tuple[str, str | None]]:
+def parse(words: Sequence[str], options: Mapping[str, str], *, subcommand: bool = False) -> dict[str, str | None]:
     """Return the options with their values."""
-    code, unknown, missing = said
-    found: list[tuple[str, str | None]] = []
+    found: dict[str, str | None] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        value = text if equals else None
+        name, equals, value = word.partition("=")
         if name not in options or (equals and options[name] == NO_VALUE):
-            raise Wrong(code, unknown.format(word))
+            if subcommand:
+                raise Wrong(2, f'Option "{word}" is not recognized.\n')
+            raise Wrong(255, f"ERROR: Option {word} is not recognized. Please run 'nvidia-smi -h'.\n\n")
+        found[name] = value if equals else None
         if options[name] != NO_VALUE and not equals:
             # To a subcommand, another option is no value.
-            if rest and not (said is SUBCOMMAND and rest[0].partition("=")[0] in options):
-                value = rest.pop(0)
+            if rest and not (subcommand and rest[0].partition("=")[0] in options):
+                found[name] = rest.pop(0)
+            elif options[name] == VALUE and subcommand:
+                raise Wrong(2, f'Option "{word}" is missing its value.\n')
             elif options[name] == VALUE:
-                raise Wrong(code, missing.format(word))
-        found.append((name, value))
+                raise Wrong(255, f"ERROR: Option {word} is missing its value.{HELP}")
     return found
 
 
@@ -61,8 +57,6 @@ def choose(state: SimulatedHostState, ids: str | None, *, lost: bool = False) ->
     Raises:
         Wrong: there is none, or one of them fell off the bus and ``lost`` is not set.
     """
-    if ids == "":
-        raise Wrong(255, "Failed to parse device string on command line")
     wanted = None if ids is None else {part.strip() for part in ids.split(",")}
     gpus = (Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model)) for index, gpu in enumerate(state.gpus))
     found = [one for one in gpus if wanted is None or wanted & {str(one.handle.index), one.gpu.uuid}]

@@ -118,7 +118,6 @@ def test_compute_modes() -> None:
         assert (done.exit_code, done.stdout) == (0, f"Set compute mode to {title} for GPU {bus}.\nAll done.\n")
         assert state().gpus[0].compute_mode == mode
     assert run("-c", "2").stdout == f"Compute mode is already set to PROHIBITED for GPU {bus}.\nAll done.\n"
-    assert "deprecated" in run("-c", "EXCLUSIVE_THREAD").stdout
     assert run("-c", "9").exit_code == run("-c", "default").exit_code == 2
     admin.set_fault(SPEC, "user", value="1000")
     refused = f"Unable to set the compute mode for GPU {bus}: Insufficient Permissions\n"
