@@ -10,7 +10,6 @@ from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
 from gpushare.units import MIB
 
-MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
 _RESERVED_MIB: Final = 512
 # DRAM bandwidth per SM utilization of our large matmul on an H200.
 _DRAWN_BY_SMS: Final = 20 / 96
@@ -197,13 +196,6 @@ def device_name(target: Target, instance: SimulatedMigInstance) -> str:
     from gpushare.sim import mig
 
     return mig.device_name(profile, instance)
-
-
-def process_names(state: SimulatedHostState) -> dict[int, str]:
-    """Return the names of all processes that NVML knows, by PID."""
-    names = {process.pid: process.name for process in state.processes}
-    servers = (server.pid for daemon in state.daemons for server in daemon.servers)
-    return names | dict.fromkeys(servers, MPS_SERVER_NAME)
 
 
 def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:

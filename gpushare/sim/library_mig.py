@@ -1,4 +1,4 @@
-"""Entry points of the simulated NVML: MIG profiles, GPU instances and compute instances (reading)."""
+"""Entry points of the simulated NVML: MIG modes, profiles, GPU instances and compute instances."""
 
 from __future__ import annotations
 
@@ -37,65 +37,55 @@ if TYPE_CHECKING:
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
 _PROFILE_COUNT: Final = 17
+# Engine counts of a profile by their NVML field names.
+_ENGINES: Final = {
+    "copyEngineCount": "copy_engines",
+    "decoderCount": "decoders",
+    "encoderCount": "encoders",
+    "jpegCount": "jpeg_engines",
+    "ofaCount": "optical_flow_engines",
+}
 
 
-@entry_point("nvmlDeviceGetMigDeviceHandleByIndex", on=On.GPU)
-def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: Any) -> None:
-    if target.gpu.mig_mode is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    devices = target.gpu.mig if target.mig_enabled else []
-    if number(index) >= len(devices):
-        raise Refused(Code.NOT_FOUND)
-    put_handle(device, handle_of(HandleKind.MIG_DEVICE, target, devices[number(index)]))
-
-
-def handle_of(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) -> Handle:
-    """Return the handle of an instance of the GPU that was called on."""
-    if kind is HandleKind.GPU_INSTANCE or not isinstance(instance, SimulatedMigInstance):
-        return Handle(kind, target.handle.index, instance.gpu_instance_id)
-    return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
-
-
-def require_instance(target: Target) -> SimulatedMigInstance:
-    """Return the instance that was called on; a whole GPU is refused with INVALID_ARGUMENT."""
-    # A whole GPU is an invalid argument here (H200).
-    if target.instance is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    return target.instance
-
-
-def require_gpu_instance(target: Target) -> SimulatedGpuInstance:
-    """Return the GPU instance that was called on, or in which the compute instance lies; INVALID_ARGUMENT otherwise."""
-    if target.gpu_instance is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    return target.gpu_instance
-
-
-def profile_of(target: Target) -> GiProfile:
-    """Return the profile of the GPU instance that was called on."""
-    profile = target.model.profile(require_gpu_instance(target).profile)
-    if profile is None:
-        raise Refused(Code.UNKNOWN)
-    return profile
-
-
-def engines(profile: GiProfile) -> dict[str, int]:
-    """Return the engine counts of a profile by their NVML field names."""
+def _engines(profile: GiProfile, *, shared: bool = False) -> dict[str, int]:
     # NVML has no "unknown" in these structs; what is not published is left out, as 0.
-    return {
-        "copyEngineCount": profile.copy_engines or 0,
-        "decoderCount": profile.decoders or 0,
-        "encoderCount": profile.encoders or 0,
-        "jpegCount": profile.jpeg_engines or 0,
-        "ofaCount": profile.optical_flow_engines or 0,
-    }
+    counts = {name: getattr(profile, attribute) or 0 for name, attribute in _ENGINES.items()}
+    return {f"shared{name[0].upper()}{name[1:]}": count for name, count in counts.items()} if shared else counts
+
+
+def _required(found: SimulatedMigInstance | None) -> SimulatedMigInstance:
+    """Return the instance that was called on; a whole GPU is refused (H200)."""
+    if found is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return found
+
+
+def _owner(target: Target) -> tuple[SimulatedGpuInstance, GiProfile]:
+    """Return the GPU instance that was called on, or in which the compute instance lies, and its profile."""
+    owner = target.gpu_instance
+    profile = None if owner is None else target.model.profile(owner.profile)
+    if owner is None or profile is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return owner, profile
+
+
+def _mine(target: Target) -> list[SimulatedMigInstance]:
+    return [one for one in target.gpu.mig if one.gpu_instance_id == target.handle.gpu_instance]
+
+
+def _offering(target: Target, wanted: int) -> GiProfile:
+    """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
+    profile = _owner(target)[1]
+    if wanted not in mig.offered(profile):
+        raise Refused(Code.NOT_SUPPORTED)
+    return profile
 
 
 def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
     if target.instance is None:
         return None
-    profile = profile_of(target)
-    return _shared(profile) | {
+    profile = _owner(target)[1]
+    return _engines(profile, shared=True) | {
         "multiprocessorCount": activity.device_multiprocessors(target, target.instance),
         "gpuInstanceSliceCount": profile.slices,
         "computeInstanceSliceCount": len(mig.span(profile, target.instance)),
@@ -103,28 +93,13 @@ def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | 
     }
 
 
-def _shared(profile: GiProfile) -> dict[str, int]:
-    return {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
-
-
-def _profile_by_number(target: Target, wanted: int) -> GiProfile:
+def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any] | None:
     if not 0 <= wanted < _PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
-    for profile in target.model.profiles:
-        if profile.nvml_profile == wanted:
-            return profile
-    raise Refused(Code.NOT_SUPPORTED)
-
-
-def _profile_by_id(target: Target, wanted: int) -> GiProfile:
-    profile = target.model.profile_by_id(wanted)
+    profile = next((one for one in target.model.profiles if one.nvml_profile == wanted), None)
     if profile is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    return profile
-
-
-def _profile_fields(target: Target, profile: GiProfile) -> dict[str, Any]:
-    return engines(profile) | {
+        return None
+    return _engines(profile) | {
         "id": profile.id,
         "isP2pSupported": int(profile.peer_to_peer),
         "sliceCount": profile.slices,
@@ -135,26 +110,102 @@ def _profile_fields(target: Target, profile: GiProfile) -> dict[str, Any]:
     }
 
 
-@entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements", on=On.GPU)
-def _placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
-    profile = _profile_by_id(target, number(identity))
-    put_placements(placements, count, [(start, profile.size or 0) for start in profile.starts or ()])
+def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, engine: int) -> dict[str, Any] | None:
+    if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
+        raise Refused(Code.INVALID_ARGUMENT)
+    profile = _owner(target)[1]
+    instances = mig.offered(profile).get(wanted)
+    if instances is None:
+        return None
+    slices = mig.slices_of(wanted)
+    return _engines(profile, shared=True) | {
+        "id": wanted,
+        "sliceCount": slices,
+        "instanceCount": instances,
+        "multiprocessorCount": activity.compute_multiprocessors(target, profile, slices),
+        "name": f"MIG {'' if slices == profile.slices else f'{slices}c.'}{profile.name}".encode(),
+    }
 
 
-def put_placements(placements: Any, count: Any, entries: list[tuple[int, int]]) -> None:
-    """Write placements (start, size) to a caller's array, and how many there are."""
-    put(count, len(entries))
-    # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
-    if placements is not None and entries:
-        array = placements._obj if hasattr(placements, "_obj") else placements
-        if hasattr(array, "_length_") and len(array) < len(entries):
-            raise Refused(Code.INSUFFICIENT_SIZE)
-        for index, (start, size) in enumerate(entries):
-            put_fields(array[index], {"start": start, "size": size})
+def _profile_by_id(target: Target, wanted: int) -> GiProfile:
+    profile = target.model.profile_by_id(wanted)
+    if profile is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    return profile
 
 
 def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
     return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
+
+
+def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
+    return mig.remaining_compute_capacity(_offering(target, identity), identity, _mine(target))
+
+
+def _max_count(_library: SimulatedLibrary, target: Target) -> int:
+    # 0, not an error, without MIG (H200 with MIG off).
+    return (target.model.compute_slices or 0) if target.mig_enabled else 0
+
+
+_COMPUTE_PROFILE: Final = "nvmlGpuInstanceGetComputeInstanceProfileInfo"
+_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+    ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _max_count),
+    ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
+    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _required(on.instance).gpu_instance_id),
+    (
+        "nvmlDeviceGetComputeInstanceId",
+        On.DEVICE,
+        Form.NUMBER,
+        lambda _, on: _required(on.instance).compute_instance_id,
+    ),
+    ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
+    ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
+    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _capacity),
+    (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
+    (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
+    ("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER, _compute_capacity),
+)
+for _getter in _GETTERS:
+    getter(*_getter)
+
+
+def _handle(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) -> Handle:
+    """Return the handle of an instance of the GPU that was called on."""
+    if kind is HandleKind.GPU_INSTANCE or not isinstance(instance, SimulatedMigInstance):
+        return Handle(kind, target.handle.index, instance.gpu_instance_id)
+    return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
+
+
+def _array(argument: Any) -> Any:
+    return argument._obj if hasattr(argument, "_obj") else argument
+
+
+def _put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
+    """Write opaque pointers to a caller's array, and how many there are."""
+    put(count, len(handles))
+    pointers = _array(array)
+    for index, handle in enumerate(handles):
+        pointers[index] = ctypes.cast(ctypes.c_void_p(handle.pack()), pointers._type_)
+
+
+@entry_point("nvmlDeviceGetMigDeviceHandleByIndex", on=On.GPU)
+def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: Any) -> None:
+    if target.gpu.mig_mode is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    devices = target.gpu.mig if target.mig_enabled else []
+    if number(index) >= len(devices):
+        raise Refused(Code.NOT_FOUND)
+    put_handle(device, _handle(HandleKind.MIG_DEVICE, target, devices[number(index)]))
+
+
+@entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", on=On.GPU)
+def _placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
+    profile = _profile_by_id(target, number(identity))
+    starts = profile.starts or ()
+    put(count, len(starts))
+    # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
+    for index, start in enumerate(starts if placements is not None else ()):
+        put_fields(_array(placements)[index], {"start": start, "size": profile.size})
 
 
 @entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
@@ -162,41 +213,59 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, number(identity)).name
-    found = [one for one in mig.gpu_instances(target.gpu) if one.profile == name]
-    put_handles(instances, count, [handle_of(HandleKind.GPU_INSTANCE, target, one) for one in found])
+    found = [one for one in gpu_instances(target.gpu) if one.profile == name]
+    _put_handles(instances, count, [_handle(HandleKind.GPU_INSTANCE, target, one) for one in found])
 
 
-def put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
-    """Write opaque pointers to a caller's array, and how many there are."""
-    put(count, len(handles))
-    pointers = array._obj if hasattr(array, "_obj") else array
-    for index, handle in enumerate(handles):
-        if hasattr(pointers, "_length_"):
-            pointers[index] = ctypes.cast(ctypes.c_void_p(handle.pack()), pointers._type_)
-        else:
-            put_handle(pointers, handle)
+@entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
+def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
+    profile = _offering(target, number(identity))
+    mine = [one for one in _mine(target) if mig.number_of(profile, one) == number(identity)]
+    _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, one) for one in mine])
 
 
 @entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
 def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    for one in mig.gpu_instances(target.gpu):
+    for one in gpu_instances(target.gpu):
         if one.gpu_instance_id == number(identity):
-            return put_handle(instance, handle_of(HandleKind.GPU_INSTANCE, target, one))
+            return put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, one))
+    raise Refused(Code.NOT_FOUND)
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
+def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
+    for one in _mine(target):
+        if one.compute_instance_id == number(identity):
+            return put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
 
 
 @entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
 def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    profile, instance = profile_of(target), require_gpu_instance(target)
-    struct = target_of(info)
+    (instance, profile), struct = _owner(target), target_of(info)
     device = Handle(HandleKind.GPU, target.handle.index)
     put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})
     put_fields(struct.placement, {"start": instance.start, "size": profile.size})
 
 
+@entry_point("nvmlComputeInstanceGetInfo_v2", on=On.COMPUTE_INSTANCE)
+def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
+    (_, profile), instance, struct = _owner(target), _required(target.instance), target_of(info)
+    values = {
+        "device": Handle(HandleKind.GPU, target.handle.index),
+        "gpuInstance": _handle(HandleKind.GPU_INSTANCE, target, instance),
+        "id": instance.compute_instance_id,
+        "profileId": mig.number_of(profile, instance),
+    }
+    put_fields(struct, values)
+    span = mig.span(profile, instance)
+    put_fields(struct.placement, {"start": span.start, "size": len(span)})
+
+
 _Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
+Placement = tuple[int, int] | None
 
 
 def set_mode(gpu: SimulatedGpu, model: GpuModel, mode: int, residents: Sequence[Resident]) -> Code:
@@ -219,17 +288,13 @@ def set_mode(gpu: SimulatedGpu, model: GpuModel, mode: int, residents: Sequence[
 
 
 def create_gpu_instance(
-    gpu: SimulatedGpu,
-    model: GpuModel,
-    profile_id: int,
-    placement: tuple[int, int] | None,
-    residents: Sequence[Resident],
+    gpu: SimulatedGpu, model: GpuModel, profile_id: int, placement: Placement, residents: Sequence[Resident]
 ) -> int:
     """Create a GPU instance at ``placement`` (start, size), or where the driver chooses, and return its id.
 
     Raises:
-        Refused: NOT_SUPPORTED, MIG is off; INVALID_ARGUMENT, no such profile, or it cannot lie there; IN_USE, it
-            would be the first and somebody is on the GPU; INSUFFICIENT_RESOURCES, no room, or the place is taken.
+        Refused: NOT_SUPPORTED, MIG is off, or the places are not published; INVALID_ARGUMENT, no such profile, or it
+            cannot lie there; IN_USE, it would be the first and somebody is on the GPU; INSUFFICIENT_RESOURCES, no room.
     """
     if gpu.mig_mode != 1:
         raise Refused(Code.NOT_SUPPORTED)
@@ -237,7 +302,6 @@ def create_gpu_instance(
     if profile is None:
         raise Refused(Code.INVALID_ARGUMENT)
     if profile.size is None or profile.starts is None or model.axis is None:
-        # Where it lies is not published, so it cannot be simulated.
         raise Refused(Code.NOT_SUPPORTED)
     if placement is not None and (placement[0] not in profile.starts or placement[1] != profile.size):
         raise Refused(Code.INVALID_ARGUMENT)
@@ -246,16 +310,20 @@ def create_gpu_instance(
         # Hopper and later: MIG was enabled while they ran; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
-    if not free or (placement is not None and placement[0] not in free):
-        raise Refused(Code.INSUFFICIENT_RESOURCES)
-    start = automatic_start(model, profile, gpu) if placement is None else placement[0]
+    start = _start(free, placement, lambda: _automatic_start(model, profile, gpu))
     identity = gpu_instance_id(model.axis, start, profile.size)
     gpu.bare.append(SimulatedGpuInstance(profile.name, start, identity))
     gpu.bare.sort(key=lambda one: one.gpu_instance_id)
     return identity
 
 
-def automatic_start(model: GpuModel, profile: GiProfile, gpu: SimulatedGpu) -> int:
+def _start(free: Sequence[int], placement: Placement, automatic: Callable[[], int]) -> int:
+    if not free or (placement is not None and placement[0] not in free):
+        raise Refused(Code.INSUFFICIENT_RESOURCES)
+    return automatic() if placement is None else placement[0]
+
+
+def _automatic_start(model: GpuModel, profile: GiProfile, gpu: SimulatedGpu) -> int:
     """Return where the driver puts a GPU instance by itself; there must be room.
 
     Not first fit: into the fullest half, then its fullest quarter. That gives every order that was seen: seven 1g of
@@ -286,14 +354,13 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
     Raises:
         Refused: IN_USE, it holds a compute instance or somebody is in it; INVALID_ARGUMENT, it is gone.
     """
-    used = any(one.gpu_instance_id == gpu_instance for one in gpu.mig)
-    if used or any(one.gpu_instance_id == gpu_instance for one in residents):
+    if gpu_instance in [*(one.gpu_instance_id for one in gpu.mig), *(one.gpu_instance_id for one in residents)]:
         raise Refused(Code.IN_USE)
     gpu.bare.remove(_found(gpu.bare, lambda one: one.gpu_instance_id == gpu_instance))
 
 
 def create_compute_instance(
-    gpu: SimulatedGpu, model: GpuModel, gpu_instance: int, number: int, placement: tuple[int, int] | None
+    gpu: SimulatedGpu, model: GpuModel, gpu_instance: int, number: int, placement: Placement
 ) -> int:
     """Create a compute instance at ``placement`` (start, size), or where the driver chooses, and return its id.
 
@@ -307,14 +374,13 @@ def create_compute_instance(
         raise Refused(Code.INVALID_ARGUMENT)
     if number not in mig.offered(profile):
         raise Refused(Code.NOT_SUPPORTED)
-    size = mig.slices_of(number)
-    if placement is not None and (placement[0] not in mig.starts(profile, number) or placement[1] != size):
+    if placement is not None and (
+        placement[0] not in mig.starts(profile, number) or placement[1] != mig.slices_of(number)
+    ):
         raise Refused(Code.INVALID_ARGUMENT)
     present = [one for one in gpu.mig if one.gpu_instance_id == gpu_instance]
     free = mig.free_compute_starts(profile, number, present)
-    if not free or (placement is not None and placement[0] not in free):
-        raise Refused(Code.INSUFFICIENT_RESOURCES)
-    start = _automatic_compute_start(model, profile, number, present) if placement is None else placement[0]
+    start = _start(free, placement, lambda: _automatic_compute_start(model, profile, number, present))
     taken = {one.compute_instance_id for one in present}
     # Ids start at 0 in every GPU instance, and are reused.
     identity = next(one for one in range(len(taken) + 1) if one not in taken)
@@ -370,14 +436,21 @@ def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) 
     raise Refused(Code.INVALID_ARGUMENT)
 
 
-_MODES: Final = {0, 1}
+@contextmanager
+def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
+    """Yield the GPU under the lock, and the processes that are on it or hold it open."""
+    with library.changed_host() as state:
+        gpu = state.gpus[target.handle.index]
+        here = activity.residents(state, Target(target.handle, gpu, target.model))
+        yield gpu, [*here, *holding(state, target.handle.index)]
+        forget_gone(gpu)
 
 
 @entry_point("nvmlDeviceSetMigMode", on=On.GPU)
 def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_status: Any) -> None:
     if target.gpu.mig_mode is None:
         raise Refused(Code.NOT_SUPPORTED)
-    if number(mode) not in _MODES or activation_status is None:
+    if number(mode) not in {0, 1} or activation_status is None:
         raise Refused(Code.INVALID_ARGUMENT)
     with _changed(library, target) as (gpu, residents):
         # Success of the call is not success of the change.
@@ -418,16 +491,6 @@ def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
         destroy_compute_instance(gpu, *place, residents)
 
 
-@contextmanager
-def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
-    """Yield the GPU under the lock, and the processes that are on it or hold it open."""
-    with library.changed_host() as state:
-        gpu = state.gpus[target.handle.index]
-        here = activity.residents(state, Target(target.handle, gpu, target.model))
-        yield gpu, [*here, *holding(state, target.handle.index)]
-        forget_gone(gpu)
-
-
 def _placement(argument: Any) -> tuple[int, int]:
     """Return start and size of a placement argument, which C takes as a pointer.
 
@@ -443,92 +506,3 @@ def _placement(argument: Any) -> tuple[int, int]:
     else:
         raise Refused(Code.INVALID_ARGUMENT)
     return int(struct.start), int(struct.size)
-
-
-def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, engine: int) -> dict[str, Any] | None:
-    if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
-        raise Refused(Code.INVALID_ARGUMENT)
-    profile = profile_of(target)
-    instances = mig.offered(profile).get(wanted)
-    if instances is None:
-        return None
-    slices = mig.slices_of(wanted)
-    return _shared(profile) | {
-        "id": wanted,
-        "sliceCount": slices,
-        "instanceCount": instances,
-        "multiprocessorCount": activity.compute_multiprocessors(target, profile, slices),
-        "name": f"MIG {'' if slices == profile.slices else f'{slices}c.'}{profile.name}".encode(),
-    }
-
-
-def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
-    return mig.remaining_compute_capacity(_offering(target, identity), identity, _mine(target))
-
-
-def _offering(target: Target, wanted: int) -> GiProfile:
-    """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
-    profile = profile_of(target)
-    if wanted not in mig.offered(profile):
-        raise Refused(Code.NOT_SUPPORTED)
-    return profile
-
-
-@entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
-def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
-    profile = _offering(target, number(identity))
-    mine = [one for one in _mine(target) if mig.number_of(profile, one) == number(identity)]
-    put_handles(instances, count, [handle_of(HandleKind.COMPUTE_INSTANCE, target, one) for one in mine])
-
-
-def _mine(target: Target) -> list[SimulatedMigInstance]:
-    return [one for one in target.gpu.mig if one.gpu_instance_id == target.handle.gpu_instance]
-
-
-@entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
-def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
-    for one in _mine(target):
-        if one.compute_instance_id == number(identity):
-            return put_handle(instance, handle_of(HandleKind.COMPUTE_INSTANCE, target, one))
-    raise Refused(Code.NOT_FOUND)
-
-
-@entry_point("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo", on=On.COMPUTE_INSTANCE)
-def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    profile, instance = profile_of(target), require_instance(target)
-    struct = target_of(info)
-    values = {
-        "device": Handle(HandleKind.GPU, target.handle.index),
-        "gpuInstance": handle_of(HandleKind.GPU_INSTANCE, target, instance),
-        "id": instance.compute_instance_id,
-        "profileId": mig.number_of(profile, instance),
-    }
-    put_fields(struct, values)
-    span = mig.span(profile, instance)
-    put_fields(struct.placement, {"start": span.start, "size": len(span)})
-
-
-def _max_count(_library: SimulatedLibrary, target: Target) -> int:
-    # 0, not an error, without MIG (H200 with MIG off).
-    return (target.model.compute_slices or 0) if target.mig_enabled else 0
-
-
-def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any]:
-    return _profile_fields(target, _profile_by_number(target, wanted))
-
-
-_COMPUTE_PROFILE: Final = "nvmlGpuInstanceGetComputeInstanceProfileInfo"
-_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
-    ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _max_count),
-    ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
-    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, at: require_instance(at).gpu_instance_id),
-    ("nvmlDeviceGetComputeInstanceId", On.DEVICE, Form.NUMBER, lambda _, at: require_instance(at).compute_instance_id),
-    ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
-    ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
-    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _capacity),
-    (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
-    (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
-    ("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER, _compute_capacity),
-)
-for _getter in _GETTERS:
-    getter(*_getter)

@@ -6,13 +6,11 @@ and 580 say to wrong arguments on NVIDIA's mocked NVML. Errors go to stdout too,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from gpushare.host.program import Completed
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
-from gpushare.sim.mps_servers import binary_version
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused, Target
 from gpushare.sim.smi_options import (
     HELP,
@@ -25,10 +23,8 @@ from gpushare.sim.smi_options import (
     parse,
     require_root,
     supports,
-    table,
 )
 from gpushare.sim.state import SimulatedHostState, StateFile
-from gpushare.units import MIB
 
 _NO_LIBRARY = (
     "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure that the NVIDIA Display "
@@ -44,7 +40,7 @@ _COMPUTE_MODES = ("DEFAULT", "", "PROHIBITED", "EXCLUSIVE_PROCESS")
 # What the value of each option sets: a name or its number.
 _MODES = {
     option: {text: place for place, name in enumerate(names) if name for text in (name, str(place))}
-    for option, names in (("-c", _COMPUTE_MODES), ("-mig", ("DISABLED", "ENABLED")))
+    for option, names in (("-c", _COMPUTE_MODES), ("-mig", ("DISABLED", "ENABLED")), ("-pm", ("DISABLED", "ENABLED")))
 }
 
 
@@ -93,6 +89,14 @@ def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     return _show(state, words)
 
 
+_RULE = f"+{'-' * 37}+\n"
+_POLICIES = f"""\
+{_RULE}| GPU compute policies:               |
+| GPU     Name           Value        |
+|=====================================|
+"""
+
+
 def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[int, str]:
     given = parse(words, {"-i": VALUE, "-l": NO_VALUE, "--set-timeslice": VALUE}, subcommand=True)
     text = given.get("--set-timeslice")
@@ -112,12 +116,11 @@ def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[in
         if refusal is not None:
             code, said = refusal, f"{said}Failed to {task} for GPU {index} : {ERROR_TEXTS[refusal]}\n"
         elif level is None:
-            rows.append([f"{index:>4}   {'Timeslice':<16}{_LEVELS[one.gpu.time_slice]}"])
+            rows.append(f"|{index:>4}   {'Timeslice':<16}{_LEVELS[one.gpu.time_slice]:<14}|\n{_RULE}")
         else:
             one.gpu.time_slice = level
             said += f"Successfully {task} for GPU {index}\n"
-    listed = table("GPU compute policies:", [" GPU     Name           Value        "], rows, 37) if rows else ""
-    return int(code), listed + said
+    return int(code), (_POLICIES + "".join(rows) if rows else "") + said
 
 
 def _policy_refusal(state: SimulatedHostState, one: Target, level: int | None) -> Code | None:
@@ -148,9 +151,9 @@ def _listing(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
 def _change(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     """Carry out ``-c MODE`` or ``-mig MODE``."""
     options = parse(words, dict.fromkeys(("-i", *_MODES), VALUE))
-    if options.keys() >= _MODES.keys():
+    option, *more = options.keys() & _MODES.keys()
+    if more:
         return 2, "Invalid combination of input arguments. Only one device modification may be done at a time.\n\n"
-    option = "-c" if "-c" in options else "-mig"
     wanted, output = _MODES[option].get(options[option] or ""), ""
     if wanted is None:
         return 2, f"ERROR: Option {options[option]} is invalid for {option}.{HELP}"
@@ -158,7 +161,8 @@ def _change(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
         try:
             output += _set_mode(state, one, option, wanted)
         except Refused as refused:
-            verb = "set the compute mode" if option == "-c" else f"{('disable', 'enable')[wanted]} MIG Mode"
+            what = {"-mig": "MIG Mode", "-pm": "persistence mode"}.get(option)
+            verb = "set the compute mode" if what is None else f"{('disable', 'enable')[wanted]} {what}"
             if option == "-c" and one.mig_enabled and refused.code == Code.NOT_SUPPORTED:
                 title = _COMPUTE_MODES[wanted]
                 output += f"Setting compute mode to {title} is not supported on a MIG-enabled device.\n"
@@ -175,6 +179,10 @@ def _set_mode(state: SimulatedHostState, one: Target, option: str, wanted: int) 
 
         return smi_mig.set_mode(state, one, wanted)
     gpu, title = one.gpu, _COMPUTE_MODES[wanted]
+    if option == "-pm":
+        require_root(state)
+        gpu.persistence = bool(wanted)
+        return f"{('Disabled', 'Enabled')[wanted]} persistence mode for GPU {gpu.pci_bus_id}.\n"
     if gpu.compute_mode == wanted:
         return f"Compute mode is already set to {title} for GPU {gpu.pci_bus_id}.\n"
     require_root(state)
@@ -185,7 +193,7 @@ def _set_mode(state: SimulatedHostState, one: Target, option: str, wanted: int) 
 
 
 def _show(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
-    """Return the table of ``nvidia-smi``, or the compute modes: ``--query-gpu=compute_mode --format=csv,noheader``."""
+    """Return the compute modes: ``--query-gpu=compute_mode --format=csv,noheader``. The table is not simulated."""
     known = ("-i", "--query-gpu", "--format") if any(word.startswith("--query-gpu") for word in words) else ("-i",)
     options = parse(words, dict.fromkeys(known, VALUE))
     field, form = options.get("--query-gpu"), (options.get("--format") or "csv").split(",")
@@ -195,67 +203,6 @@ def _show(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
         return 2, f'Field "{field}" is not a valid field to query.\n\n'
     chosen = choose(state, options.get("-i"))
     if field is None:
-        return 0, _summary(state, chosen)
-    lines = [] if "noheader" in form else [field]
-    return 0, "".join(
-        f"{line}\n" for line in [*lines, *(_COMPUTE_MODES[one.gpu.compute_mode].title() for one in chosen)]
-    )
-
-
-_WIDE = f"+{'-' * 89}+\n"
-_RULE = "+-----------------------------------------+------------------------+----------------------+\n"
-_HEAD = """\
-| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
-| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
-|                                         |                        |               MIG M. |
-|=========================================+========================+======================|
-"""
-_PROCESS_HEAD = """\
-| Processes:                                                                              |
-|  GPU   GI   CI              PID   Type   Process name                        GPU Memory |
-|        ID   ID                                                               Usage      |
-|=========================================================================================|
-"""
-
-
-def _summary(state: SimulatedHostState, chosen: list[Target]) -> str:
-    """Return the table of ``nvidia-smi`` without arguments, but for its part of the MIG devices (see ``-L``)."""
-    binary = binary_version(state.driver)
-    cuda = f"{binary // 1000}.{binary % 1000 // 10}"
-    title = f"| NVIDIA-SMI {state.driver:<22} Driver Version: {state.driver:<14} CUDA Version: {cuda:<8} |\n"
-    text = time.strftime("%a %b %e %H:%M:%S %Y") + "       \n" + _WIDE + title + _RULE + _HEAD
-    text += "".join(_gpu_rows(state, one) + _RULE for one in chosen) + "\n" + _WIDE + _PROCESS_HEAD
-    return text + (_process_rows(state, chosen) or f"|{'  No running processes found':<89}|\n") + _WIDE
-
-
-def _gpu_rows(state: SimulatedHostState, one: Target) -> str:
-    gpu, memory, percent = one.gpu, "N/A /       N/A", "N/A"
-    if one.model.memory_bytes is not None and supports(one, "nvmlDeviceGetMemoryInfo"):
-        total, _, used = activity.memory_of(state, one)
-        memory = f"{used // MIB}MiB /{f'{total // MIB}MiB':>10}"
-    if not one.mig_enabled and supports(one, "nvmlDeviceGetUtilizationRates"):
-        percent = f"{round(activity.utilization(state, one))}%"
-    # The sensors are those of an idle GPU.
-    limit = one.model.power_limit_watts
-    power = f"{'N/A':>16} /{'N/A':>6}" if limit is None else f"{round(limit * activity.IDLE_POWER):>15}W /{limit:>5}W"
-    mode = _COMPUTE_MODES[gpu.compute_mode].title().replace("Exclusive_", "E. ")
-    mig = "N/A" if gpu.mig_mode is None else ("Disabled", "Enabled")[gpu.mig_mode]
-    persistence, ecc = "On" if gpu.persistence else "Off", "On" if one.mig_enabled else "0"
-    return (
-        f"|{one.handle.index:>4}  {one.model.name[:27]:<27}{persistence:>6}  |   {gpu.pci_bus_id} Off |{ecc:>21} |\n"
-        f"| N/A   31C    P0{power} |{memory:>23} |{percent:>8}{mode:>13} |\n"
-        f"|{'':41}|{'':24}|{mig:>21} |\n"
-    )
-
-
-def _process_rows(state: SimulatedHostState, chosen: list[Target]) -> str:
-    names, text = activity.process_names(state), ""
-    for one in chosen:
-        # NVML in another PID namespace lists none.
-        shown = state.pid_namespace_is_host and supports(one, "nvmlDeviceGetComputeRunningProcesses")
-        for each in activity.residents(state, one) if shown else []:
-            gi, ci = ("N/A" if i is None else f"{i:>2} " for i in (each.gpu_instance_id, each.compute_instance_id))
-            kind = "G" if each.graphics else "M+C" if each.mps_client else "C"
-            name, used = names.get(each.pid, "[Not Found]")[:36], f"{each.memory_bytes // MIB}MiB"
-            text += f"|{one.handle.index:>5}   {gi}  {ci}{each.pid:>16}{kind:>7}   {name:<36}{used:>10} |\n"
-    return text
+        return 255, "The simulated nvidia-smi has no table. Please run 'gpushare status'.\n"
+    modes = [_COMPUTE_MODES[one.gpu.compute_mode].title() for one in chosen]
+    return 0, "".join(f"{line}\n" for line in (modes if "noheader" in form else [field, *modes]))

@@ -23,7 +23,6 @@ from gpushare.sim.smi_options import (
     parse,
     require_root,
     supports,
-    table,
 )
 from gpushare.sim.state import SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
 from gpushare.values import dataclass
@@ -39,7 +38,7 @@ _IN_USE = (
 )
 _REBOOT = "Reboot the system or try nvidia-smi --gpu-reset to make MIG mode effective on GPU {}\n"
 # Of several commands the first one here is carried out.
-_COMMANDS = {"-cgi": VALUE, "-dgi": NO_VALUE, "-lcip": NO_VALUE, "-cci": MAYBE, "-dci": NO_VALUE}
+_COMMANDS = {"-cgi": VALUE, "-dgi": NO_VALUE, "-cci": MAYBE, "-dci": NO_VALUE}
 _OPTIONS = {**_COMMANDS, "-i": VALUE, "-gi": VALUE, "-ci": VALUE, "-C": NO_VALUE}
 
 
@@ -97,8 +96,6 @@ def run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
         made = (_create(state, one, wish, whole="-C" in options) for one in enabled for wish in wishes or [])
         return _carry_out("create GPU instances", chain.from_iterable(made))
     places = _places(enabled, _ids(options.get("-gi")))
-    if command == "-lcip":
-        return 0, _compute_profiles(places)
     if command == "-dgi":
         return _carry_out("destroy GPU instances", (_destroy(state, place, None) for place in places))
     if command == "-cci":
@@ -204,26 +201,3 @@ def _destroy(state: SimulatedHostState, place: _Place, part: int | None) -> str:
 def _compute_name(owner: GiProfile, kind: int) -> str:
     """Return the name of a compute instance profile: ``3g.71gb``, ``1c.3g.71gb``."""
     return owner.name if kind == mig.whole(owner) else f"{mig.slices_of(kind)}c.{owner.name}"
-
-
-_LCIP_HEAD = (
-    " GPU     GPU       Name             Profile  Instances   Exclusive       Shared       ",
-    "       Instance                       ID     Free/Total     SM       DEC   ENC   OFA  ",
-    "         ID                                                          CE    JPEG       ",
-)
-
-
-def _compute_profiles(places: list[_Place]) -> str:
-    """Return ``-lcip``."""
-    rows = []
-    for place in places:
-        owner, one = place.profile, place.one
-        shared = (owner.decoders, owner.encoders, owner.optical_flow_engines, owner.copy_engines, owner.jpeg_engines)
-        decoders, encoders, flow, copy, jpeg = ("N/A" if count is None else count for count in shared)
-        for kind, total in mig.offered(owner).items():
-            name, mark = f"MIG {_compute_name(owner, kind)}", "*" if kind == mig.whole(owner) else " "
-            free = mig.remaining_compute_capacity(owner, kind, place.compute_instances())
-            sm = activity.compute_multiprocessors(one, owner, mig.slices_of(kind))
-            first = f"{one.handle.index:>4}{place.id:>7}       {name:<17}{kind:>5}{mark}{free:>6}/{total:<2}{sm:>12}"
-            rows.append((f"{first}{decoders:>9}{encoders:>6}{flow:>6}   ", f"{'':65}{copy:>6}{jpeg:>6}         "))
-    return table("Compute instance profiles:", _LCIP_HEAD, rows, 86)

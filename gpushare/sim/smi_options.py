@@ -83,13 +83,3 @@ def require_root(state: SimulatedHostState) -> None:
     """Refuse a change to any user but root."""
     if not state.root:
         raise Refused(Code.NO_PERMISSION)
-
-
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table with a rule after each row, which may have several lines."""
-
-    def lines(texts: Sequence[str]) -> str:
-        return "".join(f"|{text:<{width}}|\n" for text in texts)
-
-    rule = "+" + "-" * width + "+\n"
-    return rule + lines([f" {title}", *head, "=" * width]) + "".join(lines(row) + rule for row in rows)
