@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -27,8 +28,13 @@ class Resident(NamedTuple):
     mps_client: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
-    # It has no context, only files open (`open_files.holding`).
+    # It has no context, only files open (`processes.holding`).
     holder: bool = False
+
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        """Return the ids of its GPU and compute instance."""
+        return self.gpu_instance_id, self.compute_instance_id
 
 
 def is_busy(process: SimulatedProcess, at: float) -> bool:
@@ -86,22 +92,17 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
     """
     if target.instance is not None or not target.mig_enabled:
         return min(100.0, sum(one.sm_percent for one in residents(state, target)))
-    shares = {(one.gpu_instance_id, one.compute_instance_id): _share(target, one) for one in target.gpu.mig}
-    return min(
-        100.0,
-        sum(
-            one.sm_percent * shares.get((one.gpu_instance_id or 0, one.compute_instance_id or 0), 0.0)
-            for one in residents(state, target)
-        ),
-    )
+    total = target.model.multiprocessors or math.inf
+    shares: dict[tuple[int | None, int | None], float] = {
+        one.place: device_multiprocessors(target, one) / total for one in target.gpu.mig
+    }
+    return min(100.0, sum(one.sm_percent * shares.get(one.place, 0.0) for one in residents(state, target)))
 
 
 def bandwidth(state: SimulatedHostState, target: Target) -> float:
     """Return the share of the memory's bandwidth that is drawn, in percent (GPM): what jobs say, and what SMs imply."""
     busy = utilization(state, target)
-    stated: list[SimulatedProcess] = []
-    if target.instance is None and not target.mig_enabled:
-        stated = drawing(state, target.gpu.uuid)
+    stated = [] if target.mig_enabled else drawing(state, target.gpu.uuid)
     rest = max(0.0, busy - sum(one.sm_percent for one in stated))
     return min(100.0, sum(one.bandwidth_percent or 0 for one in stated) + rest * _DRAWN_BY_SMS)
 
@@ -109,11 +110,8 @@ def bandwidth(state: SimulatedHostState, target: Target) -> float:
 def drawing(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
     """Return the busy processes of a GPU of which it is known what they draw of the memory's bandwidth."""
     at = now()
-    return [
-        one
-        for one in state.processes
-        if one.bandwidth_percent is not None and one.gpu_uuid == uuid and on_gpu(one) and is_busy(one, at)
-    ]
+    here = [one for one in state.processes if one.gpu_uuid == uuid and one.bandwidth_percent is not None]
+    return [one for one in here if on_gpu(one) and is_busy(one, at)]
 
 
 def memory_bandwidth(busy: float) -> int:
@@ -142,29 +140,26 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
     return total, reserved, min(used, total - reserved)
 
 
-def profile_memory_mib(target: Target, name: str) -> int:
-    """Return a GPU instance's memory in MiB; where it is not published, its share of the memory axis.
-
-    NVML has no "unknown" in this struct.
-    """
-    profile = target.model.profile(name)
-    if profile is not None and profile.memory_mib is not None:
-        return profile.memory_mib
-    size, axis, total = profile.size if profile else None, target.model.axis, target.model.memory_mib
-    if size is None or axis is None or total is None:
+def _published(target: Target, name: str, attribute: str, step: int = 1) -> int:
+    """Return a fact of a profile; where it is not published, its share of the memory axis, 0 where that is unknown."""
+    profile, axis = target.model.profile(name), target.model.axis
+    published: int | None = None if profile is None else getattr(profile, attribute)
+    total: int | None = getattr(target.model, attribute)
+    if published is not None:
+        return published
+    if profile is None or profile.size is None or axis is None or total is None:
         return 0
-    return total * size // axis // 64 * 64
+    return total * profile.size // axis // step * step
+
+
+def profile_memory_mib(target: Target, name: str) -> int:
+    """Return a GPU instance's memory in MiB: NVML has no "unknown" in this struct."""
+    return _published(target, name, "memory_mib", 64)
 
 
 def profile_multiprocessors(target: Target, name: str) -> int:
-    """Return a GPU instance's SM count; where it is not published, its share of the memory axis."""
-    profile = target.model.profile(name)
-    if profile is not None and profile.multiprocessors is not None:
-        return profile.multiprocessors
-    size, axis, total = profile.size if profile else None, target.model.axis, target.model.multiprocessors
-    if size is None or axis is None or total is None:
-        return 0
-    return total * size // axis
+    """Return a GPU instance's SM count."""
+    return _published(target, name, "multiprocessors")
 
 
 def compute_multiprocessors(target: Target, profile: GiProfile, slices: int) -> int:
@@ -219,13 +214,4 @@ def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]
 
 
 def _belongs(one: Resident, target: Target) -> bool:
-    instance = target.instance
-    if instance is None:
-        return True
-    same = (instance.gpu_instance_id, instance.compute_instance_id)
-    return (one.gpu_instance_id, one.compute_instance_id) == same
-
-
-def _share(target: Target, instance: SimulatedMigInstance) -> float:
-    total = target.model.multiprocessors
-    return device_multiprocessors(target, instance) / total if total else 0.0
+    return target.instance is None or one.place == target.instance.place

@@ -183,8 +183,8 @@ def add_process(
 def end_process(spec: str, pid: int, signal: int | None = None) -> None:
     """End a simulated process: by a signal, or (None) by itself."""
     with changing(_file(spec)) as (state, lines):
-        process = next((one for one in state.processes if one.pid == pid and not one.real), None)
-        if process is None:
+        process = state.process(pid)
+        if process is None or process.real:
             raise NotFound(f"there is no simulated process {pid}", _SHOW)
         lines += clients.end(state, process, None) if signal is None else signal_process(state, process, signal)
 
@@ -251,11 +251,9 @@ def _instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | Non
     raise NotFound(f"there is no MIG device '{text}' on {gpu.uuid}", _SHOW, gpu=gpu.uuid)
 
 
-def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int, int | None] | None:
+def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int | None, int | None]:
     """Return the instance that a holder has open: also a GPU instance without a compute instance, by its id."""
-    if text is None:
-        return None
     if text in {str(one.gpu_instance_id) for one in gpu.bare}:
-        return int(text), None
-    instance = _instance(gpu, text)
-    return None if instance is None else (instance.gpu_instance_id, instance.compute_instance_id)
+        return int(text or 0), None
+    instance = None if text is None else _instance(gpu, text)
+    return (None, None) if instance is None else instance.place

@@ -139,8 +139,7 @@ def _used(tree: SimulatedCgroups, name: str, state: SimulatedHostState, gpu_uuid
 
 
 def _checked(library: SimulatedLibrary, target: Target) -> SimulatedCgroups:
-    branch = library.state.driver.partition(".")[0]
-    if not branch.isdigit() or int(branch) < FIRST_DRIVER:
+    if library.state.branch < FIRST_DRIVER:
         raise Refused(Code.FUNCTION_NOT_FOUND)
     if target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)

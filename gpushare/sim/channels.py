@@ -234,8 +234,7 @@ class _Process:
 
 def owner_of(state: SimulatedHostState, pid: int) -> Owner | None:
     """Return the process, or the MPS server, with this PID."""
-    servers = (server for daemon in state.daemons for server in daemon.servers)
-    everybody: Iterator[Owner] = iter([*state.processes, *servers])
+    everybody: list[Owner] = [*state.processes, *state.servers]
     return next((one for one in everybody if one.pid == pid), None)
 
 
@@ -295,8 +294,7 @@ def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray)
 def _with_group(state: SimulatedHostState, owner: Owner) -> Owner:
     """Return whose group it is: of a client of MPS its server's."""
     server = None if isinstance(owner, SimulatedServer) else owner.mps_server
-    servers = (one for daemon in state.daemons for one in daemon.servers)
-    return next((one for one in servers if one.pid == server), owner)
+    return next((one for one in state.servers if one.pid == server), owner)
 
 
 def _switch(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
@@ -320,7 +318,7 @@ def _sharing(state: SimulatedHostState, owner: Owner) -> list[Owner]:
     if server is None:
         return [owner]
     together: list[Owner] = [one for one in state.processes if one.mps_server == server]
-    return together + [one for daemon in state.daemons for one in daemon.servers if one.pid == server]
+    return together + [one for one in state.servers if one.pid == server]
 
 
 def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
@@ -328,8 +326,7 @@ def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray
         return OBJECT_NOT_FOUND
     gpu = _gpu(state, pid)
     found = [one.pid for one in state.processes if one.gpu_uuid == gpu and on_gpu(one)]
-    found += [server.pid for daemon in state.daemons for server in daemon.servers]
-    found = found[:950]
+    found = [*found, *(server.pid for server in state.servers)][:950]
     kind, asked, _, *_ = PIDS.unpack(parameters)
     PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))
     return OK

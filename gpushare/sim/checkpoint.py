@@ -34,7 +34,7 @@ class SimulatedCheckpoint:
 
     def cuCheckpointProcessGetState(self, pid: int, answer: Any) -> int:
         """Tell the state of a process."""
-        found = next((one for one in current(self._state_file).processes if one.pid == pid), None)
+        found = current(self._state_file).process(pid)
         if found is None:
             return NOT_INITIALIZED
         ctypes.cast(answer, ctypes.POINTER(ctypes.c_int)).contents.value = found.checkpoint
@@ -76,7 +76,7 @@ class SimulatedCheckpoint:
     @contextlib.contextmanager
     def _process(self, pid: int) -> Iterator[tuple[SimulatedHostState, SimulatedProcess | None]]:
         with changing(self._state_file) as (state, _):
-            yield state, next((one for one in state.processes if one.pid == pid), None)
+            yield state, state.process(pid)
 
 
 def _set(process: SimulatedProcess, value: int) -> int:

@@ -175,7 +175,8 @@ def _connect(
         _refuse(process, "CUDA_ERROR_MPS_SERVER_NOT_READY")
         text = f"MPS server teardown in progress. Refusing to accept new client {{PID: {process.pid}, Context ID: 0}}"
         return server_lines(daemon, server, text)
-    limit = mps_servers.max_clients(state.driver)
+    # 60 since CUDA 13.1.
+    limit = 60 if mps_servers.binary_version(state) >= 13010 else 48
     if len(clients_of(state, server.pid)) >= limit:
         _refuse(process, "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
         return server_lines(daemon, server, f"Number of active client contexts reached limit ({limit})")

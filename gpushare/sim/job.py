@@ -90,7 +90,7 @@ def _run(file: StateFile, pid: int, options: argparse.Namespace, ended: list[int
     done = 0.0
     while not ended:
         state = current(file)
-        process = next((one for one in state.processes if one.pid == pid), None)
+        process = state.process(pid)
         if process is None or process.broken or process.refused:
             return _refused("the context was lost" if process is None else process.refused or "CUDA_ERROR_MPS_CLIENT")
         pace = pace_of(state, process, options.need, options.streams, options.contention)
@@ -133,8 +133,9 @@ def pace_of(
     """Return how fast a job runs on its GPU now."""
     if not on_gpu(process) or process.stopped_at is not None or process.channels_off or process.checkpoint:
         return Pace(0.0, math.inf)
-    at, here = now(), _place(process)
-    busy = [one for one in state.processes if on_gpu(one) and _place(one) == here and activity.is_busy(one, at)]
+    at, here = now(), (process.gpu_uuid, process.place)
+    beside = [one for one in state.processes if (one.gpu_uuid, one.place) == here]
+    busy = [one for one in beside if on_gpu(one) and activity.is_busy(one, at)]
     want = need * streams
     mine = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
     own = mine / want * (_squeeze(state, process, busy, contention) if process.mps_server is not None else 1.0)
@@ -198,7 +199,7 @@ def _work(clients: Sequence[SimulatedProcess]) -> float:
 
 def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
     """Return the time-slice that a process runs in, in microseconds: under MPS its server's."""
-    servers = {server.pid: server for daemon in state.daemons for server in daemon.servers}
+    servers = {server.pid: server for server in state.servers}
     return servers.get(process.mps_server or 0, process).slices.get("compute", DEFAULT_SLICE_US)
 
 
@@ -207,16 +208,12 @@ def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
     return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
 
-def _place(process: SimulatedProcess) -> tuple[str, int | None, int | None]:
-    return process.gpu_uuid, process.gpu_instance_id, process.compute_instance_id
-
-
 def _capacity(state: SimulatedHostState, process: SimulatedProcess) -> float:
     """Return what the device of a process has, in percent of the whole GPU."""
     target = target_of(state, process)
     whole = target.model.multiprocessors
     for one in target.gpu.mig:
-        if (one.gpu_instance_id, one.compute_instance_id) == _place(process)[1:] and whole:
+        if one.place == process.place and whole:
             return 100.0 * activity.device_multiprocessors(target, one) / whole
     return 100.0
 
@@ -240,7 +237,7 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
             _refused(found.refused)
             return None
         with changing(file) as (state, _):
-            process = next((one for one in state.processes if one.pid == found.pid), None)
+            process = state.process(found.pid)
             if process is not None and not process.checkpoint:
                 return found.pid if _settle_in(file, state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")

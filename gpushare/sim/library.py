@@ -15,7 +15,7 @@ from gpushare.gpu_models import model_of
 from gpushare.sim import activity, current
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
-from gpushare.sim.mps_servers import binary_version, driver_major
+from gpushare.sim.mps_servers import binary_version
 from gpushare.sim.nvml_abi import (
     ENTRY_POINTS,
     ERROR_TEXTS,
@@ -88,8 +88,7 @@ def _handle_by_uuid(library: SimulatedLibrary, uuid: Any, device: Any) -> None:
         for instance in gpu.mig if gpu.mig_mode == 1 else []:
             if wanted == instance.uuid:
                 library.gpu(index)
-                place = (instance.gpu_instance_id, instance.compute_instance_id)
-                return put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *place))
+                return put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *instance.place))
         if wanted == gpu.uuid:
             return put_handle(device, library.gpu(index).handle)
     raise Refused(Code.NOT_FOUND)
@@ -201,7 +200,7 @@ def _energy(library: SimulatedLibrary, target: Target) -> int | None:
 
 def _cuda_version(library: SimulatedLibrary) -> int:
     """Return the same number as the "Binary version" of the MPS programs; R525 brought CUDA 12."""
-    return binary_version(library.state.driver) if driver_major(library.state.driver) >= 525 else 11080
+    return binary_version(library.state) if library.state.branch >= 525 else 11080
 
 
 # Entry points that hand one value over: names, what they are called on, how the value goes, where it is from.
@@ -485,7 +484,7 @@ def _rare(name: str) -> EntryPoint | None:
 def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:
     wanted = (handle.gpu_instance, handle.compute_instance)
     for instance in whole.gpu.mig if whole.mig_enabled else []:
-        if (instance.gpu_instance_id, instance.compute_instance_id) == wanted:
+        if instance.place == wanted:
             return instance
     # It was destroyed after the caller took the handle.
     raise Refused(Code.INVALID_ARGUMENT)

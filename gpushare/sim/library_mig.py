@@ -393,7 +393,7 @@ def create_compute_instance(
         compute_profile=None if number == mig.whole(profile) else number,
         compute_start=start,
     )
-    gpu.mig = sorted([*gpu.mig, created], key=lambda one: (one.gpu_instance_id, one.compute_instance_id))
+    gpu.mig = sorted([*gpu.mig, created], key=lambda one: one.place)
     gpu.bare = [one for one in gpu.bare if one.gpu_instance_id != gpu_instance]
     return identity
 
@@ -419,9 +419,9 @@ def destroy_compute_instance(
         Refused: IN_USE, somebody is in it; INVALID_ARGUMENT, it is gone.
     """
     place = (gpu_instance, compute_instance)
-    if any((one.gpu_instance_id, one.compute_instance_id) == place for one in residents):
+    if any(one.place == place for one in residents):
         raise Refused(Code.IN_USE)
-    gone = _found(gpu.mig, lambda one: (one.gpu_instance_id, one.compute_instance_id) == place)
+    gone = _found(gpu.mig, lambda one: one.place == place)
     gpu.mig.remove(gone)
     if all(one.gpu_instance_id != gpu_instance for one in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))

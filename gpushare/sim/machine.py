@@ -62,8 +62,8 @@ class SimulatedMachine:
 
     def resident_bytes(self, pid: int) -> int | None:
         """Return what a process has in host memory: its GPU memory, while it is out."""
-        state = current(self._state_file)
-        return next((process.image_bytes for process in state.processes if process.pid == pid), None)
+        process = current(self._state_file).process(pid)
+        return None if process is None else process.image_bytes
 
 
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"

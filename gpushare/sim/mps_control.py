@@ -14,7 +14,7 @@ from gpushare.host.program import Completed, timed_out
 from gpushare.sim import clients, mps_daemon, mps_servers
 from gpushare.sim.current import changing, clock, current
 from gpushare.sim.devices import daemon_devices
-from gpushare.sim.mps_servers import LogLine, binary_version, control_line, driver_major, leading_integer
+from gpushare.sim.mps_servers import LogLine, binary_version, control_line, leading_integer
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, StateFile
 
 _POLL_SECONDS = 0.01
@@ -35,9 +35,9 @@ def main(
             lines += started
         return Completed(tuple(argv), code, said, "")
     # The older programs take any other argument for the UI, and read commands from stdin alone.
-    if words and driver_major(state.driver) >= 580:
+    if words and state.branch >= 580:
         if words == ["-v"]:
-            return Completed(tuple(argv), 0, mps_daemon.version(state.mps_binary or binary_version(state.driver)), "")
+            return Completed(tuple(argv), 0, mps_daemon.version(state.mps_binary or binary_version(state)), "")
         if any(word.startswith("-") for word in words):
             return Completed(tuple(argv), 0, "Unrecognized option \0\n", "")
         stdin = " ".join(words)
@@ -66,7 +66,7 @@ class MpsRequest(NamedTuple):
     @property
     def major(self) -> int:
         """Return the driver branch: commands and texts differ by it."""
-        return driver_major(self.state.driver)
+        return self.state.branch
 
     @property
     def owner(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from gpushare.host.process import ticks_now
 from gpushare.sim import clients
 from gpushare.sim.devices import daemon_devices, split
-from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line, driver_major
+from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
@@ -37,7 +37,7 @@ _NO_LIBCUDA = 244
 
 def start(state: SimulatedHostState, env: Mapping[str, str]) -> tuple[int, str, list[LogLine]]:
     """Start a daemon as ``nvidia-cuda-mps-control -d`` does; return the exit code, what goes to stdout, and the log lines."""
-    if driver_major(state.driver) >= 580:
+    if state.branch >= 580:
         if not state.nvml_installed:
             return _NO_LIBCUDA, "", []
         if not state.driver_loaded:
@@ -49,10 +49,10 @@ def start(state: SimulatedHostState, env: Mapping[str, str]) -> tuple[int, str, 
     if error is not None:
         # An error goes to the logs too; missing logs are reported again.
         return 1, warning + error + (warning if error else ""), []
-    if driver_major(state.driver) >= 580 and not daemon_devices(state, daemon):
+    if state.branch >= 580 and not daemon_devices(state, daemon):
         return _CUDA_ERROR_NO_DEVICE, "", []
     state.daemons.append(daemon)
-    if driver_major(state.driver) >= 550 and not _real(pipe):
+    if state.branch >= 550 and not _real(pipe):
         _write(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
     return 0, warning, [] if warning else _first_lines(state, daemon)
 
@@ -121,8 +121,8 @@ def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Log
         f"Starting control daemon using socket {pipe}/control",
         f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={pipe}",
     ]
-    if driver_major(state.driver) >= 580:
-        texts.append(f"CUDA MPS Control binary version: {binary_version(state.driver)}")
+    if state.branch >= 580:
+        texts.append(f"CUDA MPS Control binary version: {binary_version(state)}")
     given = _number(daemon.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     if given is not None and not 0.0 < given <= 100.0:
         texts.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]")

@@ -106,12 +106,6 @@ def names_invisible(entries: Mapping[str, int], devices: list[Device]) -> bool:
     return any(int(key) >= len(devices) if key.isdigit() else key not in uuids for key in entries)
 
 
-def driver_major(driver: str) -> int:
-    """Return the branch of a driver version: 580 of ``580.159.04``."""
-    head = driver.split(".", 1)[0]
-    return int(head) if head.isdigit() else 0
-
-
 # "Binary version" of the MPS programs by driver branch: the CUDA version times 1000.
 _VERSIONS = (
     (615, 13040),
@@ -125,14 +119,9 @@ _VERSIONS = (
 )
 
 
-def binary_version(driver: str) -> int:
-    """Return the "Binary version" of the MPS programs of a driver."""
-    return next(version for branch, version in _VERSIONS if driver_major(driver) >= branch)
-
-
-def max_clients(driver: str) -> int:
-    """Return how many clients one server takes: 48, and 60 since CUDA 13.1."""
-    return 60 if binary_version(driver) >= 13010 else 48
+def binary_version(state: SimulatedHostState) -> int:
+    """Return the "Binary version" of the MPS programs of the host's driver."""
+    return next(version for branch, version in _VERSIONS if state.branch >= branch)
 
 
 def of_process(
@@ -164,7 +153,7 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
     ]
     lines.append(LogLine(daemon.log_directory, SERVER, "Other", server.pid, "Startup"))
     devices = daemon_devices(state, daemon)
-    texts = [f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state.driver)}"]
+    texts = [f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state)}"]
     texts.append(f"Active Threads Percentage set to {server.threads:.1f}")
     for index, device in enumerate(devices):
         limit = limit_of(server.memory, devices, device)

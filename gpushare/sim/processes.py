@@ -14,12 +14,11 @@ from gpushare.host.identity import Identity, identity_of, identity_of_child
 from gpushare.host.process import Announce, Processes, ProcessInfo, Spawned, Streams
 from gpushare.sim.activity import Resident
 from gpushare.sim.current import changing, current
-from gpushare.sim.devices import Device, daemon_devices, node_of
+from gpushare.sim.devices import daemon_devices, node_of, places_of
 from gpushare.sim.state import (
     FIRST_SIMULATED_PID,
     MPS_CONTROL,
     SimulatedDaemon,
-    SimulatedGpu,
     SimulatedHostState,
     SimulatedProcess,
     SimulatedServer,
@@ -41,8 +40,8 @@ SM_PERCENT = "GPUSHARE_SIM_SM_PERCENT"
 SIM_HOST = "GPUSHARE_SIM_HOST"
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_SM_PERCENT = 50
-# Linux: what stays of a process is stopped, or nothing happens.
-_IGNORED = {0, signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH}
+# Linux: a process goes on after these, or is stopped.
+_HARMLESS = {0, signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH, signals.SIGSTOP, signals.SIGCONT, signals.SIGTSTP}
 _KEPT = ("CUDA_", "GPUSHARE_SIM_", "NVIDIA_")
 
 
@@ -89,7 +88,7 @@ class SimulatedProcesses(Processes):
         info = self._local.describe(pid)
         if info is None or info.uid != os.geteuid():
             return info
-        started = next((one for one in state.processes if one.pid == pid), None)
+        started = state.process(pid)
         uid = state.uid if started is None else started.uid
         return info if uid == info.uid else replace(info, uid=uid, user=user_name(uid))
 
@@ -102,9 +101,7 @@ class SimulatedProcesses(Processes):
         if pid < FIRST_SIMULATED_PID:
             return self._local.alive(pid, started)
         info = self.describe(pid)
-        if info is None:
-            return False
-        return started in {None, info.started}
+        return info is not None and started in {None, info.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its environment, or None when it may not be read (another user's, and not root)."""
@@ -123,7 +120,7 @@ class SimulatedProcesses(Processes):
         if name == MPS_CONTROL:
             found = [daemon.pid for daemon in state.daemons]
         elif name == MPS_SERVER:
-            found = [server.pid for daemon in state.daemons for server in daemon.servers]
+            found = [server.pid for server in state.servers]
         else:
             found = [process.pid for process in state.processes if process.name == name]
         if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
@@ -132,12 +129,9 @@ class SimulatedProcesses(Processes):
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes with this variable in their environment."""
-        simulated = [
-            one.pid
-            for one in current(self._state_file).processes
-            if not one.real and one.environment.get(name) == value
-        ]
-        return [*self._local.started_with(name, value), *simulated]
+        simulated = (one for one in current(self._state_file).processes if not one.real)
+        marked = (one.pid for one in simulated if one.environment.get(name) == value)
+        return [*self._local.started_with(name, value), *marked]
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
@@ -301,12 +295,9 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
         return []
     if signal == signals.SIGKILL:
         return clients.end(state, process, signal)
-    if process.real or not _kills(signal):
-        return []
-    if process.stopped_at is not None:
-        # It is delivered when the process continues; the simulated one drops it.
-        return []
-    return clients.end(state, process, signal)
+    # One that is stopped gets it when it continues; the simulated one drops it.
+    ignored = process.real or not _kills(signal) or process.stopped_at is not None
+    return [] if ignored else clients.end(state, process, signal)
 
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
@@ -341,7 +332,7 @@ def _find(
         for server in daemon.servers:
             if server.pid == pid:
                 return daemon, server, None
-    return None, None, next((process for process in state.processes if process.pid == pid), None)
+    return None, None, state.process(pid)
 
 
 def _check(
@@ -358,13 +349,7 @@ def _check(
 
 
 def _kills(signal: int) -> bool:
-    return signal not in _IGNORED and signal not in {
-        signals.SIGSTOP,
-        signals.SIGCONT,
-        signals.SIGTSTP,
-        signals.SIGTTIN,
-        signals.SIGTTOU,
-    }
+    return signal not in _HARMLESS | {signals.SIGTTIN, signals.SIGTTOU}
 
 
 def _seconds(text: str | None) -> float:
@@ -395,9 +380,12 @@ def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
     return OpenFiles(by_pid=dict(sorted(found.items())), complete=complete)
 
 
-def holder_files(gpu: int, instance: tuple[int, int | None] | None = None) -> list[str]:
+def holder_files(gpu: int, place: tuple[int | None, int | None] = (None, None)) -> list[str]:
     """Return what a program without a CUDA context has open that looks at a GPU, or at an instance (NVML)."""
-    return [_CONTROL, f"/dev/nvidia{gpu}", *_instance_nodes(gpu, *(instance or (None, None)))]
+    nodes = [] if place[0] is None else [node_of(gpu, (place[0], None))]
+    if place[0] is not None and place[1] is not None:
+        nodes.append(node_of(gpu, (place[0], place[1])))
+    return [_CONTROL, f"/dev/nvidia{gpu}", *nodes]
 
 
 def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
@@ -407,21 +395,12 @@ def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
     """
     found = []
     for process in state.processes:
-        if process.open_files and f"/dev/nvidia{gpu}" in process.open_files:
+        if f"/dev/nvidia{gpu}" in process.open_files:
             found.append(Resident(process.pid, process.memory_bytes, 0, holder=True))
-        for place in _held(state.gpus[gpu], gpu, process):
-            found.append(Resident(process.pid, process.memory_bytes, 0, False, False, *place, holder=True))
+        for place in places_of(state.gpus[gpu]) if process.open_files else ():
+            if node_of(gpu, place) in process.open_files:
+                found.append(Resident(process.pid, process.memory_bytes, 0, False, False, *place, holder=True))
     return found
-
-
-def _held(gpu: SimulatedGpu, index: int, process: SimulatedProcess) -> Iterator[tuple[int, int | None]]:
-    if not process.open_files:
-        return
-    places: set[tuple[int, int | None]] = {(one.gpu_instance_id, None) for one in (*gpu.mig, *gpu.bare)}
-    places |= {(one.gpu_instance_id, one.compute_instance_id) for one in gpu.mig}
-    for place in places:
-        if node_of(index, place) in process.open_files:
-            yield place
 
 
 def _everybody(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]:
@@ -429,33 +408,14 @@ def _everybody(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]
     for process in state.processes:
         paths = set(process.open_files)
         if process.gpu_uuid in indexes and on_gpu(process):
-            index = indexes[process.gpu_uuid]
-            paths |= _context_files(
-                index, process.gpu_instance_id, process.compute_instance_id, graphics=process.graphics
-            )
+            paths.update(holder_files(indexes[process.gpu_uuid], process.place))
+            if not process.graphics:
+                paths.add(_UNIFIED_MEMORY)
         yield process.pid, process.uid, paths
     for daemon in state.daemons:
-        devices = daemon_devices(state, daemon)
+        places = [
+            (indexes[one.gpu.uuid], one.mig.place if one.mig else (None, None)) for one in daemon_devices(state, daemon)
+        ]
+        paths = {_UNIFIED_MEMORY, *(path for gpu, place in places for path in holder_files(gpu, place))}
         for server in daemon.servers:
-            paths = set().union(*(_device_files(indexes, device) for device in devices))
-            yield server.pid, server.uid, paths
-
-
-def _device_files(indexes: dict[str, int], device: Device) -> set[str]:
-    mig = device.mig
-    index = indexes[device.gpu.uuid]
-    return _context_files(index, *(mig.gpu_instance_id, mig.compute_instance_id) if mig else (None, None))
-
-
-def _context_files(
-    gpu: int, gpu_instance: int | None, compute_instance: int | None, *, graphics: bool = False
-) -> set[str]:
-    paths = {_CONTROL, f"/dev/nvidia{gpu}", *_instance_nodes(gpu, gpu_instance, compute_instance)}
-    return paths if graphics else paths | {_UNIFIED_MEMORY}
-
-
-def _instance_nodes(gpu: int, gpu_instance: int | None, compute_instance: int | None) -> list[str]:
-    if gpu_instance is None:
-        return []
-    nodes = [node_of(gpu, (gpu_instance, None))]
-    return nodes if compute_instance is None else [*nodes, node_of(gpu, (gpu_instance, compute_instance))]
+            yield server.pid, server.uid, paths if places else set()

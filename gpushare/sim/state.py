@@ -54,6 +54,11 @@ class SimulatedMigInstance(SimulatedGpuInstance):
     # Its first compute slice in the GPU instance.
     compute_start: int = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the ids of its GPU and compute instance."""
+        return self.gpu_instance_id, self.compute_instance_id
+
 
 @dataclass(eq=False)
 class SimulatedNode:
@@ -168,6 +173,11 @@ class SimulatedProcess:
     image_bytes: int = 0
     restored: bool = False
 
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        """Return the ids of the GPU and compute instance that it runs in; None for a whole GPU."""
+        return self.gpu_instance_id, self.compute_instance_id
+
 
 @dataclass(eq=False)
 class SimulatedServer:
@@ -264,6 +274,21 @@ class SimulatedHostState:
     def root(self) -> bool:
         """Return whether commands may do what only root may: a change can be tried without being root."""
         return not self.fault_uid
+
+    @property
+    def branch(self) -> int:
+        """Return the branch of the driver: 580 of ``580.159.04``."""
+        head = self.driver.split(".", 1)[0]
+        return int(head) if head.isdigit() else 0
+
+    @property
+    def servers(self) -> list[SimulatedServer]:
+        """Return the MPS servers of all daemons."""
+        return [server for daemon in self.daemons for server in daemon.servers]
+
+    def process(self, pid: int) -> SimulatedProcess | None:
+        """Return the process with this PID, or None."""
+        return next((process for process in self.processes if process.pid == pid), None)
 
     def may(self, owner: int) -> bool:
         """Return whether commands may touch what belongs to a user."""
