@@ -29,7 +29,7 @@ from gpushare.sim.nvml_abi import (
     target_of,
 )
 from gpushare.sim.processes import holding
-from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -284,6 +284,7 @@ def set_mode(gpu: SimulatedGpu, model: GpuModel, mode: int, residents: Sequence[
     gpu.mig_mode = mode
     # With MIG on there is only DEFAULT.
     gpu.compute_mode = 0 if mode else gpu.compute_mode
+    forget_gone(gpu)
     return Code.SUCCESS
 
 
@@ -357,6 +358,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
     if gpu_instance in [*(one.gpu_instance_id for one in gpu.mig), *(one.gpu_instance_id for one in residents)]:
         raise Refused(Code.IN_USE)
     gpu.bare.remove(_found(gpu.bare, lambda one: one.gpu_instance_id == gpu_instance))
+    forget_gone(gpu)
 
 
 def create_compute_instance(
@@ -426,6 +428,7 @@ def destroy_compute_instance(
     if all(one.gpu_instance_id != gpu_instance for one in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))
         gpu.bare.sort(key=lambda one: one.gpu_instance_id)
+    forget_gone(gpu)
 
 
 def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) -> _Instance:
@@ -436,14 +439,17 @@ def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) 
     raise Refused(Code.INVALID_ARGUMENT)
 
 
+def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
+    """Return the processes that are on a GPU or hold it open."""
+    return [*activity.residents(state, target), *holding(state, target.handle.index)]
+
+
 @contextmanager
 def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
     """Yield the GPU under the lock, and the processes that are on it or hold it open."""
     with library.changed_host() as state:
         gpu = state.gpus[target.handle.index]
-        here = activity.residents(state, Target(target.handle, gpu, target.model))
-        yield gpu, [*here, *holding(state, target.handle.index)]
-        forget_gone(gpu)
+        yield gpu, residents(state, Target(target.handle, gpu, target.model))
 
 
 @entry_point("nvmlDeviceSetMigMode", on=On.GPU)
