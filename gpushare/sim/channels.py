@@ -12,44 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from gpushare.host.channels import (
-    ARGUMENT,
-    CHANNELS_PER_CALL,
-    CHILD,
-    CHILD_HANDLE,
-    CLASS,
-    CLASS_DEVICE,
-    CLASS_GROUP,
-    CLASS_MPS,
-    CLASS_ROOT_CLIENT,
-    CLASS_SUBDEVICE,
-    CLIENT_BASE,
-    DISABLE,
-    DISABLE_CHANNELS,
-    GET_TIMESLICE,
-    GID,
-    GPU_GET_GID_INFO,
-    GPU_GET_PIDS,
-    HANDLE_INFO,
-    INFO,
-    INTERNAL_DEVICE,
-    INVALID_CLIENT,
-    NOT_SUPPORTED,
-    OBJECT_BASE,
-    OBJECT_NOT_FOUND,
-    OK,
-    PARENT,
-    PIDS,
-    RM_ALLOC,
-    RM_CONTROL,
-    SET_TIMESLICE,
-    SLICE,
-    ChannelControl,
-    OpenProcess,
-    Refused,
-    answer,
-    not_answered,
-)
+from gpushare.host import channels as rm
+from gpushare.host.channels import ChannelControl, OpenProcess, Refused
 from gpushare.host.identity import Identity
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices
@@ -72,24 +36,24 @@ HANGS: Final = "hang"
 # Hopper: GPFIFO channel, compute, copy engine.
 _CHANNEL, _COMPUTE, _COPY = 0xC86F, 0xCBC0, 0xC8B5
 _DESCRIPTOR: Final = 5
-_NEWEST: Final = CLIENT_BASE + 0x200
-_DEVICE, _SUBDEVICE = OBJECT_BASE + 1, OBJECT_BASE + 2
-COMPUTE_GROUP: Final = OBJECT_BASE + 0x10
-_COPY_GROUPS: Final = tuple(OBJECT_BASE + at for at in (0x40, 0x50, 0x60))
+_NEWEST: Final = rm.CLIENT_BASE + 0x200
+_DEVICE, _SUBDEVICE = rm.OBJECT_BASE + 1, rm.OBJECT_BASE + 2
+COMPUTE_GROUP: Final = rm.OBJECT_BASE + 0x10
+_COPY_GROUPS: Final = tuple(rm.OBJECT_BASE + at for at in (0x40, 0x50, 0x60))
 CHANNELS: Final = tuple(COMPUTE_GROUP + at for at in range(1, 9))
 _COPY_CHANNELS: Final = {group + at: group for group in _COPY_GROUPS for at in range(1, 5)}
 # (class, parent) of each object of a client.
 _OBJECTS: Final[Mapping[int, tuple[int, int]]] = {
-    _DEVICE: (CLASS_DEVICE, 0),
-    _SUBDEVICE: (CLASS_SUBDEVICE, _DEVICE),
-    **dict.fromkeys((COMPUTE_GROUP, *_COPY_GROUPS), (CLASS_GROUP, _DEVICE)),
+    _DEVICE: (rm.CLASS_DEVICE, 0),
+    _SUBDEVICE: (rm.CLASS_SUBDEVICE, _DEVICE),
+    **dict.fromkeys((COMPUTE_GROUP, *_COPY_GROUPS), (rm.CLASS_GROUP, _DEVICE)),
     **dict.fromkeys(CHANNELS, (_CHANNEL, COMPUTE_GROUP)),
     **{channel + 0x10: (_COMPUTE, channel) for channel in CHANNELS},
     **{channel + 0x20: (_COPY, channel) for channel in CHANNELS},
     **{channel: (_CHANNEL, group) for channel, group in _COPY_CHANNELS.items()},
     **{channel + 8: (_COPY, channel) for channel in _COPY_CHANNELS},
 }
-_MPS_OBJECT: Final = OBJECT_BASE + 0x70
+_MPS_OBJECT: Final = rm.OBJECT_BASE + 0x70
 
 Owner = SimulatedProcess | SimulatedServer
 
@@ -102,8 +66,8 @@ class SimulatedChannels(ChannelControl):
 
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
             if current(state_file).channel_fault == HANGS and request["do"] != "check":
-                raise not_answered(request["pid"], seconds)
-            return answer(files, request)
+                raise rm.not_answered(request["pid"], seconds)
+            return rm.answer(files, request)
 
         super().__init__(ask)
 
@@ -167,11 +131,11 @@ class SimulatedFiles:
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Answer one ioctl as the driver does: a status in the argument, results in the parameters."""
-        client, thing, command, _, _, size, _ = ARGUMENT.unpack(argument)
-        if request == RM_ALLOC:
-            status = OK
+        client, thing, command, _, _, size, _ = rm.ARGUMENT.unpack(argument)
+        if request == rm.RM_ALLOC:
+            status = rm.OK
             argument[8:12] = _NEWEST.to_bytes(4, "little")
-        elif request != RM_CONTROL or size != len(parameters):
+        elif request != rm.RM_CONTROL or size != len(parameters):
             status = INVALID_PARAM_STRUCT
         else:
             status = self._control(self._opened[file], client, thing, command, parameters)
@@ -183,16 +147,16 @@ class SimulatedFiles:
         if state is not self._asked[0] or pid != self._asked[1]:
             self._asked = (state, pid, client_of(state, pid), _objects(owner_of(state, pid)))
         if client != self._asked[2]:
-            return INVALID_CLIENT
+            return rm.INVALID_CLIENT
         forced = state.channel_statuses.get(hex(command)) if state.channel_statuses else None
         if forced is not None:
             return forced
-        if command == HANDLE_INFO:
+        if command == rm.HANDLE_INFO:
             return _info(client, self._asked[3], thing, parameters)
         call = _CALLS.get(command)
         if call is None:
-            return NOT_SUPPORTED
-        if command not in {SET_TIMESLICE, DISABLE_CHANNELS}:
+            return rm.NOT_SUPPORTED
+        if command not in {rm.SET_TIMESLICE, rm.DISABLE_CHANNELS}:
             return call(state, pid, thing, parameters)
         with changing(self._state_file) as (changed, _):
             status = call(changed, pid, thing, parameters)
@@ -242,53 +206,53 @@ def client_of(state: SimulatedHostState, pid: int) -> int | None:
     """Return the handle of a process's client; None: there is no such process."""
     if owner_of(state, pid) is None:
         return None
-    return CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
+    return rm.CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
 
 
 def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
     client = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
-    return {**_OBJECTS, _MPS_OBJECT: (CLASS_MPS, 0)} if client else _OBJECTS
+    return {**_OBJECTS, _MPS_OBJECT: (rm.CLASS_MPS, 0)} if client else _OBJECTS
 
 
 def _info(client: int, objects: Mapping[int, tuple[int, int]], thing: int, parameters: bytearray) -> int:
-    asked, index, _ = INFO.unpack(parameters)
-    found = (CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
+    asked, index, _ = rm.INFO.unpack(parameters)
+    found = (rm.CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
     if thing != client or found is None:
-        return OBJECT_NOT_FOUND
-    if index not in {PARENT, CLASS}:
+        return rm.OBJECT_NOT_FOUND
+    if index not in {rm.PARENT, rm.CLASS}:
         return INVALID_ARGUMENT
-    INFO.pack_into(parameters, 0, asked, index, found[0] if index == CLASS else found[1] or client)
-    return OK
+    rm.INFO.pack_into(parameters, 0, asked, index, found[0] if index == rm.CLASS else found[1] or client)
+    return rm.OK
 
 
 def _child(_state: SimulatedHostState, _pid: int, _thing: int, parameters: bytearray) -> int:
-    parent, kind, _ = CHILD.unpack(parameters)
-    if kind != INTERNAL_DEVICE:
-        return OBJECT_NOT_FOUND
-    CHILD.pack_into(parameters, 0, parent, kind, _DEVICE)
-    return OK
+    parent, kind, _ = rm.CHILD.unpack(parameters)
+    if kind != rm.INTERNAL_DEVICE:
+        return rm.OBJECT_NOT_FOUND
+    rm.CHILD.pack_into(parameters, 0, parent, kind, _DEVICE)
+    return rm.OK
 
 
 def _read(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
     owner = owner_of(state, pid)
-    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
-        return OBJECT_NOT_FOUND
-    SLICE.pack_into(parameters, 0, _with_group(state, owner).slices.get(_name(thing), _default(thing)))
-    return OK
+    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != rm.CLASS_GROUP:
+        return rm.OBJECT_NOT_FOUND
+    rm.SLICE.pack_into(parameters, 0, _with_group(state, owner).slices.get(_name(thing), _default(thing)))
+    return rm.OK
 
 
 def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
     owner = owner_of(state, pid)
-    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != CLASS_GROUP:
-        return OBJECT_NOT_FOUND
-    wanted = int(SLICE.unpack(parameters)[0])
+    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != rm.CLASS_GROUP:
+        return rm.OBJECT_NOT_FOUND
+    wanted = int(rm.SLICE.unpack(parameters)[0])
     if wanted == 0:
         return INVALID_ARGUMENT
     slices = _with_group(state, owner).slices
     slices.pop(_name(thing), None)
     if wanted != _default(thing):
         slices[_name(thing)] = wanted
-    return OK
+    return rm.OK
 
 
 def _with_group(state: SimulatedHostState, owner: Owner) -> Owner:
@@ -299,17 +263,17 @@ def _with_group(state: SimulatedHostState, owner: Owner) -> Owner:
 
 def _switch(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
     owner = owner_of(state, pid)
-    off, count, _, _, _, *lists = DISABLE.unpack(parameters)
+    off, count, _, _, _, *lists = rm.DISABLE.unpack(parameters)
     if owner is None or thing != _SUBDEVICE:
-        return OBJECT_NOT_FOUND
-    clients, channels = lists[:count], lists[CHANNELS_PER_CALL : CHANNELS_PER_CALL + count]
-    if count > CHANNELS_PER_CALL or set(clients) - {client_of(state, pid)} or set(channels) - set(CHANNELS):
+        return rm.OBJECT_NOT_FOUND
+    clients, channels = lists[:count], lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count]
+    if count > rm.CHANNELS_PER_CALL or set(clients) - {client_of(state, pid)} or set(channels) - set(CHANNELS):
         return INVALID_ARGUMENT
     for one in _sharing(state, owner):
         one.channels_off = sorted(
             set(channels) | set(one.channels_off) if off else set(one.channels_off) - set(channels)
         )
-    return OK
+    return rm.OK
 
 
 def _sharing(state: SimulatedHostState, owner: Owner) -> list[Owner]:
@@ -323,21 +287,21 @@ def _sharing(state: SimulatedHostState, owner: Owner) -> list[Owner]:
 
 def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
     if thing != _SUBDEVICE:
-        return OBJECT_NOT_FOUND
+        return rm.OBJECT_NOT_FOUND
     gpu = _gpu(state, pid)
     found = [one.pid for one in state.processes if one.gpu_uuid == gpu and on_gpu(one)]
     found = [*found, *(server.pid for server in state.servers)][:950]
-    kind, asked, _, *_ = PIDS.unpack(parameters)
-    PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))
-    return OK
+    kind, asked, _, *_ = rm.PIDS.unpack(parameters)
+    rm.PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))
+    return rm.OK
 
 
 def _gid(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
     if thing != _SUBDEVICE:
-        return OBJECT_NOT_FOUND
+        return rm.OBJECT_NOT_FOUND
     uuid = _gpu(state, pid).encode()
-    GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
-    return OK
+    rm.GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
+    return rm.OK
 
 
 def _gpu(state: SimulatedHostState, pid: int) -> str:
@@ -350,12 +314,12 @@ def _gpu(state: SimulatedHostState, pid: int) -> str:
 
 _Call = Callable[[SimulatedHostState, int, int, bytearray], int]
 _CALLS: Final[Mapping[int, _Call]] = {
-    CHILD_HANDLE: _child,
-    GET_TIMESLICE: _read,
-    SET_TIMESLICE: _set,
-    DISABLE_CHANNELS: _switch,
-    GPU_GET_PIDS: _pids,
-    GPU_GET_GID_INFO: _gid,
+    rm.CHILD_HANDLE: _child,
+    rm.GET_TIMESLICE: _read,
+    rm.SET_TIMESLICE: _set,
+    rm.DISABLE_CHANNELS: _switch,
+    rm.GPU_GET_PIDS: _pids,
+    rm.GPU_GET_GID_INFO: _gid,
 }
 
 

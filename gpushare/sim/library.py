@@ -13,6 +13,7 @@ from typing import Any, Final
 from gpushare.errors import NoPermission
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity, current
+from gpushare.sim import nvml_abi as abi
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
 from gpushare.sim.mps_servers import binary_version
@@ -25,17 +26,10 @@ from gpushare.sim.nvml_abi import (
     Form,
     Handle,
     HandleKind,
+    Kinds,
     On,
     Refused,
     Target,
-    entry_point,
-    getter,
-    number,
-    pointer_value,
-    put,
-    put_fields,
-    put_handle,
-    target_of,
     unversioned,
 )
 from gpushare.sim.state import (
@@ -52,7 +46,7 @@ _EXCLUSIVE_THREAD, _COMPUTE_MODES = 1, 4
 _RESETLESS_MIG, _MIG_QUERY_WITHOUT_MIG = 184, 199
 
 
-@entry_point("nvmlInitWithFlags", "nvmlInit_v2", needs_init=False)
+@abi.entry_point("nvmlInitWithFlags", "nvmlInit_v2", needs_init=False)
 def _init(library: SimulatedLibrary, *_flags: Any) -> None:
     library.forget()
     state = library.state
@@ -69,34 +63,34 @@ def _init(library: SimulatedLibrary, *_flags: Any) -> None:
     library.references += 1
 
 
-@entry_point("nvmlShutdown")
+@abi.entry_point("nvmlShutdown")
 def _shutdown(library: SimulatedLibrary) -> None:
     library.references -= 1
 
 
-@entry_point("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
+@abi.entry_point("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
 def _handle_by_index(library: SimulatedLibrary, index: Any, device: Any) -> None:
     # A lost GPU is refused here already: nvidia-smi's "Unable to determine the device handle for
     # GPU ...: GPU is lost" is this call. Handles taken before it was lost answer GPU_IS_LOST too.
-    put_handle(device, library.gpu(number(index)).handle)
+    abi.put_handle(device, library.gpu(abi.number(index)).handle)
 
 
-@entry_point("nvmlDeviceGetHandleByUUID")
+@abi.entry_point("nvmlDeviceGetHandleByUUID")
 def _handle_by_uuid(library: SimulatedLibrary, uuid: Any, device: Any) -> None:
     wanted = bytes(getattr(uuid, "value", uuid) or b"").decode(errors="replace")
     for index, gpu in enumerate(library.state.gpus):
         for instance in gpu.mig if gpu.mig_mode == 1 else []:
             if wanted == instance.uuid:
                 library.gpu(index)
-                return put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *instance.place))
+                return abi.put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *instance.place))
         if wanted == gpu.uuid:
-            return put_handle(device, library.gpu(index).handle)
+            return abi.put_handle(device, library.gpu(index).handle)
     raise Refused(Code.NOT_FOUND)
 
 
-@entry_point("nvmlDeviceSetComputeMode", on=On.GPU)
+@abi.entry_point("nvmlDeviceSetComputeMode", on=On.GPU)
 def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> None:
-    wanted = number(mode)
+    wanted = abi.number(mode)
     if not 0 <= wanted < _COMPUTE_MODES:
         raise Refused(Code.INVALID_ARGUMENT)
     with library.changed_gpu(target) as gpu:
@@ -106,28 +100,28 @@ def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> N
         gpu.compute_mode = wanted
 
 
-@entry_point("nvmlDeviceGetMigMode", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetMigMode", on=On.GPU)
 def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending: Any) -> None:
     mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
     if mode is None:
         raise Refused(Code.NOT_SUPPORTED)
-    put(current, mode)
-    put(pending, mode if next_mode is None else next_mode)
+    abi.put(current, mode)
+    abi.put(pending, mode if next_mode is None else next_mode)
 
 
-@entry_point("nvmlDeviceGetCudaComputeCapability", on=On.DEVICE)
+@abi.entry_point("nvmlDeviceGetCudaComputeCapability", on=On.DEVICE)
 def _capability(_library: SimulatedLibrary, target: Target, major: Any, minor: Any) -> None:
     capability = target.model.compute_capability
     if capability is None:
         raise Refused(Code.NOT_SUPPORTED)
     for argument, part in zip((major, minor), capability.split("."), strict=True):
-        put(argument, int(part))
+        abi.put(argument, int(part))
 
 
-@entry_point("nvmlDeviceGetFieldValues", on=On.DEVICE)
+@abi.entry_point("nvmlDeviceGetFieldValues", on=On.DEVICE)
 def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values: Any) -> None:
-    array = target_of(values)
-    for index in range(number(count)):
+    array = abi.target_of(values)
+    for index in range(abi.number(count)):
         known = _field(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
         array[index].nvmlReturn = Code.NOT_SUPPORTED if known is None else Code.SUCCESS
         if known is not None:
@@ -204,7 +198,7 @@ def _cuda_version(library: SimulatedLibrary) -> int:
 
 
 # Entry points that hand one value over: names, what they are called on, how the value goes, where it is from.
-_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+_GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT, lambda library: library.state.driver),
     ("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER, _cuda_version),
     ("nvmlDeviceGetCount_v2", On.NOTHING, Form.NUMBER, lambda library: len(library.state.gpus)),
@@ -221,7 +215,7 @@ _GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER, lambda _, target: int(target.gpu.persistence)),
 )
 for _getter in _GETTERS:
-    getter(*_getter)
+    abi.getter(*_getter)
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list
@@ -236,7 +230,7 @@ _LISTS: Final[dict[str, Callable[[Resident], bool]]] = {
 def _register(kind: str, wanted: Callable[[Resident], bool]) -> None:
     name = f"nvmlDeviceGet{kind}RunningProcesses"
 
-    @entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
+    @abi.entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
         # NVML's PIDs are the host's: in another PID namespace the list is empty.
         seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
@@ -260,19 +254,19 @@ def _fill(count: Any, infos: Any, entries: list[dict[str, int]]) -> None:
     """Fill a caller's array; tell the size needed when it is too small (INSUFFICIENT_SIZE)."""
     if count is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    room = number(target_of(count)) if infos is not None else 0
-    put(count, len(entries))
+    room = abi.number(abi.target_of(count)) if infos is not None else 0
+    abi.put(count, len(entries))
     if room < len(entries):
         raise Refused(Code.INSUFFICIENT_SIZE)
     if entries:
         array = infos._obj if hasattr(infos, "_obj") else infos
         for index, entry in enumerate(entries):
-            put_fields(array[index], entry)
+            abi.put_fields(array[index], entry)
 
 
-@entry_point("nvmlDeviceGetProcessUtilization", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetProcessUtilization", on=On.GPU)
 def _process_utilization(library: SimulatedLibrary, target: Target, infos: Any, count: Any, seen_until: Any) -> None:
-    _fill(count, infos, _samples(library, target, number(seen_until)))
+    _fill(count, infos, _samples(library, target, abi.number(seen_until)))
 
 
 def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list[dict[str, int]]:
@@ -329,7 +323,7 @@ class SimulatedLibrary:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == "nvmlErrorString":
             # The only entry point that returns no code; ctypes lets its restype be set.
-            return lambda code: ERROR_TEXTS.get(number(code), "Unknown Error").encode()
+            return lambda code: ERROR_TEXTS.get(abi.number(code), "Unknown Error").encode()
         entry = ENTRY_POINTS.get(name) or _rare(name)
         if entry is None:
             raise AttributeError(name)
@@ -427,11 +421,10 @@ class SimulatedLibrary:
         try:
             if entry.needs_init and not self.references:
                 raise Refused(Code.UNINITIALIZED)
-            if entry.on is On.NOTHING:
-                entry.function(self, *arguments)
+            if entry.on:
+                entry.function(self, self._target(entry, arguments[0]), *arguments[1:])
             else:
-                target = self._target(entry, arguments[0])
-                entry.function(self, target, *arguments[1:])
+                entry.function(self, *arguments)
         except Refused as refused:
             return int(refused.code)
         finally:
@@ -439,8 +432,8 @@ class SimulatedLibrary:
         return _SUCCESS
 
     def _target(self, entry: EntryPoint, pointer: Any) -> Target:
-        handle = Handle.unpack(pointer_value(pointer))
-        if handle.kind not in entry.kinds:
+        handle = Handle.unpack(abi.pointer_value(pointer))
+        if handle.kind not in entry.on:
             # A MIG device where only a whole GPU will do.
             raise Refused(Code.NOT_SUPPORTED if handle.kind is HandleKind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)

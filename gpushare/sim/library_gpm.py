@@ -5,20 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.sim import activity
-from gpushare.sim.nvml_abi import (
-    Code,
-    Handle,
-    HandleKind,
-    On,
-    Refused,
-    Target,
-    entry_point,
-    number,
-    pointer_value,
-    put_fields,
-    put_handle,
-    target_of,
-)
+from gpushare.sim import nvml_abi as abi
+from gpushare.sim.nvml_abi import Code, Handle, HandleKind, On, Refused, Target
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -31,22 +19,22 @@ _METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
 _BANDWIDTH: Final = 10
 
 
-@entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
+@abi.entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
 def _support(_library: SimulatedLibrary, target: Target, support: Any) -> None:
-    put_fields(target_of(support), {"isSupportedDevice": int(_supported(target))})
+    abi.put_fields(abi.target_of(support), {"isSupportedDevice": int(_supported(target))})
 
 
 def _supported(target: Target) -> bool:
     return target.model.arch in _SUPPORTED_ARCHITECTURES
 
 
-@entry_point("nvmlGpmSampleAlloc")
+@abi.entry_point("nvmlGpmSampleAlloc")
 def _alloc(library: SimulatedLibrary, sample: Any) -> None:
     free = next((number for number in range(1, 0xFFFF) if _pointer(number) not in library.samples), None)
     if free is None:
         raise Refused(Code.INSUFFICIENT_RESOURCES)
     library.samples[_pointer(free)] = None
-    put_handle(sample, _handle(free))
+    abi.put_handle(sample, _handle(free))
 
 
 def _handle(serial: int) -> Handle:
@@ -57,20 +45,20 @@ def _pointer(serial: int) -> int:
     return _handle(serial).pack()
 
 
-@entry_point("nvmlGpmSampleFree")
+@abi.entry_point("nvmlGpmSampleFree")
 def _free(library: SimulatedLibrary, sample: Any) -> None:
-    if library.samples.pop(pointer_value(sample), False) is False:
+    if library.samples.pop(abi.pointer_value(sample), False) is False:
         raise Refused(Code.INVALID_ARGUMENT)
 
 
-@entry_point("nvmlGpmSampleGet", on=On.GPU)
+@abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
 def _sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
     _take(library, target, sample)
 
 
-@entry_point("nvmlGpmMigSampleGet", on=On.GPU)
+@abi.entry_point("nvmlGpmMigSampleGet", on=On.GPU)
 def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
-    wanted = number(gpu_instance_id)
+    wanted = abi.number(gpu_instance_id)
     devices = target.gpu.mig if target.mig_enabled else []
     instance = next((one for one in devices if one.gpu_instance_id == wanted), None)
     if instance is None:
@@ -82,19 +70,19 @@ def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any,
 def _take(library: SimulatedLibrary, target: Target, sample: Any) -> None:
     if not _supported(target):
         raise Refused(Code.NOT_SUPPORTED)
-    pointer = pointer_value(sample)
+    pointer = abi.pointer_value(sample)
     if pointer not in library.samples:
         raise Refused(Code.INVALID_ARGUMENT)
     state = library.state
     library.samples[pointer] = (activity.utilization(state, target), activity.bandwidth(state, target))
 
 
-@entry_point("nvmlGpmMetricsGet")
+@abi.entry_point("nvmlGpmMetricsGet")
 def _metrics(library: SimulatedLibrary, argument: Any) -> None:
-    struct = target_of(argument)
+    struct = abi.target_of(argument)
     if struct.version != _METRICS_GET_VERSION:
         raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
-    first, second = (library.samples.get(pointer_value(one)) for one in (struct.sample1, struct.sample2))
+    first, second = (library.samples.get(abi.pointer_value(one)) for one in (struct.sample1, struct.sample2))
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.

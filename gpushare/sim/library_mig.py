@@ -9,25 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.gpu_models import GiProfile, GpuModel
 from gpushare.sim import activity, mig
+from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
 from gpushare.sim.devices import forget_gone
 from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
-from gpushare.sim.nvml_abi import (
-    Code,
-    Form,
-    Handle,
-    HandleKind,
-    On,
-    Refused,
-    Target,
-    entry_point,
-    getter,
-    number,
-    put,
-    put_fields,
-    put_handle,
-    target_of,
-)
+from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
 from gpushare.sim.processes import holding
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
 
@@ -148,7 +134,7 @@ def _max_count(_library: SimulatedLibrary, target: Target) -> int:
 
 
 _COMPUTE_PROFILE: Final = "nvmlGpuInstanceGetComputeInstanceProfileInfo"
-_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+_GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _max_count),
     ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
     ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _required(on.instance).gpu_instance_id),
@@ -166,7 +152,7 @@ _GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
     ("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER, _compute_capacity),
 )
 for _getter in _GETTERS:
-    getter(*_getter)
+    abi.getter(*_getter)
 
 
 def _handle(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) -> Handle:
@@ -182,86 +168,86 @@ def _array(argument: Any) -> Any:
 
 def _put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
     """Write opaque pointers to a caller's array, and how many there are."""
-    put(count, len(handles))
+    abi.put(count, len(handles))
     pointers = _array(array)
     for index, handle in enumerate(handles):
         pointers[index] = ctypes.cast(ctypes.c_void_p(handle.pack()), pointers._type_)
 
 
-@entry_point("nvmlDeviceGetMigDeviceHandleByIndex", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetMigDeviceHandleByIndex", on=On.GPU)
 def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: Any) -> None:
     if target.gpu.mig_mode is None:
         raise Refused(Code.NOT_SUPPORTED)
     devices = target.gpu.mig if target.mig_enabled else []
-    if number(index) >= len(devices):
+    if abi.number(index) >= len(devices):
         raise Refused(Code.NOT_FOUND)
-    put_handle(device, _handle(HandleKind.MIG_DEVICE, target, devices[number(index)]))
+    abi.put_handle(device, _handle(HandleKind.MIG_DEVICE, target, devices[abi.number(index)]))
 
 
-@entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", on=On.GPU)
 def _placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
-    profile = _profile_by_id(target, number(identity))
+    profile = _profile_by_id(target, abi.number(identity))
     starts = profile.starts or ()
-    put(count, len(starts))
+    abi.put(count, len(starts))
     # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
     for index, start in enumerate(starts if placements is not None else ()):
-        put_fields(_array(placements)[index], {"start": start, "size": profile.size})
+        abi.put_fields(_array(placements)[index], {"start": start, "size": profile.size})
 
 
-@entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
 def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    name = _profile_by_id(target, number(identity)).name
+    name = _profile_by_id(target, abi.number(identity)).name
     found = [one for one in gpu_instances(target.gpu) if one.profile == name]
     _put_handles(instances, count, [_handle(HandleKind.GPU_INSTANCE, target, one) for one in found])
 
 
-@entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
+@abi.entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
-    profile = _offering(target, number(identity))
-    mine = [one for one in _mine(target) if mig.number_of(profile, one) == number(identity)]
+    profile = _offering(target, abi.number(identity))
+    mine = [one for one in _mine(target) if mig.number_of(profile, one) == abi.number(identity)]
     _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, one) for one in mine])
 
 
-@entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
 def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     for one in gpu_instances(target.gpu):
-        if one.gpu_instance_id == number(identity):
-            return put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, one))
+        if one.gpu_instance_id == abi.number(identity):
+            return abi.put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
 
 
-@entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
+@abi.entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
 def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     for one in _mine(target):
-        if one.compute_instance_id == number(identity):
-            return put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, one))
+        if one.compute_instance_id == abi.number(identity):
+            return abi.put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
 
 
-@entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
+@abi.entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
 def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    (instance, profile), struct = _owner(target), target_of(info)
+    (instance, profile), struct = _owner(target), abi.target_of(info)
     device = Handle(HandleKind.GPU, target.handle.index)
-    put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})
-    put_fields(struct.placement, {"start": instance.start, "size": profile.size})
+    abi.put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})
+    abi.put_fields(struct.placement, {"start": instance.start, "size": profile.size})
 
 
-@entry_point("nvmlComputeInstanceGetInfo_v2", on=On.COMPUTE_INSTANCE)
+@abi.entry_point("nvmlComputeInstanceGetInfo_v2", on=On.COMPUTE_INSTANCE)
 def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    (_, profile), instance, struct = _owner(target), _required(target.instance), target_of(info)
+    (_, profile), instance, struct = _owner(target), _required(target.instance), abi.target_of(info)
     values = {
         "device": Handle(HandleKind.GPU, target.handle.index),
         "gpuInstance": _handle(HandleKind.GPU_INSTANCE, target, instance),
         "id": instance.compute_instance_id,
         "profileId": mig.number_of(profile, instance),
     }
-    put_fields(struct, values)
+    abi.put_fields(struct, values)
     span = mig.span(profile, instance)
-    put_fields(struct.placement, {"start": span.start, "size": len(span)})
+    abi.put_fields(struct.placement, {"start": span.start, "size": len(span)})
 
 
 _Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
@@ -452,33 +438,33 @@ def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[Simula
         yield gpu, residents(state, Target(target.handle, gpu, target.model))
 
 
-@entry_point("nvmlDeviceSetMigMode", on=On.GPU)
+@abi.entry_point("nvmlDeviceSetMigMode", on=On.GPU)
 def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_status: Any) -> None:
     if target.gpu.mig_mode is None:
         raise Refused(Code.NOT_SUPPORTED)
-    if number(mode) not in {0, 1} or activation_status is None:
+    if abi.number(mode) not in {0, 1} or activation_status is None:
         raise Refused(Code.INVALID_ARGUMENT)
     with _changed(library, target) as (gpu, residents):
         # Success of the call is not success of the change.
-        put(activation_status, set_mode(gpu, target.model, number(mode), residents))
+        abi.put(activation_status, set_mode(gpu, target.model, abi.number(mode), residents))
 
 
-@entry_point("nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
+@abi.entry_point("nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
 def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
     *given, instance = rest
     placement = _placement(given[0]) if given else None
     with _changed(library, target) as (gpu, residents):
-        identity = create_gpu_instance(gpu, target.model, number(profile_id), placement, residents)
-        put_handle(instance, Handle(HandleKind.GPU_INSTANCE, target.handle.index, identity))
+        identity = create_gpu_instance(gpu, target.model, abi.number(profile_id), placement, residents)
+        abi.put_handle(instance, Handle(HandleKind.GPU_INSTANCE, target.handle.index, identity))
 
 
-@entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
+@abi.entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
 def _destroy(library: SimulatedLibrary, target: Target) -> None:
     with _changed(library, target) as (gpu, residents):
         destroy_gpu_instance(gpu, target.handle.gpu_instance, residents)
 
 
-@entry_point(
+@abi.entry_point(
     "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", on=On.GPU_INSTANCE
 )
 def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
@@ -486,11 +472,11 @@ def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, 
     placement = _placement(given[0]) if given else None
     index, owner = target.handle.index, target.handle.gpu_instance
     with _changed(library, target) as (gpu, _):
-        identity = create_compute_instance(gpu, target.model, owner, number(profile_id), placement)
-        put_handle(instance, Handle(HandleKind.COMPUTE_INSTANCE, index, owner, identity))
+        identity = create_compute_instance(gpu, target.model, owner, abi.number(profile_id), placement)
+        abi.put_handle(instance, Handle(HandleKind.COMPUTE_INSTANCE, index, owner, identity))
 
 
-@entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
+@abi.entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
 def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
     place = (target.handle.gpu_instance, target.handle.compute_instance)
     with _changed(library, target) as (gpu, residents):

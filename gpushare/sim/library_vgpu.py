@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.sim.nvml_abi import Code, Form, On, Refused, Target, entry_point, getter, number, put, put_text, target_of
+from gpushare.sim import nvml_abi as abi
+from gpushare.sim.nvml_abi import Code, Form, Kinds, On, Refused, Target
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -17,11 +18,11 @@ _HOST_VGPU, _NONE, _BY_DOMAIN = 3, 0, 0
 _GPU_SHIFT: Final = 8
 
 
-@entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
+@abi.entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
 def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
     there = target.gpu.vgpus
-    room = number(target_of(count)) if instances is not None else 0
-    put(count, len(there))
+    room = abi.number(abi.target_of(count)) if instances is not None else 0
+    abi.put(count, len(there))
     if room < len(there):
         raise Refused(Code.INSUFFICIENT_SIZE)
     for place in range(len(there)):
@@ -48,18 +49,18 @@ def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
     raise Refused(Code.INVALID_ARGUMENT)
 
 
-@entry_point("nvmlVgpuInstanceGetVmID")
+@abi.entry_point("nvmlVgpuInstanceGetVmID")
 def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
-    put_text(buffer, length, _of(library, number(instance)).vm)
-    put(kind, _BY_DOMAIN)
+    abi.put_text(buffer, length, _of(library, abi.number(instance)).vm)
+    abi.put(kind, _BY_DOMAIN)
 
 
-@entry_point("nvmlVgpuTypeGetName")
+@abi.entry_point("nvmlVgpuTypeGetName")
 def _name(library: SimulatedLibrary, kind: Any, buffer: Any, length: Any) -> None:
-    put_text(buffer, target_of(length), _of_type(library, number(kind)).type)
+    abi.put_text(buffer, abi.target_of(length), _of_type(library, abi.number(kind)).type)
 
 
-_GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
+_GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     (
         "nvmlDeviceGetVirtualizationMode",
         On.GPU,
@@ -77,4 +78,4 @@ _GETTERS: Final[tuple[tuple[str, On, Form, Callable[..., Any]], ...]] = (
     ),
 )
 for _getter in _GETTERS:
-    getter(*_getter)
+    abi.getter(*_getter)

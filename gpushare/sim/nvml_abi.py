@@ -30,12 +30,9 @@ class Code(IntEnum):
     INVALID_ARGUMENT = 2
     NOT_SUPPORTED = 3
     NO_PERMISSION = 4
-    ALREADY_INITIALIZED = 5
     NOT_FOUND = 6
     INSUFFICIENT_SIZE = 7
-    INSUFFICIENT_POWER = 8
     DRIVER_NOT_LOADED = 9
-    TIMEOUT = 10
     LIBRARY_NOT_FOUND = 12
     FUNCTION_NOT_FOUND = 13
     GPU_IS_LOST = 15
@@ -47,28 +44,18 @@ class Code(IntEnum):
     UNKNOWN = 999
 
 
-# The library's own texts (nvmlErrorString).
-ERROR_TEXTS: Final[Mapping[int, str]] = {
-    Code.SUCCESS: "Success",
-    Code.UNINITIALIZED: "Uninitialized",
-    Code.INVALID_ARGUMENT: "Invalid Argument",
-    Code.NOT_SUPPORTED: "Not Supported",
+# The library's own texts (nvmlErrorString), where they are not the name in words.
+_TEXTS: Final = {
     Code.NO_PERMISSION: "Insufficient Permissions",
-    Code.ALREADY_INITIALIZED: "Already Initialized",
-    Code.NOT_FOUND: "Not Found",
-    Code.INSUFFICIENT_SIZE: "Insufficient Size",
-    Code.INSUFFICIENT_POWER: "Insufficient External Power",
-    Code.DRIVER_NOT_LOADED: "Driver Not Loaded",
-    Code.TIMEOUT: "Timeout",
     Code.LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
-    Code.FUNCTION_NOT_FOUND: "Function Not Found",
     Code.GPU_IS_LOST: "GPU is lost",
     Code.RESET_REQUIRED: "GPU requires reset",
     Code.LIB_RM_VERSION_MISMATCH: "Driver/library version mismatch",
     Code.IN_USE: "In use by another client",
-    Code.INSUFFICIENT_RESOURCES: "Insufficient Resources",
     Code.ARGUMENT_VERSION_MISMATCH: "Argument version mismatch",
+    Code.UNKNOWN: "Unknown Error",
 }
+ERROR_TEXTS: Final[Mapping[int, str]] = {code: _TEXTS.get(code, code.name.replace("_", " ").title()) for code in Code}
 
 
 class Refused(Exception):
@@ -132,14 +119,17 @@ class Target(NamedTuple):
         return self.gpu.mig_mode == 1
 
 
-class On(Enum):
+Kinds = frozenset[HandleKind]
+
+
+class On:
     """What an entry point takes as its first argument."""
 
-    NOTHING = frozenset[HandleKind]()
-    GPU = frozenset({HandleKind.GPU})
-    DEVICE = frozenset({HandleKind.GPU, HandleKind.MIG_DEVICE})
-    GPU_INSTANCE = frozenset({HandleKind.GPU_INSTANCE})
-    COMPUTE_INSTANCE = frozenset({HandleKind.COMPUTE_INSTANCE})
+    NOTHING: Final[Kinds] = frozenset()
+    GPU: Final[Kinds] = frozenset({HandleKind.GPU})
+    DEVICE: Final[Kinds] = frozenset({HandleKind.GPU, HandleKind.MIG_DEVICE})
+    GPU_INSTANCE: Final[Kinds] = frozenset({HandleKind.GPU_INSTANCE})
+    COMPUTE_INSTANCE: Final[Kinds] = frozenset({HandleKind.COMPUTE_INSTANCE})
 
 
 class EntryPoint(NamedTuple):
@@ -147,18 +137,16 @@ class EntryPoint(NamedTuple):
 
     name: str
     function: Callable[..., None]
-    on: On
+    on: Kinds
     # False for the few that work before nvmlInit.
     needs_init: bool
-    # Those of ``on``: an Enum takes long to say its value.
-    kinds: frozenset[HandleKind]
 
 
 ENTRY_POINTS: Final[dict[str, EntryPoint]] = {}
 
 
 def entry_point(
-    *names: str, on: On = On.NOTHING, needs_init: bool = True
+    *names: str, on: Kinds = On.NOTHING, needs_init: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function under the names of entry points.
 
@@ -168,7 +156,7 @@ def entry_point(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for name in names:
-            ENTRY_POINTS[name] = EntryPoint(name, function, on, needs_init, on.value)
+            ENTRY_POINTS[name] = EntryPoint(name, function, on, needs_init)
         return function
 
     return register
@@ -184,13 +172,13 @@ class Form(Enum):
     VERSIONED_FIELDS = "fields of a struct that says its version first"
 
 
-def getter(names: str, on: On, form: Form, value: Callable[..., Any]) -> None:
+def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None:
     """Register a function that returns a value under the names of entry points, with blanks between them.
 
     It is called with the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
     refused with NOT_SUPPORTED.
     """
-    first = 0 if on is On.NOTHING else 1
+    first = 1 if on else 0
 
     def answer(library: Any, *arguments: Any) -> None:
         last = len(arguments) - (2 if form is Form.TEXT else 1)
