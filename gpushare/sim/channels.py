@@ -80,13 +80,9 @@ class SimulatedFiles:
         self._opened: dict[int, int] = {}
         self._next = 1000
         self._state: SimulatedHostState | None = None
-        # The state and PID that were asked about last, with the client's handle and its objects.
-        self._asked: tuple[SimulatedHostState | None, int, int | None, Mapping[int, tuple[int, int]]] = (
-            None,
-            0,
-            None,
-            {},
-        )
+        # What was asked about last: state, PID, the client's handle, and its objects.
+        self._asked: tuple[SimulatedHostState | None, int, int | None, Mapping[int, tuple[int, int]]]
+        self._asked = (None, 0, None, {})
 
     def check(self) -> None:
         """Raise if the kernel or sandbox of the host does not have the call."""
@@ -153,13 +149,12 @@ class SimulatedFiles:
             return forced
         if command == rm.HANDLE_INFO:
             return _info(client, self._asked[3], thing, parameters)
-        call = _CALLS.get(command)
-        if call is None:
+        if command not in _CALLS:
             return rm.NOT_SUPPORTED
         if command not in {rm.SET_TIMESLICE, rm.DISABLE_CHANNELS}:
-            return call(state, pid, thing, parameters)
+            return _called(state, pid, command, thing, parameters)
         with changing(self._state_file) as (changed, _):
-            status = call(changed, pid, thing, parameters)
+            status = _called(changed, pid, command, thing, parameters)
         self._state = current(self._state_file)
         return status
 
@@ -225,7 +220,15 @@ def _info(client: int, objects: Mapping[int, tuple[int, int]], thing: int, param
     return rm.OK
 
 
-def _child(_state: SimulatedHostState, _pid: int, _thing: int, parameters: bytearray) -> int:
+def _called(state: SimulatedHostState, pid: int, command: int, thing: int, parameters: bytearray) -> int:
+    needed, call = _CALLS[command]
+    owner = owner_of(state, pid)
+    if owner is None or needed not in {None, _OBJECTS.get(thing, (0, 0))[0]}:
+        return rm.OBJECT_NOT_FOUND
+    return call(state, owner, thing, parameters)
+
+
+def _child(_state: SimulatedHostState, _owner: Owner, _thing: int, parameters: bytearray) -> int:
     parent, kind, _ = rm.CHILD.unpack(parameters)
     if kind != rm.INTERNAL_DEVICE:
         return rm.OBJECT_NOT_FOUND
@@ -233,62 +236,49 @@ def _child(_state: SimulatedHostState, _pid: int, _thing: int, parameters: bytea
     return rm.OK
 
 
-def _read(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
-    owner = owner_of(state, pid)
-    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != rm.CLASS_GROUP:
-        return rm.OBJECT_NOT_FOUND
-    rm.SLICE.pack_into(parameters, 0, _with_group(state, owner).slices.get(_name(thing), _default(thing)))
+def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[str, int], str, int]:
+    """Return the time-slices among which a group's is, its name there, and its default: of a client of MPS its server's."""
+    server = None if isinstance(owner, SimulatedServer) else owner.mps_server
+    holder: Owner = next((one for one in state.servers if one.pid == server), owner)
+    if group == COMPUTE_GROUP:
+        return holder.slices, "compute", DEFAULT_SLICE_US
+    return holder.slices, hex(group), DEFAULT_SLICE_US // 2
+
+
+def _read(state: SimulatedHostState, owner: Owner, thing: int, parameters: bytearray) -> int:
+    slices, name, default = _slices(state, owner, thing)
+    rm.SLICE.pack_into(parameters, 0, slices.get(name, default))
     return rm.OK
 
 
-def _set(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
-    owner = owner_of(state, pid)
-    if owner is None or _OBJECTS.get(thing, (0, 0))[0] != rm.CLASS_GROUP:
-        return rm.OBJECT_NOT_FOUND
+def _set(state: SimulatedHostState, owner: Owner, thing: int, parameters: bytearray) -> int:
     wanted = int(rm.SLICE.unpack(parameters)[0])
     if wanted == 0:
         return INVALID_ARGUMENT
-    slices = _with_group(state, owner).slices
-    slices.pop(_name(thing), None)
-    if wanted != _default(thing):
-        slices[_name(thing)] = wanted
+    slices, name, default = _slices(state, owner, thing)
+    slices.pop(name, None)
+    if wanted != default:
+        slices[name] = wanted
     return rm.OK
 
 
-def _with_group(state: SimulatedHostState, owner: Owner) -> Owner:
-    """Return whose group it is: of a client of MPS its server's."""
-    server = None if isinstance(owner, SimulatedServer) else owner.mps_server
-    return next((one for one in state.servers if one.pid == server), owner)
-
-
-def _switch(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
-    owner = owner_of(state, pid)
+def _switch(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
     off, count, _, _, _, *lists = rm.DISABLE.unpack(parameters)
-    if owner is None or thing != _SUBDEVICE:
-        return rm.OBJECT_NOT_FOUND
-    clients, channels = lists[:count], lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count]
-    if count > rm.CHANNELS_PER_CALL or set(clients) - {client_of(state, pid)} or set(channels) - set(CHANNELS):
+    clients, channels = lists[:count], set(lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count])
+    if count > rm.CHANNELS_PER_CALL or set(clients) - {client_of(state, owner.pid)} or channels - set(CHANNELS):
         return INVALID_ARGUMENT
-    for one in _sharing(state, owner):
-        one.channels_off = sorted(
-            set(channels) | set(one.channels_off) if off else set(one.channels_off) - set(channels)
-        )
+    # Under MPS the channels of one stop the server and all its clients (measured).
+    server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
+    together: list[Owner] = [one for one in state.processes if one.mps_server == server]
+    together += [one for one in state.servers if one.pid == server]
+    for one in [owner] if server is None else together:
+        switched = set(one.channels_off)
+        one.channels_off = sorted(switched | channels if off else switched - channels)
     return rm.OK
 
 
-def _sharing(state: SimulatedHostState, owner: Owner) -> list[Owner]:
-    """Return who shares a group: under MPS the server and all its clients (measured: the channels of one stop all)."""
-    server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
-    if server is None:
-        return [owner]
-    together: list[Owner] = [one for one in state.processes if one.mps_server == server]
-    return together + [one for one in state.servers if one.pid == server]
-
-
-def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
-    if thing != _SUBDEVICE:
-        return rm.OBJECT_NOT_FOUND
-    gpu = _gpu(state, pid)
+def _pids(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+    gpu = _gpu(state, owner)
     found = [one.pid for one in state.processes if one.gpu_uuid == gpu and on_gpu(one)]
     found = [*found, *(server.pid for server in state.servers)][:950]
     kind, asked, _, *_ = rm.PIDS.unpack(parameters)
@@ -296,36 +286,26 @@ def _pids(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray
     return rm.OK
 
 
-def _gid(state: SimulatedHostState, pid: int, thing: int, parameters: bytearray) -> int:
-    if thing != _SUBDEVICE:
-        return rm.OBJECT_NOT_FOUND
-    uuid = _gpu(state, pid).encode()
+def _gid(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+    uuid = _gpu(state, owner).encode()
     rm.GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
     return rm.OK
 
 
-def _gpu(state: SimulatedHostState, pid: int) -> str:
-    owner = owner_of(state, pid)
+def _gpu(state: SimulatedHostState, owner: Owner) -> str:
     if isinstance(owner, SimulatedProcess):
         return owner.gpu_uuid
-    daemon = next(daemon for daemon in state.daemons if any(server.pid == pid for server in daemon.servers))
+    daemon = next(daemon for daemon in state.daemons if owner in daemon.servers)
     return next((device.gpu.uuid for device in daemon_devices(state, daemon)), "")
 
 
-_Call = Callable[[SimulatedHostState, int, int, bytearray], int]
-_CALLS: Final[Mapping[int, _Call]] = {
-    rm.CHILD_HANDLE: _child,
-    rm.GET_TIMESLICE: _read,
-    rm.SET_TIMESLICE: _set,
-    rm.DISABLE_CHANNELS: _switch,
-    rm.GPU_GET_PIDS: _pids,
-    rm.GPU_GET_GID_INFO: _gid,
+_Call = Callable[[SimulatedHostState, Any, int, bytearray], int]
+# The class of the object that a call is for, and what answers it.
+_CALLS: Final[Mapping[int, tuple[int | None, _Call]]] = {
+    rm.CHILD_HANDLE: (None, _child),
+    rm.GET_TIMESLICE: (rm.CLASS_GROUP, _read),
+    rm.SET_TIMESLICE: (rm.CLASS_GROUP, _set),
+    rm.DISABLE_CHANNELS: (rm.CLASS_SUBDEVICE, _switch),
+    rm.GPU_GET_PIDS: (rm.CLASS_SUBDEVICE, _pids),
+    rm.GPU_GET_GID_INFO: (rm.CLASS_SUBDEVICE, _gid),
 }
-
-
-def _default(group: int) -> int:
-    return DEFAULT_SLICE_US if group == COMPUTE_GROUP else DEFAULT_SLICE_US // 2
-
-
-def _name(group: int) -> str:
-    return "compute" if group == COMPUTE_GROUP else hex(group)
