@@ -68,16 +68,14 @@ def attach(state: SimulatedHostState, process: SimulatedProcess, environment: Ma
 
 def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None) -> list[LogLine]:
     """Remove a process that died (``signal``: by what; None: it ended by itself) with what that does to others."""
-    at = now()
-    daemon, server = mps_servers.of_process(state, process)
     state.processes = [other for other in state.processes if other.pid != process.pid]
     lines: list[LogLine] = []
-    if daemon is not None and server is not None:
-        if breaks_neighbours(process, signal, at):
-            lines = mps_servers.fault(daemon, server, process, clients_of(state, server.pid))
-        else:
-            left = len(clients_of(state, server.pid))
-            lines = mps_servers.disconnected(daemon, server, process, left)
+    for daemon in state.daemons:
+        for server in daemon.servers:
+            if server.pid == process.mps_server:
+                left = clients_of(state, server.pid)
+                broken = breaks_neighbours(process, signal, now())
+                lines = (mps_servers.fault if broken else mps_servers.disconnected)(daemon, server, process, left)
     return lines + _progress(state)
 
 
@@ -142,25 +140,22 @@ def _attach_client(
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
         return []
     log = [control_line(daemon, "Accepting connection...")]
-    text = f"NEW CLIENT {process.pid} from user {process.uid}: "
+    new = f"NEW CLIENT {process.pid} from user {process.uid}: "
+    pending = control_line(daemon, f"{new}Server is not ready, push client to pending list")
     if any(other.uid != process.uid and clients_of(state, other.pid) for other in daemon.servers):
-        text += "Server is not ready, push client to pending list"
-        return [*log, control_line(daemon, text)]
-    server = next((server for server in daemon.servers if server.uid == process.uid), None)
+        return [*log, pending]
     if _closed(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
         return log
-    if server is None:
-        text += "Server is not ready, push client to pending list"
-        log.append(control_line(daemon, text))
-        for other in list(daemon.servers):
-            log += _drop(state, daemon, other)
-        server, lines = mps_servers.start_server(state, daemon, process.uid)
-        log += lines
-    else:
-        text += "Server already exists"
-        log.append(control_line(daemon, text))
-    return log + _connect(state, process, daemon, server, devices, environment)
+    server = next((server for server in daemon.servers if server.uid == process.uid), None)
+    if server is not None:
+        log.append(control_line(daemon, f"{new}Server already exists"))
+        return log + _connect(state, process, daemon, server, devices, environment)
+    log.append(pending)
+    for other in list(daemon.servers):
+        log += _drop(state, daemon, other)
+    server, lines = mps_servers.start_server(state, daemon, process.uid)
+    return log + lines + _connect(state, process, daemon, server, devices, environment)
 
 
 def _connect(
@@ -182,39 +177,22 @@ def _connect(
         return server_lines(daemon, server, f"Number of active client contexts reached limit ({limit})")
     process.mps_server = server.pid
     _place(process, devices[0])
-    own = _own_threads(environment)
+    own = mps_servers.parse_threads(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     process.threads = server.threads if own is None else min(own, server.threads)
     process.sm_percent = round(process.sm_percent * process.threads / 100)
-    process.memory_limit_bytes = _memory_limit(state, daemon, server, devices, environment)
+    # Both limits hold, the server's and its own; one for a GPU that it cannot see drops all.
+    given = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    if not mps_servers.names_invisible(given, devices):
+        limits = [
+            mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
+            mps_servers.limit_of(given, devices, devices[0]),
+        ]
+        process.memory_limit_bytes = min(
+            (limit * mps_servers.MIB for limit in limits if limit is not None), default=None
+        )
     if process.memory_limit_bytes is not None:
         process.memory_bytes = min(process.memory_bytes, process.memory_limit_bytes)
     return mps_servers.connected(daemon, server, process)
-
-
-def _memory_limit(
-    state: SimulatedHostState,
-    daemon: SimulatedDaemon,
-    server: SimulatedServer,
-    devices: list[Device],
-    environment: Mapping[str, str],
-) -> int | None:
-    own = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    if mps_servers.names_invisible(own, devices):
-        return None
-    both = (
-        mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
-        mps_servers.limit_of(own, devices, devices[0]),
-    )
-    limits = [limit for limit in both if limit is not None]
-    return min(limits) * mps_servers.MIB if limits else None
-
-
-def _own_threads(environment: Mapping[str, str]) -> float | None:
-    try:
-        value = float(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
-    except ValueError:
-        return None
-    return value if 0.0 < value <= 100.0 else None
 
 
 def _closed(

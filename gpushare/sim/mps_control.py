@@ -18,8 +18,6 @@ from gpushare.sim.mps_servers import LogLine, binary_version, control_line, lead
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, StateFile
 
 _POLL_SECONDS = 0.01
-# As C's strtod reads a number: the longest one at the beginning.
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _HOST_NAMESPACE, _OTHER_NAMESPACE = 4026531836, 4026532198
 
 
@@ -187,11 +185,11 @@ _Owner = SimulatedDaemon | SimulatedServer
 
 def _set_threads(request: MpsRequest, owner: _Owner) -> Reply:
     """Change the share for upcoming servers or clients, and print what is in force: the old value when refused."""
-    match = _NUMBER.match(request.word(0))
-    if match and 0.0 < float(match[0]) <= 100.0:
-        owner.threads = float(match[0])
-    else:
+    threads = mps_servers.parse_threads(request.word(0))
+    if threads is None:
         request.log("Invalid percentage, expected between (0.0, 100.0]")
+    else:
+        owner.threads = threads
     return _get_threads(request, owner)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from gpushare.host.process import ticks_now
 from gpushare.sim import clients
 from gpushare.sim.devices import daemon_devices, split
-from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line
+from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line, parse_threads
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
@@ -77,10 +77,8 @@ def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> Simula
         started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
     )
-    threads = _number(env.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     # One out of range is accepted: the default stays 100, with a line in control.log only.
-    if threads is not None and 0.0 < threads <= 100.0:
-        daemon.threads = threads
+    daemon.threads = parse_threads(env.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")) or 100.0
     if env.get("CUDA_MPS_CLIENT_PRIORITY") in {"0", "1"}:
         daemon.priority = int(env["CUDA_MPS_CLIENT_PRIORITY"])
     return daemon
@@ -88,15 +86,12 @@ def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> Simula
 
 def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
     """Make the files of a pipe directory; return what the daemon says when it cannot, or None."""
-    cannot = f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n"
-    if not _real(pipe) and not _make_directory(pipe):
-        return cannot
     if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
         return RUNNING
     try:
         return None if _real(pipe) or _make_files(pipe) else ""
     except OSError:
-        return cannot
+        return f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n"
 
 
 def _open_logs(directory: str) -> bool:
@@ -123,8 +118,8 @@ def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Log
     ]
     if state.branch >= 580:
         texts.append(f"CUDA MPS Control binary version: {binary_version(state)}")
-    given = _number(daemon.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
-    if given is not None and not 0.0 < given <= 100.0:
+    given = daemon.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    if given and parse_threads(given) is None:
         texts.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]")
     return [control_line(daemon, text) for text in texts]
 
@@ -138,46 +133,27 @@ def _real(directory: str) -> bool:
     return directory in {clients.DEFAULT_PIPE_DIRECTORY, clients.DEFAULT_LOG_DIRECTORY} or directory.startswith(ours)
 
 
-def _make_directory(pipe: str) -> bool:
-    """Make the last element of the path, 0777 without a sticky bit, as the daemon does; not its parents."""
-    try:
-        os.mkdir(pipe)
-        os.chmod(pipe, 0o777)  # noqa: S103 - what the real daemon does
-    except FileExistsError:
-        return os.path.isdir(pipe)
-    except OSError:
-        return False
-    return True
-
-
 def _make_files(pipe: str) -> bool:
-    """Make the lock, the fifo and the sockets; return False when the path is too long for the sockets."""
+    """Make the directory, not its parents, the lock, the fifo and the sockets; False: the path is too long for these."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(pipe)
+        # Without a sticky bit, as the daemon does.
+        os.chmod(pipe, 0o777)  # noqa: S103
     _write(os.path.join(pipe, "control_lock"), "", 0o666)
-    fifo = os.path.join(pipe, "log")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(fifo)
-    os.mkfifo(fifo)
-    os.chmod(fifo, 0o777)  # noqa: S103 - what the real daemon does
-    if len(os.fsencode(pipe)) > MAX_PIPE_DIRECTORY:
-        return False
-    for name, mode in (("control", 0o666), ("control_privileged", 0o755)):
+    for name in ("log", "control", "control_privileged")[: 3 if len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY else 1]:
         path = os.path.join(pipe, name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-        os.chmod(path, mode)
-    return True
+        if name == "log":
+            os.mkfifo(path)
+        else:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+        os.chmod(path, {"log": 0o777, "control": 0o666, "control_privileged": 0o755}[name])
+    return len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY
 
 
 def _write(path: str, text: str, mode: int) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
     os.chmod(path, mode)
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None

@@ -51,6 +51,7 @@ def append(lines: Iterable[LogLine]) -> None:
 
 # What is no number is device 0; only a G right after the number counts, anything else is mebibytes: "1.5G" is 1M.
 _MEMORY = re.compile(r"([0-9]{1,18})([gG]?)")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _DEVICE = re.compile(r"\s*([+-]?[0-9]{1,9})")
 # Seen on 535: 31 is the last one, 32 and -1 are "Invalid device ordinal!" in the log.
 _MAX_DEVICES = 32
@@ -63,6 +64,12 @@ def parse_memory(text: str) -> int | None:
     """Return the mebibytes that the daemon makes of a value; None clears the limit (seen on 535, 550 and 555)."""
     match = _MEMORY.match(text)
     return None if match is None else int(match[1]) * (1024 if match[2] else 1) or None
+
+
+def parse_threads(text: str | None) -> float | None:
+    """Return the percentage that a text begins with, as C's strtod reads it; None when it is out of range."""
+    match = _NUMBER.match(text or "")
+    return float(match[0]) if match and 0.0 < float(match[0]) <= 100.0 else None
 
 
 def leading_integer(text: str) -> tuple[int, str]:
@@ -124,17 +131,6 @@ def binary_version(state: SimulatedHostState) -> int:
     return next(version for branch, version in _VERSIONS if state.branch >= branch)
 
 
-def of_process(
-    state: SimulatedHostState, process: SimulatedProcess
-) -> tuple[SimulatedDaemon | None, SimulatedServer | None]:
-    """Return the daemon and the server of a client, or None and None."""
-    for daemon in state.daemons:
-        for server in daemon.servers:
-            if server.pid == process.mps_server:
-                return daemon, server
-    return None, None
-
-
 def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -> tuple[SimulatedServer, list[LogLine]]:
     """Start a server for a user with the daemon's defaults of this moment; return it with its log lines."""
     memory = parse_environment(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
@@ -170,12 +166,14 @@ def connected(daemon: SimulatedDaemon, server: SimulatedServer, process: Simulat
 
 
 def disconnected(
-    daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, left: int
+    daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, left: list[SimulatedProcess]
 ) -> list[LogLine]:
-    """Return what the server writes when a client is gone and ``left`` clients are there."""
+    """Return what the server writes when a client is gone and the others are left."""
     who = f"{{PID: {process.pid}, Context ID: 1}}"
     failed = f"Server failed to recevie command with status 806, assuming client {who} exit"
-    return server_lines(daemon, server, failed, f"Client {who} exiting. Number of active client contexts is {left}.")
+    return server_lines(
+        daemon, server, failed, f"Client {who} exiting. Number of active client contexts is {len(left)}."
+    )
 
 
 def fault(
