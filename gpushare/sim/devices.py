@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpushare.host.capabilities import Place
-from gpushare.sim.state import (
-    SimulatedDaemon,
-    SimulatedGpu,
-    SimulatedHostState,
-    SimulatedMigInstance,
-    SimulatedNode,
-)
+from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedNode
 from gpushare.values import dataclass
 
 
@@ -30,15 +24,8 @@ class Device:
 
 def host_devices(state: SimulatedHostState) -> list[Device]:
     """Return every device that a process can name: GPUs without MIG, and MIG devices."""
-    devices: list[Device] = []
-    for gpu in state.gpus:
-        if gpu.lost:
-            continue
-        if gpu.mig_mode:
-            devices.extend(Device(gpu, mig) for mig in gpu.mig)
-        else:
-            devices.append(Device(gpu))
-    return devices
+    there = (gpu for gpu in state.gpus if not gpu.lost)
+    return [Device(gpu, mig) for gpu in there for mig in (gpu.mig if gpu.mig_mode else [None])]
 
 
 def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
@@ -47,10 +34,8 @@ def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
     Empty: all of them, but of each MIG GPU only the first instance, as CUDA enumerates. Ordinals count
     that list; UUIDs may be cut short. The first entry that names nothing ends the list.
     """
-    enumerated: list[Device] = []
-    for device in devices:
-        if device.mig is None or all(other.gpu.uuid != device.gpu.uuid for other in enumerated):
-            enumerated.append(device)
+    # The first of each GPU.
+    enumerated = list({device.gpu.uuid: device for device in reversed(devices)}.values())[::-1]
     if not names:
         return enumerated
     found: list[Device] = []
@@ -68,8 +53,7 @@ def _named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -
         return enumerated[int(name)] if int(name) < len(enumerated) else None
     if len(name) < len("GPU-x"):
         return None
-    matching = [device for device in devices if device.uuid.startswith(name) or device.gpu.uuid.startswith(name)]
-    return matching[0] if matching else None
+    return next((one for one in devices if one.uuid.startswith(name) or one.gpu.uuid.startswith(name)), None)
 
 
 def split(value: str | None) -> list[str]:
@@ -103,10 +87,7 @@ def use(device: Device, uid: int) -> bool:
         return True
     instance = device.mig
     allowed = True
-    for key in (
-        place_key((instance.gpu_instance_id, None)),
-        place_key((instance.gpu_instance_id, instance.compute_instance_id)),
-    ):
+    for key in (place_key((instance.gpu_instance_id, None)), place_key(instance.place)):
         node = device.gpu.nodes.get(key)
         if node is not None and node.modify:
             del device.gpu.nodes[key]
@@ -136,7 +117,7 @@ def places_of(gpu: SimulatedGpu) -> Iterator[Place]:
         yield instance.gpu_instance_id, None
         for one in gpu.mig:
             if one.gpu_instance_id == instance.gpu_instance_id:
-                yield one.gpu_instance_id, one.compute_instance_id
+                yield one.place
 
 
 def place_key(place: Place) -> str:

@@ -125,7 +125,8 @@ def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
 
 
 def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
-    return mig.remaining_compute_capacity(_offering(target, identity), identity, _mine(target))
+    # Placements of one profile never overlap each other.
+    return len(mig.free_compute_starts(_offering(target, identity), identity, _mine(target)))
 
 
 def _max_count(_library: SimulatedLibrary, target: Target) -> int:

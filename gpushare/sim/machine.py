@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
 from gpushare.sim.current import changing, current
-from gpushare.sim.devices import (
-    capability_minor,
-    place_key,
-    places_of,
-)
+from gpushare.sim.devices import capability_minor, place_key, places_of
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile
 
 if TYPE_CHECKING:
@@ -44,12 +40,9 @@ class SimulatedMachine:
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         """Return these variables of its processes, to root of all, to others of their own."""
         state = current(self._state_file)
-        return {
-            process.pid: chosen
-            for process in state.processes
-            if state.may(process.uid)
-            and (chosen := {name: value for name, value in process.environment.items() if name in names})
-        }
+        mine = (process for process in state.processes if state.may(process.uid))
+        chosen = {one.pid: {name: one.environment[name] for name in names if name in one.environment} for one in mine}
+        return {pid: variables for pid, variables in chosen.items() if variables}
 
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids that `gpushare sim fault xid` set; only root reads the log."""

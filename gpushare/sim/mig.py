@@ -59,18 +59,13 @@ def mig_uuid(gpu_uuid: str, gpu_instance: int, compute_instance: int) -> str:
 
 def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
     """Return the GPU instances of a GPU, each once, in the order of their ids."""
-    found = []
-    for instance in gpu_instances(gpu):
-        profile = model.profile(instance.profile)
-        if profile is not None:
-            found.append(Occupied(profile, instance.start))
-    return found
+    profiles = [(model.profile(instance.profile), instance.start) for instance in gpu_instances(gpu)]
+    return [Occupied(profile, start) for profile, start in profiles if profile is not None]
 
 
 def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
     """Return the GPU instances of a GPU, with and without compute instances, each once, by id."""
-    everything: list[SimulatedGpuInstance] = [*gpu.mig, *gpu.bare]
-    found = {one.gpu_instance_id: one for one in everything}
+    found: dict[int, SimulatedGpuInstance] = {one.gpu_instance_id: one for one in (*gpu.mig, *gpu.bare)}
     return [found[identity] for identity in sorted(found)]
 
 
@@ -128,7 +123,13 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
         raise OperationFailed(
             f"{names} do not fit on one {model.name}", "ask for fewer or smaller instances", code="no_room"
         )
-    instances = sorted((_instance(gpu, model, one) for one in layout), key=lambda mig: mig.gpu_instance_id)
+    instances = []
+    for one in layout:
+        identity = gpu_instance_id(model.axis or 0, one.start, one.profile.size or 0)
+        instances.append(
+            SimulatedMigInstance(one.profile.name, one.start, identity, 0, mig_uuid(gpu.uuid, identity, 0))
+        )
+    instances.sort(key=lambda instance: instance.gpu_instance_id)
     # EXCLUSIVE_PROCESS does not exist with MIG on.
     return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
 
@@ -173,17 +174,6 @@ def _fit(
             if found is not None:
                 return found
     return None
-
-
-def _instance(gpu: SimulatedGpu, model: GpuModel, one: Occupied) -> SimulatedMigInstance:
-    identity = gpu_instance_id(model.axis or 0, one.start, one.profile.size or 0)
-    return SimulatedMigInstance(
-        profile=one.profile.name,
-        start=one.start,
-        gpu_instance_id=identity,
-        compute_instance_id=0,
-        uuid=mig_uuid(gpu.uuid, identity, 0),
-    )
 
 
 # NVML_COMPUTE_INSTANCE_PROFILE_COUNT.
@@ -250,9 +240,3 @@ def free_compute_starts(profile: GiProfile, number: int, present: Sequence[Simul
     taken = {compute_slice for one in present for compute_slice in span(profile, one)}
     size = slices_of(number)
     return [start for start in starts(profile, number) if taken.isdisjoint(range(start, start + size))]
-
-
-def remaining_compute_capacity(profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]) -> int:
-    """Return how many more compute instances fit (the Free column of ``nvidia-smi mig -lcip``)."""
-    # Placements of one profile never overlap each other.
-    return len(free_compute_starts(profile, number, present))

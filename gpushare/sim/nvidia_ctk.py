@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpushare.host.program import Completed
+from gpushare.host.records import replace_file
 from gpushare.sim.current import changing, current
+from gpushare.sim.devices import node_of
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
 
 _PATH: Final = "/var/run/cdi/nvidia.yaml"
 _STRATEGIES: Final = ("index", "uuid", "type-index")
-_FAILED: Final = "failed to generate CDI spec: "
 
 
 def install(state_file: StateFile) -> str:
@@ -55,13 +56,9 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
 def _generate(argv: Sequence[str], state_file: StateFile, output: str, kinds: tuple[str, ...]) -> Completed:
     state = current(state_file)
     if not state.nvml_installed or not state.driver_loaded:
-        return _failed(
-            argv, f"{_FAILED}failed to create CDI library: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND"
-        )
+        return _failed(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
     if not list(_devices(state, kinds)):
-        return _failed(
-            argv, 'failed to write spec: invalid CDI Spec: failed add device "all": invalid device, empty device edits'
-        )
+        return _failed(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
     text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
     if not output:
         return Completed(tuple(argv), 0, text, "")
@@ -105,12 +102,9 @@ def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[
                 yield name, [node]
             continue
         for slot, mig in enumerate(gpu.mig):
-            owner = 3 + 135 * index + 9 * mig.gpu_instance_id
-            capabilities = [
-                f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (owner, owner + 1 + mig.compute_instance_id)
-            ]
+            nodes = [node, node_of(index, (mig.gpu_instance_id, None)), node_of(index, mig.place)]
             for name in _names(kinds, f"{index}:{slot}", "mig", mig):
-                yield name, [node, *capabilities]
+                yield name, nodes
 
 
 def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | SimulatedMigInstance) -> list[str]:
@@ -120,9 +114,7 @@ def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | S
 def _write(state_file: StateFile, path: str, text: str) -> None:
     file = state_file.directory / Path(path.lstrip("/"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    replace_file(file, text)
 
 
 def _failed(argv: Sequence[str], message: str) -> Completed:
