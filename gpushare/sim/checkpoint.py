@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, ILLEGAL_STATE, LOCKED, RUNNING, SUCCESS
@@ -57,7 +55,8 @@ class SimulatedCheckpoint:
         return self._moved(pid, "restore", CHECKPOINTED, _in)
 
     def _moved(self, pid: int, name: str, before: int, move: Any) -> int:
-        with self._process(pid) as (state, process):
+        with changing(self._state_file) as (state, _):
+            process = state.process(pid)
             if process is None:
                 return NOT_INITIALIZED
             if not state.may(process.uid):
@@ -72,11 +71,6 @@ class SimulatedCheckpoint:
                 return ILLEGAL_STATE
             code: int = move(state, process)
             return code
-
-    @contextlib.contextmanager
-    def _process(self, pid: int) -> Iterator[tuple[SimulatedHostState, SimulatedProcess | None]]:
-        with changing(self._state_file) as (state, _):
-            yield state, state.process(pid)
 
 
 def _set(process: SimulatedProcess, value: int) -> int:

@@ -120,13 +120,6 @@ class Pace(NamedTuple):
     latency: float
 
 
-def speed_of(
-    state: SimulatedHostState, process: SimulatedProcess, need: float, streams: int = 1, contention: float = 0.0
-) -> float:
-    """Return the share of its full rate that a job reaches on its GPU now; 1.0 is what it reaches alone there."""
-    return pace_of(state, process, need, streams, contention).rate
-
-
 def pace_of(
     state: SimulatedHostState, process: SimulatedProcess, need: float, streams: int = 1, contention: float = 0.0
 ) -> Pace:

@@ -9,10 +9,8 @@ import itertools
 import json
 import os
 import re
-import shlex
 import stat
 import time
-import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
@@ -364,6 +362,8 @@ class StateFile:
             raise self._broken("it cannot be understood") from None
 
     def _broken(self, why: str | None) -> OperationFailed:
+        import shlex
+
         return OperationFailed(
             f"cannot read the state of the simulated host, {self.path}: {why}",
             f"start over: rm -r {shlex.quote(str(self.directory))}",
@@ -464,7 +464,7 @@ PREFIX: Final = "sim:"
 MAX_GPUS: Final = 64
 _PART: Final = re.compile(r"(?:([0-9]{1,9})\s*[x*]\s*)?(\S.*)", re.IGNORECASE | re.DOTALL)
 _HINT: Final = "write for example sim:h200, sim:8xa100-80gb or sim:2xt4,a30; models: gpushare sim list --models"
-_NAMESPACE: Final = uuid.UUID("6f0e6c5e-2f0b-5b0c-9f5b-3a1d6a4f7c11")
+_NAMESPACE: Final = "6f0e6c5e-2f0b-5b0c-9f5b-3a1d6a4f7c11"
 
 
 class SimulatedHostSpec(NamedTuple):
@@ -516,10 +516,13 @@ def _parse_part(part: str) -> tuple[int, GpuModel]:
 
 
 def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
+    # Loaded once in the life of a host, and not at each look at it.
+    from uuid import UUID, uuid5
+
     mig_mode = 0 if model.mig else None
     return SimulatedGpu(
         model=model.key,
-        uuid=f"GPU-{uuid.uuid5(_NAMESPACE, f'{spec}/{index}')}",
+        uuid=f"GPU-{uuid5(UUID(_NAMESPACE), f'{spec}/{index}')}",
         pci_bus_id=f"00000000:{index + 1:02X}:00.0",
         mig_mode=mig_mode,
         mig_pending=mig_mode,

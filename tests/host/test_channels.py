@@ -24,7 +24,7 @@ from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles
 from gpushare.host.identity import identity_of
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
-from gpushare.sim.job import speed_of
+from gpushare.sim.job import pace_of
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
 from gpushare.typed import parsed, plain
@@ -163,7 +163,7 @@ def test_slices_are_shares_of_a_simulated_gpu(control: ChannelControl, state_fil
     control.set_slice(control.find(other), 1024)
     state = state_file.read()
     assert state is not None
-    speeds = [speed_of(state, process_of(state_file, one), 100) for one in (pid, other)]
+    speeds = [pace_of(state, process_of(state_file, one), 100).rate for one in (pid, other)]
     assert speeds == pytest.approx([2 / 3, 1 / 3])
 
 
@@ -231,7 +231,7 @@ def test_channels_that_are_off_do_nothing_until_they_are_on(
     assert state is not None
     target = Target(Handle(HandleKind.GPU, 0), state.gpus[0], model_of(state.gpus[0].model))
     assert activity.utilization(state, target) == 0
-    assert speed_of(state, process_of(state_file, pid), 50) == 0
+    assert pace_of(state, process_of(state_file, pid), 50).rate == 0
     control.enable(found)
     control.enable(found)
     assert busy(state_file, pid)
@@ -305,7 +305,7 @@ def test_under_mps_one_clients_channels_stop_all_clients_and_the_scan_says_mps(s
     assert not server.under_mps
     control.set_slice(server, 1000)
     outside = admin.add_process(SPEC)
-    assert speed_of(host.state, host.process(outside), 100) == pytest.approx(2048 / 3048)
+    assert pace_of(host.state, host.process(outside), 100).rate == pytest.approx(2048 / 3048)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.sim import activity, admin
-from gpushare.sim.job import pace_of, speed_of, target_of
+from gpushare.sim.job import pace_of, target_of
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
 SPEC = "sim:h200"
@@ -45,48 +45,48 @@ def job(
 
 
 def test_alone_it_runs_at_its_full_rate(state: SimulatedHostState) -> None:
-    assert speed_of(state, job(state, 40), 40) == 1.0
+    assert pace_of(state, job(state, 40), 40).rate == 1.0
 
 
 @pytest.mark.parametrize("copies", [2, 4, 8])
 def test_time_sliced_each_gets_its_part_however_little_it_needs(state: SimulatedHostState, copies: int) -> None:
     jobs = [job(state, 5) for _ in range(copies)]
-    assert [speed_of(state, one, 5) for one in jobs] == [1 / copies] * copies
+    assert [pace_of(state, one, 5).rate for one in jobs] == [1 / copies] * copies
 
 
 @pytest.mark.parametrize(("copies", "speed"), [(2, 1.0), (4, 100 / 160), (8, 100 / 320)])
 def test_under_mps_they_run_at_the_same_time(state: SimulatedHostState, copies: int, speed: float) -> None:
     jobs = [job(state, 40, server=9) for _ in range(copies)]
-    assert speed_of(state, jobs[0], 40) == pytest.approx(speed)
+    assert pace_of(state, jobs[0], 40).rate == pytest.approx(speed)
 
 
 def test_a_cap_holds_it_down_and_leaves_room(state: SimulatedHostState) -> None:
     jobs = [job(state, 40, server=9, threads=25.0) for _ in range(4)]
-    assert speed_of(state, jobs[0], 40) == pytest.approx(25 / 40)
+    assert pace_of(state, jobs[0], 40).rate == pytest.approx(25 / 40)
 
 
 def test_contention_costs_only_where_they_want_too_much(state: SimulatedHostState) -> None:
     jobs = [job(state, 40, server=9) for _ in range(2)]
-    assert speed_of(state, jobs[0], 40, contention=10) == 1.0
+    assert pace_of(state, jobs[0], 40, contention=10).rate == 1.0
     job(state, 40, server=9)
-    assert speed_of(state, jobs[0], 40, contention=10) == pytest.approx(100 / 120 * 0.9)
+    assert pace_of(state, jobs[0], 40, contention=10).rate == pytest.approx(100 / 120 * 0.9)
 
 
 def test_one_outside_takes_turns_with_all_clients_together(state: SimulatedHostState) -> None:
     clients = [job(state, 40, server=9) for _ in range(2)]
     outside = job(state, 40)
-    assert speed_of(state, outside, 40) == 0.5
-    assert speed_of(state, clients[0], 40) == 0.5
+    assert pace_of(state, outside, 40).rate == 0.5
+    assert pace_of(state, clients[0], 40).rate == 0.5
 
 
 def test_who_draws_the_memory_is_slowed_by_the_others_that_do(state: SimulatedHostState) -> None:
     one, other, third = (job(state, 20, server=9) for _ in range(3))
     one.bandwidth_percent, other.bandwidth_percent = 90, 60
-    assert [speed_of(state, each, 20) for each in (one, other)] == [pytest.approx(100 / 150)] * 2
+    assert [pace_of(state, each, 20).rate for each in (one, other)] == [pytest.approx(100 / 150)] * 2
     # It draws nothing of note.
-    assert speed_of(state, third, 20) == 1.0
+    assert pace_of(state, third, 20).rate == 1.0
     other.stopped_at = 1.0
-    assert speed_of(state, one, 20) == 1.0
+    assert pace_of(state, one, 20).rate == 1.0
     assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(90 + 20 * 20 / 96)
     one.stopped_at = 1.0
     assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(20 * 20 / 96)
@@ -94,14 +94,14 @@ def test_who_draws_the_memory_is_slowed_by_the_others_that_do(state: SimulatedHo
 
 def test_streams_need_as_much_again(state: SimulatedHostState) -> None:
     one = job(state, 40)
-    assert speed_of(state, one, 40, streams=2) == 1.0
-    assert speed_of(state, one, 40, streams=5) == 0.5
+    assert pace_of(state, one, 40, streams=2).rate == 1.0
+    assert pace_of(state, one, 40, streams=5).rate == 0.5
 
 
 def test_a_stopped_one_stands_still(state: SimulatedHostState) -> None:
     one = job(state, 40)
     one.stopped_at = 1.0
-    assert speed_of(state, one, 40) == 0.0
+    assert pace_of(state, one, 40).rate == 0.0
 
 
 def test_an_instance_has_its_share_and_no_neighbours() -> None:
@@ -113,8 +113,8 @@ def test_an_instance_has_its_share_and_no_neighbours() -> None:
     for one, mig in zip(jobs, state.gpus[0].mig, strict=True):
         one.gpu_instance_id, one.compute_instance_id = mig.gpu_instance_id, mig.compute_instance_id
     # 16 of 132 SMs.
-    assert speed_of(state, jobs[0], 40) == pytest.approx(100 * 16 / 132 / 40)
-    assert speed_of(state, jobs[0], 5) == 1.0
+    assert pace_of(state, jobs[0], 40).rate == pytest.approx(100 * 16 / 132 / 40)
+    assert pace_of(state, jobs[0], 5).rate == 1.0
 
 
 def test_it_says_where_it_must_run() -> None:
@@ -175,7 +175,7 @@ def test_a_request_waits_for_one_slice_of_the_other_and_a_switch(
     slices(production, other, mine, its)
     assert pace_of(state, production, 95) == (1.0, pytest.approx(p99))
     # The other works while production has nothing to do.
-    assert speed_of(state, other, 95) == pytest.approx(1 - 0.04 * 1.25)
+    assert pace_of(state, other, 95).rate == pytest.approx(1 - 0.04 * 1.25)
 
 
 def test_a_request_longer_than_its_slice_waits_again_and_again(state: SimulatedHostState) -> None:
@@ -199,7 +199,7 @@ def test_of_two_that_always_work_each_gets_its_slice_less_the_switches(
     one, other = job(state, 95), job(state, 95)
     slices(one, other, mine, its)
     turn = mine + its + 2 * 250
-    assert [speed_of(state, each, 95) for each in (one, other)] == [
+    assert [pace_of(state, each, 95).rate for each in (one, other)] == [
         pytest.approx(mine / turn),
         pytest.approx(its / turn),
     ]
@@ -210,5 +210,5 @@ def test_under_mps_a_job_with_gaps_suffers_in_its_requests_and_costs_others_litt
     production.busy_percent, production.request_ms = 4.0, 1.0
     assert pace_of(state, production, 95) == (1.0, pytest.approx(1.55))
     part = 0.04 * 1.55
-    assert speed_of(state, other, 60) == pytest.approx(1 - part + part / 1.55)
+    assert pace_of(state, other, 60).rate == pytest.approx(1 - part + part / 1.55)
     assert activity.utilization(state, target_of(state, production)) == pytest.approx(95 * 0.04 + 60)
