@@ -27,7 +27,6 @@ FIRST_DRIVER: Final = 615
 FAULTS: Final = ("ignored", "mib", "told-in-mib")
 _MIB: Final = 20
 _KEPT: Final = "driver.limits"
-_FOUND_DEPTH: Final = 64
 
 
 class SimulatedCgroups(Cgroups):
@@ -68,29 +67,20 @@ class SimulatedCgroups(Cgroups):
     def holds(self, name: str, pid: int) -> bool:
         """Return whether a process entered it, or descends from one that did."""
         entered, local = self._entered(name), Processes()
-        above: int | None = pid
-        for _ in range(_FOUND_DEPTH):
-            if not entered or above is None or above <= 1:
-                return False
-            if above in entered:
-                return True
-            above = local.parent(above)
-        return False
+        return pid in entered or any(pid in local.descendants(one) for one in entered)
 
     def _entered(self, name: str) -> set[int]:
-        try:
+        with contextlib.suppress(OSError):
             text = Path(self.root, name, "cgroup.procs").read_text(encoding="ascii")
-        except OSError:
-            return set()
-        return {int(line) for line in text.split() if line.isdigit()}
+            return {int(line) for line in text.split() if line.isdigit()}
+        return set()
 
     def limits(self, name: str) -> dict[str, list[int]]:
         """Return the limits on a cgroup by UUID of the GPU: soft, hard."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             found: dict[str, list[int]] = json.loads(Path(self.root, name, _KEPT).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return {}
-        return found
+            return found
+        return {}
 
     def keep_limit(self, name: str, gpu: SimulatedGpu, soft: int, hard: int) -> None:
         """Put a limit on a cgroup."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from gpushare.gpu_models import GiProfile, model_of
 from gpushare.host.program import Completed
@@ -16,6 +16,7 @@ from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, HandleKind, Refused, Target
 from gpushare.sim.state import SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance, StateFile
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.sim.activity import Resident
@@ -293,7 +294,8 @@ _COMMANDS = {"-cgi": _VALUE, "-dgi": _NO_VALUE, "-cci": _MAYBE, "-dci": _NO_VALU
 _OPTIONS = {**_COMMANDS, "-i": _VALUE, "-gi": _VALUE, "-ci": _VALUE, "-C": _NO_VALUE}
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """One GPU instance that a command is about, with its GPU and profile."""
 
     one: Target
