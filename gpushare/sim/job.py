@@ -34,8 +34,7 @@ from gpushare.gpu_models import model_of
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
-from gpushare.sim.processes import SIM_HOST
-from gpushare.sim.state import DEFAULT_SLICE_US, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
+from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 from gpushare.units import parse_memory_limit
 
 if TYPE_CHECKING:

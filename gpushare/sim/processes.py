@@ -18,6 +18,7 @@ from gpushare.sim.devices import daemon_devices, node_of, places_of
 from gpushare.sim.state import (
     FIRST_SIMULATED_PID,
     MPS_CONTROL,
+    SIM_HOST,
     SimulatedDaemon,
     SimulatedHostState,
     SimulatedProcess,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 MPS_SERVER = "nvidia-cuda-mps-server"
 ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
 SM_PERCENT = "GPUSHARE_SIM_SM_PERCENT"
-SIM_HOST = "GPUSHARE_SIM_HOST"
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_SM_PERCENT = 50
 # Linux: a process goes on after these, or is stopped.

@@ -28,6 +28,8 @@ from gpushare.values import dataclass
 FIRST_SIMULATED_PID = 4_194_305
 # Microseconds, of a group that computes; one that copies has half of it (H200 and H100, driver 580).
 DEFAULT_SLICE_US = 2048
+# What a program that `gpushare run` starts learns its host from.
+SIM_HOST = "GPUSHARE_SIM_HOST"
 _OWN_DIRECTORY = "set GPUSHARE_SIM_DIR to a short directory that you may write"
 
 
