@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from gpushare.host import channels as rm
-from gpushare.host.channels import ChannelControl, OpenProcess, Refused
+from gpushare.host.channels import ChannelControl, OpenProcess, Refused, answer
 from gpushare.host.identity import Identity
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices
@@ -67,7 +67,7 @@ class SimulatedChannels(ChannelControl):
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
             if current(state_file).channel_fault == HANGS and request["do"] != "check":
                 raise rm.not_answered(request["pid"], seconds)
-            return rm.answer(files, request)
+            return answer(files, request)
 
         super().__init__(ask)
 
