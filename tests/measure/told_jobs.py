@@ -120,7 +120,7 @@ class ToldSeveral:
         """Return how fast a job is next to others, as gpushare.sim.job says."""
         known = {id(job): _process(number, job) for number, job in enumerate(busy, 100) if job.need}
         process, neighbours = known[id(one)], list(known.values())
-        state: Any = SimpleNamespace(daemons=[])
+        state: Any = SimpleNamespace(servers=[])
         own = one.wants / (one.need or 1.0) * (1.0 if one.server is None else _squeeze(state, process, neighbours, 0.0))
         contexts: dict[int, list[SimulatedProcess]] = {}
         for other in neighbours:

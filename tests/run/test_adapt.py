@@ -46,7 +46,7 @@ class OnGpu(Phase):
         request = None if self.busy >= 100 else 1.0
         web = ToldJob("web", 90, 100, 0, print, busy=self.busy, latency=request, slice_us=8000)
         other = ToldJob("other", 90, 100, 0, print, slice_us=setting.slice_us)
-        state: Any = SimpleNamespace(daemons=[])
+        state: Any = SimpleNamespace(servers=[])
         return _in_turn(state, _process(1, web), 1.0, [[_process(2, other)]]).rate
 
 
