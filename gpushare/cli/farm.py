@@ -221,7 +221,7 @@ def _lines_of(each: str) -> tuple[str, ...]:
 def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     from gpushare.run.farm import farm, plan_farm
-    from gpushare.run.jobs import named_job
+    from gpushare.run.jobs import farm_job
     from gpushare.show.run import CopyLines
 
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
@@ -232,11 +232,12 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
         steps = tuple(plan_farm(host, devices, command, options, report))
         return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
     try:
-        with named_job(host, devices[0], options.name):
-            result = farm(host, devices, command, options, report)
+        with farm_job(host, devices[0], options.name, command) as ended:
+            shown = _finished(farm(host, devices, command, options, report), options)
+            ended(shown.exit_code)
     finally:
         report.clear()
-    return _finished(result, options)
+    return shown
 
 
 def _caps_of(like: str) -> list[BenchedCap]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
+_RECORDED_SECONDS: Final = 1.0
 _MOST_SAID: Final = 64 << 10
 _MAIN: Final = "import sys; sys.path[0] = {!r}; from gpushare.cli import main; sys.exit(main())"
 
@@ -88,14 +89,19 @@ def _followed(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> De
 
 
 def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
-    until = time.monotonic() + _SECONDS
+    until, recorded = time.monotonic() + _SECONDS, None
     while time.monotonic() < until:
         code = process.poll()
         if code is not None:
             return job._replace(state="ended", exit_code=code if code >= 0 else 128 - code)
         record = JOBS.read(JOBS.path(host, job.name))
-        if record is not None and record.supervisor is not None and record.supervisor.pid == job.pid != record.pid:
-            return job._replace(state="runs")
+        if record is not None and record.supervisor is not None and record.supervisor.pid == job.pid:
+            if record.pid != job.pid:
+                return job._replace(state="runs")
+            # Its program is about to start, or waits until production rests.
+            recorded = recorded or time.monotonic()
+            if time.monotonic() - recorded > _RECORDED_SECONDS:
+                return job._replace(state="waits")
         if any(one.name == job.name and one.key is None for one in reservations(host) or ()):
             return job._replace(state="waits")
         time.sleep(_POLL_SECONDS)

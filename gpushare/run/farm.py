@@ -420,7 +420,7 @@ class _Farm:
         with self._signals:
             self._open_logs()
             self.say_first()
-            while True:
+            while self._signals.first is None:
                 self._start_what_may()
                 self._watch_memory()
                 self._collect()
@@ -432,8 +432,6 @@ class _Farm:
                     if self._next_step() == "end":
                         break
                     self._signals.came(_STEP_SECONDS)
-                if self._signals.first is not None:
-                    break
             self._line.leave()
             if self._signals.first is not None or self._giving_up:
                 self._interrupt()
@@ -463,7 +461,9 @@ class _Farm:
         self._logs = self._held.enter_context(directory_of_logs(options.logs))
         results = FarmResults(self._host, options.logs / NAME, self._logs, self._command)
         self._results = self._held.enter_context(results)
-        results.wait_for_left(self._reporter.say, self._signals.asked)
+        if not results.wait_for_left(self._reporter.say, self._signals.asked):
+            # Nothing is started; what the earlier farm has left stays.
+            return
         done: set[int] = set()
         if options.resume:
             done = results.done(options.copies, options.lines)

@@ -149,15 +149,17 @@ class FarmResults:
             f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         )
 
-    def wait_for_left(self, say: Callable[[str], None], hurry: Callable[[float], bool]) -> None:
-        """Wait until no copy of a killed farm with these logs runs any more.
+    def wait_for_left(self, say: Callable[[str], None], asked: Callable[[float], bool]) -> bool:
+        """Wait until no copy of a killed farm with these logs runs any more; return False if the user ends this one first.
 
         Raises:
             InUse: one does not end (code ``logs_in_use``).
         """
         deadline, said = time.monotonic() + _LEFT_SECONDS, False
         while left := self._host.processes.started_with(MARK, self.mark):
-            if time.monotonic() >= deadline or hurry(0.1):
+            if asked(0.1):
+                return False
+            if time.monotonic() >= deadline:
                 raise InUse(
                     f"process {left[0]} of an earlier farm with these logs still runs",
                     f"end it: gpushare stop {left[0]}; or give this farm a directory of its own: --logs OTHER",
@@ -166,6 +168,7 @@ class FarmResults:
             if not said:
                 said = True
                 say(f"waiting for {counted(len(left), 'process')} of an earlier farm with these logs, being ended")
+        return True
 
     def done(self, copies: int, lines: Sequence[str] | None) -> set[int]:
         """Return the copies that are done (`copies_done`)."""

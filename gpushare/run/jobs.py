@@ -6,12 +6,13 @@ import contextlib
 import math
 import os
 import re
+import shlex
 import time
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, or_none
-from gpushare.host.identity import Identity, identity_of
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, cut, or_none
+from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.part import Part
 from gpushare.plan import Loss
@@ -20,7 +21,7 @@ from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
@@ -70,6 +71,10 @@ class PrintedRate:
     higher_is_better: bool = True
 
 
+# Of a longer one `stop` waits so long.
+MOST_GRACE_SECONDS: Final = 3600.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(Kept):
     """One named job: its program, its device, its role, and the most memory that was seen."""
@@ -91,6 +96,8 @@ class JobRecord(Kept):
     threads_percent: Percent | None = None
     memory_bytes: Count | None = None
     slice_us: Count | None = None
+    # What its program has to end after its signal (seconds).
+    grace_seconds: Annotated[float, Within(0, MOST_GRACE_SECONDS)] | None = None
     # Of a `PrintedRate`.
     log: str | None = None
     metric: str | None = None
@@ -243,26 +250,37 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _name_taken(host: Host, name: str, *, but: int | None = None) -> Iterator[None]:
-    """Let one gpushare of this user at a time give a job a name, which is free; raises InUse if it is not."""
+def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """Let this gpushare, which runs many copies of a program meanwhile, be a job; without a name it is made.
+
+    Yield what is to be told its exit code.
+
+    Raises:
+        InUse: a job of this name runs (code ``name_in_use``).
+    """
+    own = identity_of(os.getpid())
     with JOBS.locked(host):
-        check_name_free(host, name, but=but)
-        yield
-
-
-@contextlib.contextmanager
-def named_job(host: Host, device: Device, name: str | None) -> Iterator[None]:
-    """Give a name to all programs that this gpushare runs meanwhile; None: no name."""
-    if name is None:
-        yield
-        return
-    with _name_taken(host, name):
-        own = identity_of(os.getpid())
-        write_record(host, replace(record_of(host, device, name, os.getpid(), PLAIN), supervisor=own))
+        name = name or made_name(host, command[0])
+        check_name_free(host, name)
+        record = record_of(host, device, name, os.getpid(), PLAIN)
+        text = cut(shlex.join(command), MOST_COMMAND)
+        record = replace(record, supervisor=own, command=text, since=uptime(), mps=True)
+        write_record(host, record)
+    began, codes = time.time(), list[int]()
     try:
-        yield
+        yield codes.append
     finally:
         forget_record(host, name)
+        past = PastJob(
+            name=name,
+            command=text,
+            role=PLAIN,
+            device=device.title,
+            began=began,
+            ended=time.time(),
+            exit_code=codes[0] & 0xFF if codes else None,
+        )
+        keep_past(host, past)
 
 
 @dataclass
@@ -277,6 +295,8 @@ class RecordedJob(Part):
     record: JobRecord
     # What a name is made of.
     program: str
+    # After the end of the program the record names this gpushare again: the program starts once more.
+    stays: bool = False
     _written: bool = False
     _watch: Watched | None = None
     _seen: set[int] = field(default_factory=set)
@@ -285,7 +305,7 @@ class RecordedJob(Part):
     def check(self) -> None:
         """Raise InUse when a job of this name runs already."""
         if self.record.name:
-            check_name_free(self.host, self.record.name)
+            check_name_free(self.host, self.record.name, but=os.getpid())
 
     def open(self) -> None:
         """Write the job's record, so that it is known before its program runs.
@@ -352,7 +372,11 @@ class RecordedJob(Part):
         """Forget the job unless its peak memory is of use."""
         if self._written and self.record.role != PRODUCTION and not program_lives:
             self._written = False
-            forget_record(self.host, self.record.name)
+            if self.stays:
+                with contextlib.suppress(GpushareError):
+                    self._write(os.getpid())
+            else:
+                forget_record(self.host, self.record.name)
 
 
 # -- JOB on the command line -------------------------------------------------------------------------------------------

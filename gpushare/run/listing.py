@@ -134,6 +134,9 @@ class _Present:
         device = self._devices.get(record.device_uuid)
         began = record.since
         state, since = self._state(record.pid, _age(info) if began is None else uptime() - began)
+        if state == RUNNING and record.role == OPPORTUNISTIC and _runs_itself(record):
+            # Ended for production, and not started again yet.
+            state = WAITING
         gpu = None if device is None else device.gpu
         blind = gpu is None or gpu.processes is None
         limit = record.memory_bytes
@@ -242,6 +245,11 @@ def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
                 None,
             )
             yield _OnGpu(gpu.index, Device(gpu=gpu, mig=mig), process)
+
+
+def _runs_itself(record: JobRecord) -> bool:
+    """Return whether the record of a job names its gpushare, and no program of it."""
+    return record.supervisor is not None and record.supervisor.pid == record.pid
 
 
 def _age(info: ProcessInfo | None) -> float | None:

@@ -155,6 +155,8 @@ class RunOptions:
     grace_seconds: float = GRACE_SECONDS
     drain_seconds: float = DRAIN_BOUND_SECONDS
     name: str | None = None
+    # It is started again after its end: it stays a job until then.
+    stays: bool = False
     role: str = "plain"
     # The container engine that runs it.
     container: str | None = None

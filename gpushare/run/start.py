@@ -85,7 +85,7 @@ class JobStart:
 
         typed, command, container = None, self.command, None
         record = self._record(share.device, options, slice_us, mps=mps)
-        job = RecordedJob(self.host, share.device, record, options.container or self.command[0])
+        job = RecordedJob(self.host, share.device, record, options.container or self.command[0], options.stays)
         if options.container is not None:
             from gpushare.run.container import Container
 
@@ -106,7 +106,7 @@ class JobStart:
     def _record(self, device: Device, options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
         """Return what the record of the job says of it before it runs."""
         from gpushare.host.identity import identity_of, uptime
-        from gpushare.run.jobs import MOST_COMMAND, JobRecord
+        from gpushare.run.jobs import MOST_COMMAND, MOST_GRACE_SECONDS, JobRecord
 
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
@@ -125,6 +125,7 @@ class JobStart:
             threads_percent=limits.threads_percent if mps else None,
             memory_bytes=memory,
             slice_us=slice_us,
+            grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             **({} if options.rate is None else asdict(options.rate)),
         )
 
@@ -606,6 +607,7 @@ class JobStart:
         process: SparedProcess | None,
     ) -> Any:
         """Run a job that is ended while production works, and started again when it rests."""
+        from gpushare.run.jobs import RecordedJob
         from gpushare.run.plain import PlainShare
         from gpushare.run.production import ProductionJob
         from gpushare.run.roles import NOT_PROTECTED, spare
@@ -635,7 +637,18 @@ class JobStart:
         if self.dry_run:
             return start(options)
         production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-        return Yielding(production=production, title=process.title, options=options, start=start, say=self.say).run()
+        record = self._record(device, options, None, mps=process.under_mps)
+        # While it waits for production to rest, it is a job too.
+        job = RecordedJob(self.host, device, record, options.container or self.command[0])
+        job.check()
+        job.open()
+        options = replace(options, name=job.record.name, stays=True)
+        try:
+            return Yielding(
+                production=production, title=process.title, options=options, start=start, say=self.say
+            ).run()
+        finally:
+            job.close()
 
     def _recorder(self, device: Device) -> ActivityRecorder | None:
         """Return what shows production's work under MPS; None, with a note, where only its CPU does."""

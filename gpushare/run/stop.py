@@ -17,6 +17,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
+from gpushare.host.store import wall_time
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
@@ -28,8 +29,9 @@ from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
-from gpushare.run.jobs import Job, check_job_name, consent_to, forget_ended, job_names
+from gpushare.run.jobs import Job, PastJob, check_job_name, consent_to, forget_ended, job_names, keep_past
 from gpushare.run.listing import running_records
+from gpushare.selection import Device
 from gpushare.units import format_duration, pid_of
 from gpushare.values import dataclass
 
@@ -58,6 +60,7 @@ class Target:
     waits: bool = False
     # It is a job of gpushare, whose gpushare is gone.
     orphan: bool = False
+    record: JobRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,7 @@ def _of_record(host: Host, record: JobRecord) -> Target:
         job=_job(host, Identity(record.pid, record.started), record.name, record),
         supervisor=supervisor,
         orphan=supervisor is None,
+        record=record,
     )
 
 
@@ -216,6 +220,7 @@ class Stop:
         began = time.monotonic()
         try:
             carry_out(self.plan)
+            self._keep_past()
         finally:
             tidy(self._host)
         return Stopped(
@@ -226,6 +231,27 @@ class Stop:
             drain=None if self._ending is None else self._ending.drain,
             server_status=self._status,
             container=self._container,
+        )
+
+    def _keep_past(self) -> None:
+        """Note the end of a job of this user whose gpushare is not there to do so."""
+        record = self.target.record
+        if record is None or not self.target.orphan or record.keeper_uid is not None:
+            return
+        here = [Device(gpu=gpu, mig=mig) for gpu in self._gpus for mig in (None, *gpu.mig_instances)]
+        now = time.time()
+        keep_past(
+            self._host,
+            PastJob(
+                name=record.name,
+                command=record.command,
+                role=record.role,
+                device=next((device.title for device in here if device.uuid == record.device_uuid), "-"),
+                began=now if record.since is None else wall_time(record.since),
+                ended=now,
+                exit_code=None,
+                memory_peak_bytes=record.memory_peak_bytes,
+            ),
         )
 
     def _by_gpushare(self, supervisor: Identity) -> Plan:
@@ -248,7 +274,12 @@ class Stop:
 
     @property
     def _bound(self) -> float:
-        return BOUND_SECONDS if self._grace is None else self._grace + HURRY_SECONDS
+        if self._grace is not None:
+            return self._grace + HURRY_SECONDS
+        record = self.target.record
+        own = None if record is None else record.grace_seconds
+        # Then the queue of an MPS client is drained.
+        return BOUND_SECONDS if own is None else max(BOUND_SECONDS, own + HURRY_SECONDS)
 
     def _ask(self, supervisor: Identity) -> None:
         if signal_known(self._host.processes, *supervisor, signal.SIGTERM) and is_stopped(supervisor.pid):
@@ -256,8 +287,7 @@ class Stop:
             signal_known(self._host.processes, *supervisor, signal.SIGCONT)
 
     def _wait(self, supervisor: Identity) -> None:
-        bound = BOUND_SECONDS if self._grace is None else self._grace
-        if self._is_gone(supervisor, bound):
+        if self._is_gone(supervisor, self._bound if self._grace is None else self._grace):
             return
         if self._grace is not None:
             # As a second Ctrl-C.

@@ -122,6 +122,19 @@ def test_a_farm_waits_for_what_a_killed_one_has_left(
     assert f"gpushare stop {left.pid}" in (caught.value.hint or "")
 
 
+def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device: Device, tmp_path: Path) -> None:
+    found = os.stat(tmp_path)
+    mark = {MARK: f"{found.st_dev:x}-{found.st_ino:x}"}
+    (tmp_path / "copy-0.log").write_text("of the earlier one")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as left:
+        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]):
+            result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
+        left.kill()
+    assert (result.ended_by, [copy.state for copy in result.copies]) == (signal.SIGINT, ["skipped"])
+    assert (tmp_path / "copy-0.log").read_text() == "of the earlier one"
+
+
 def ran(directory: Path) -> Sequence[str]:
     return sorted(path.name for path in directory.iterdir())
 

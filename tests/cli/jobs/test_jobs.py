@@ -7,7 +7,9 @@ import io
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,7 +143,7 @@ def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> 
 
 
 def test_copies_of_a_farm_are_one_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
-    started = real("farm", "--copies", "2", "--name", "many", "--", "sleep", "300")
+    started = real("farm", "--copies", "2", "--memory", "1G", "--name", "many", "--", "sleep", "300")
     job = until(
         lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
     )
@@ -151,6 +153,36 @@ def test_copies_of_a_farm_are_one_job(real: Callable[..., Started], cli: Cli, wo
     assert done["way"] == "gpushare"
     started.result()
     assert world.pids() == []
+
+
+def test_a_farm_without_a_name_is_a_job_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = real("farm", "--copies", "2", "--memory", "1G", "--", "sleep", "300")
+    job = until(
+        lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
+    )
+    assert (job["name"], job["command"], job["way"]) == ("sleep-1", "sleep 300", "mps")
+    cli("stop", "sleep-1").ok()
+    assert started.result().code == 128 + signal.SIGTERM
+    (past,) = [job for job in listed(cli) if job["state"] == "ended"]
+    assert (past["name"], past["exit_code"]) == ("sleep-1", 128 + signal.SIGTERM)
+
+
+def test_a_job_that_waits_for_production_to_rest_is_one(
+    real: Callable[..., Started], cli: Cli, world: World, tmp_path: Path
+) -> None:
+    busy = f"while not __import__('os').path.exists('{tmp_path}/rest'): pass"
+    web = real("run", "--production", "web", "--threads", "100", "--", sys.executable, "-c", busy)
+    until(
+        lambda: world.begun and any(job["name"] == "web" and job["pid"] != web.pid for job in listed(cli)), "web runs"
+    )
+    job = real("run", "--opportunistic", "--yield", "requeue", "--name", "train", "--", "sleep", "300")
+    found = until(lambda: next((job for job in listed(cli) if job["name"] == "train"), None), "it is listed")
+    assert (found["state"], found["pid"], found["role"]) == ("waiting", job.pid, "opportunistic")
+    cli("stop", "train").ok()
+    job.result()
+    assert not any(job["name"] == "train" and job["state"] != "ended" for job in listed(cli))
+    (tmp_path / "rest").touch()
+    web.result()
 
 
 def ended(world: World, number: int) -> None:

@@ -87,9 +87,11 @@ STUBBORN = ("sh", "-c", "trap '' TERM INT; echo here >&2; while :; do sleep 0.1;
 def test_a_second_try_cuts_its_grace_period_short(
     real: Callable[..., Started], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BOUND_SECONDS", 0.4)
     started = runs(real, world, "--slice", "2ms", "--grace", "600s", program=STUBBORN)
-    answer = cli("stop", "train", output="json", asks=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "BOUND_SECONDS", 0.4)
+        patched.setattr(module, "HURRY_SECONDS", -599.8)
+        answer = cli("stop", "train", output="json", asks=True)
     assert (answer.code, answer.error["code"]) == (1, "still_running")
     assert answer.error["hint"].endswith("gpushare stop --grace 0 train")
     assert started.process.poll() is None
@@ -199,6 +201,23 @@ def test_a_job_whose_gpushare_is_gone_is_asked_for(
     assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in said
     cli("stop", "train").ok()
     assert (world.pids(), find_record(world.host, "train")) == ([], None)
+    # Nobody else notes its end.
+    (past,) = cli("jobs", output="json").ok().data["jobs"]
+    assert (past["name"], past["state"], past["device"], past["exit_code"]) == ("train", "ended", "GPU 0", None)
+
+
+def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: int) -> None:
+    host = world.host
+    (device,) = select(None, host.nvml.sweep())
+    with subprocess.Popen(["sleep", "300"]) as supervisor:
+        own = host.processes.identity(supervisor.pid)
+        assert own is not None
+        for grace, expected in ((5.0, "30 s"), (120.0, "2 min 20 s")):
+            record = record_of(host, device, "train", pid, "plain")
+            write_record(host, replace(record, supervisor=own, grace_seconds=grace))
+            steps = cli("stop", "train", "-n", output="json").ok().data["steps"]
+            assert steps[1]["what"] == f"wait until it is gone, at most {expected}"
+        supervisor.kill()
 
 
 def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
