@@ -128,8 +128,9 @@ def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device
     (tmp_path / "copy-0.log").write_text("of the earlier one")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as left:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
-        with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]):
+        with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]) as key:
             result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
+            key.kill()
         left.kill()
     assert (result.ended_by, [copy.state for copy in result.copies]) == (signal.SIGINT, ["skipped"])
     assert (tmp_path / "copy-0.log").read_text() == "of the earlier one"
