@@ -303,6 +303,7 @@ def _advise_rows() -> list[Row]:
 def _run_rows() -> list[Row]:
     row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True, real=True)
     plain, limits = _run("-g", "0"), _run("-g", "0", "--threads", "30", "--memory", "4G")
+    detached = ("run", "-d", "--name", "train", "-g", "0", "--", *PROGRAM)
     stop = ("mps", "stop", "-g", "0")
     running = _after(("mps", "start", "-g", "0", "--threads", "80"), first=_foreign_mps)
     copies = ("farm", "-g", "0", "--copies", "2", "--", *PROGRAM)
@@ -318,6 +319,7 @@ def _run_rows() -> list[Row]:
     inside = partial(Row, host=MIG_HOST, prepare=_mig, runs=True)
     return [
         row(name="run", command=plain, then=[plain, stop]),
+        row(name="run -d", command=detached, then=[detached, stop]),
         row(name="run, its guard too", command=plain, then=[plain, stop], guard_after=3),
         row(name="run with limits", command=limits, then=[limits]),
         row(name="run under MPS", prepare=running, command=limits, then=[limits, stop]),
