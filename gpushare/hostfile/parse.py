@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     more = isinstance(raw, dict) and ("slices" in raw or "memory" in raw)
     need = ("version",) if more else ("version", "gpus")
     whole = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
+    if isinstance(raw, dict) and "mig-configs" in raw:
+        configs = raw["mig-configs"]
+        name = next(iter(configs), None) if isinstance(configs, dict) else None
+        config = f" -c {shlex.quote(str(name)[:40])}" if name is not None and len(configs) > 1 else ""
+        raise whole.wrong("is for mig-parted", f"apply it: gpushare mig apply -f {shlex.quote(shown)}{config}")
     top = whole.fields("version", "gpus", "slices", "memory", need=need)
     version = top["version"]
     if isinstance(version.raw, bool) or version.raw != VERSION:

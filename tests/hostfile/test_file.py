@@ -548,3 +548,11 @@ def test_what_is_not_there_is_said() -> None:
     found = matched(parse(text), gpus("T4"), same)
     assert [error.message for error in found.missing] == ["gpushare.yaml:3:3: this host has no GPU 7"]
     assert found.notes == ("gpushare.yaml:4:3: no GPU of this host is model a30",)
+
+
+@pytest.mark.parametrize(("configs", "more"), [("{all: []}", ""), ("{small: [], large: []}", " -c small")])
+def test_a_file_of_mig_parted_is_told_where_it_belongs(configs: str, more: str) -> None:
+    with pytest.raises(BadUsage) as refused:
+        parse(f"version: v1\nmig-configs: {configs}\n", "my layouts.yaml")
+    assert (refused.value.code, "is for mig-parted" in refused.value.message) == ("bad_file", True)
+    assert refused.value.hint == f"apply it: gpushare mig apply -f 'my layouts.yaml'{more}"
