@@ -357,3 +357,25 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
     assert texts[0] == "reserve 8.0 GiB on GPU 0 for each copy while it runs"
     assert texts[-1] == f"{said} whose processes together hold more than 8.0 GiB (added up five times a second)"
     assert reserved(world) == []
+
+
+def test_jobs_that_wait_and_a_farm_starve_each_other_not_and_never_have_more_than_there_is(
+    real: Callable[..., Started], world: World
+) -> None:
+    total = world.host.nvml.gpu(0).memory_total_bytes or 0
+    farm = real("farm", "--copies", "40", "--memory", "20G", "--", "sleep", "0.3")
+    until(lambda: len(reserved(world)) > 3, "the farm has filled the GPU")
+    jobs = [real("run", "--wait", "--memory", "60G", "--slice", "2ms", "--", "sleep", "0.1") for _ in range(4)]
+    most = 0
+
+    def done() -> bool:
+        nonlocal most
+        most = max(most, sum(size or 0 for size in reserved(world)))
+        return all(job.process.poll() is not None for job in jobs)
+
+    until(done, "the jobs, which came later, have all had their turn", seconds=60.0)
+    # They did not have to wait for the end of the farm.
+    assert farm.process.poll() is None
+    assert [job.result().code for job in jobs] == [0] * 4
+    assert farm.result().code == 0
+    assert 100 * GIB < most <= total
