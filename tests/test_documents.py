@@ -124,3 +124,36 @@ def test_the_readme_has_the_measured_gains() -> None:
     assert f"did {gains[0]:.1f} and {gains[1]:.1f} times the work of time-slicing" in " ".join(
         README.read_text().split()
     )
+
+
+_COMMANDS = re.compile(r"\bgpushare ((?:[^`\"'\n;|,]|\{[^}]*\})+)")
+
+
+def test_options_in_texts_are_those_of_their_commands() -> None:
+    """In the documents, the explanations and the messages: what was renamed must not live on in a hint."""
+    nodes = {" ".join(node.path): node for node in command_tree().walk()}
+    common = {name for option in nodes[""].options for name in option.names} | {"--help", "--help-all"}
+    texts = [
+        *PROJECT.glob("*.md"),
+        *PROJECT.glob("docs/*.md"),
+        *PROJECT.glob("gpushare/data/*.yaml"),
+        *PROJECT.glob("gpushare/**/*.py"),
+    ]
+    wrong, seen = set(), 0
+    for text in texts:
+        for found in _COMMANDS.finditer(text.read_text(encoding="utf-8")):
+            words, path = found[1].split(" -- ")[0].split(), ""
+            while words and f"{path} {words[0]}".strip() in nodes:
+                path = f"{path} {words.pop(0)}".strip()
+            # "gpushare export {engine} --to DIR".
+            below = nodes[path].children if words and words[0].startswith("{") else ()
+            names = {
+                name for node in (nodes[path], *below) for option in node.options for name in option.names
+            } | common
+            options = [option[0] for word in words if (option := re.match(r"--[a-z][a-z-]*", word))]
+            seen += len(options)
+            wrong |= {
+                f"{text.relative_to(PROJECT)}: gpushare {path} {name}" for name in options if path and name not in names
+            }
+    assert seen > 300
+    assert wrong == set()

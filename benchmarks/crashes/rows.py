@@ -483,9 +483,11 @@ def _ledger_rows() -> list[Row]:
             then=[held, stop],
             guard_after=3,
         ),
-        row(name="run --turns", prepare=_somebody_waits, command=turns, then=[turns]),
-        row(name="run --turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40),
-        row(name="run --idle", command=idle, then=[idle]),
+        row(name="run --swap turns", prepare=_somebody_waits, command=turns, then=[turns]),
+        row(
+            name="run --swap turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40
+        ),
+        row(name="run --swap idle", command=idle, then=[idle]),
         row(name="run --opportunistic --yield swap", prepare=_production_grows, command=yields, then=[yields]),
     ]
 
