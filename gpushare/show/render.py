@@ -103,7 +103,7 @@ def speaks_unicode(stream: IO[str]) -> bool:
 def width_of(stream: IO[str], *, terminal: bool) -> int:
     """Return the width of a stream in columns: ``COLUMNS``, the terminal's, or 80; unlimited without a terminal."""
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
+    if columns.isdecimal() and len(columns) < 6 and int(columns) > 0:
         return int(columns)
     if not terminal:
         return UNLIMITED

@@ -29,7 +29,10 @@ PARTS = {
     "run, its guard too": (["run, its guard too"], 4),
     "waiting for memory": (["run --wait", "run --wait, its guard too"], 2),
     "the ledger of memory": (["run --memory*", "run --swap turns"], 2),
-    "programs that are swapped": (["run --swap idle", "run --opportunistic --yield swap", "run --swap turns, its guard too"], 2),
+    "programs that are swapped": (
+        ["run --swap idle", "run --opportunistic --yield swap", "run --swap turns, its guard too"],
+        2,
+    ),
     "slices of programs": (["run --production --slice", "run --opportunistic --yield slices"], 2),
     "slices of jobs": (["run --name", "timeslice keep"], 2),
 }

@@ -17,10 +17,10 @@ from gpushare.run.jobs import (
     RecordedJob,
     check_name_free,
     consent_to,
+    farm_job,
     find_job,
     find_record,
     gpu_processes,
-    named_job,
     write_record,
 )
 from gpushare.selection import select_one
@@ -152,14 +152,18 @@ def test_who_may_touch_a_job(host: Host) -> None:
 
 def test_copies_have_a_name_while_gpushare_runs_them(host: Host) -> None:
     device = select_one("0", [host.nvml.gpu(index) for index in range(host.nvml.count())])
-    with named_job(host, device, "farm"):
+    with farm_job(host, device, "farm", ["train", "a"]) as ended:
         assert find_job(host, "farm").pid == os.getpid()
-        with pytest.raises(InUse), named_job(host, device, "farm"):
+        with pytest.raises(InUse), farm_job(host, device, "farm", ["train"]):
             pass
+        ended(256 + 3)
         assert find_job(host, "farm").pid == os.getpid()
     assert find_record(host, "farm") is None
-    with named_job(host, device, None):
-        assert jobs.records(host) == []
+    (past,) = jobs.PAST.all(host)
+    assert (past.name, past.command, past.exit_code) == ("farm", "train a", 3)
+    with farm_job(host, device, None, ["train.py"]):
+        (named,) = jobs.records(host)
+        assert named.name == "train.py-1"
 
 
 def test_root_is_asked_for_other_users_processes_of_a_service_of_its_own(host: Host) -> None:
