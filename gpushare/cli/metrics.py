@@ -146,7 +146,7 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
-    from gpushare.cli.status import with_memory
+    from gpushare.cli.status import with_jobs, with_memory
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import interrupted
@@ -157,7 +157,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare.snapshot import LastWork, Observer
 
     observer, work = Observer(host), work or LastWork(host, once=True)
-    snapshot, state = work.look(with_memory(host, observer.look())), observer.state
+    snapshot, state = with_jobs(host, work.look(with_memory(host, observer.look()))), observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:

@@ -59,7 +59,7 @@ def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
     observer, work = Observer(host, strangers=settings.verbose), LastWork(host)
 
     def look() -> Any:
-        return status_result(_with_jobs(host, with_memory(host, work.look(of_gpus(observer.look(), gpu)))))
+        return status_result(with_jobs(host, with_memory(host, work.look(of_gpus(observer.look(), gpu)))))
 
     if watch is None:
         return look()
@@ -72,7 +72,7 @@ def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
     return 0
 
 
-def _with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
+def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the jobs that processes belong to, as `gpushare jobs` lists them."""
     from gpushare.host.users import has_records
 

@@ -6,12 +6,12 @@ Base units; one info metric for identity; an unknown value is absent, never zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
-from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
+from gpushare.model import Gpu, GpuProcess, MigInstance, MpsDaemon, Snapshot, mechanism, outside_mps
 
 if TYPE_CHECKING:
     from gpushare.mig.profile import GpuInstance, Layout
@@ -79,6 +79,10 @@ _HELP = {
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
     "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
     "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
+    "gpushare_job_info": "A job of gpushare with processes on this GPU: its role and way of sharing; constant 1.",
+    "gpushare_job_memory_bytes": "Device memory that the job holds on this GPU.",
+    "gpushare_job_time_slice_seconds": "The shortest time-slice of the processes of the job.",
+    "gpushare_job_threads_limit_ratio": "Thread limit of the job under MPS.",
     "gpushare_gpu_jobs_waiting": "Jobs of gpushare run --wait that wait for room on this GPU.",
     "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",
     "gpushare_swapped_out_timestamp_seconds": "Unix time since which the longest of them is out.",
@@ -181,11 +185,39 @@ def _jobs(snapshot: Snapshot) -> Iterator[Value]:
             yield "gpushare_gpu_memory_jobs_reserved_bytes", _labels(gpu), gpu.jobs_reserved_bytes
             waiting = sum(gpu.index in one.gpu_indexes for one in snapshot.waiting_jobs)
             yield "gpushare_gpu_jobs_waiting", _labels(gpu), waiting
+        jobs: dict[str, list[GpuProcess]] = {}
+        for process in gpu.processes or ():
+            if process.job is not None:
+                jobs.setdefault(process.job, []).append(process)
+        for processes in jobs.values():
+            yield from _job(gpu, processes)
     states = [one.state for one in snapshot.swapped_jobs]
     for state in sorted(set(states)):
         yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
         since = min(one.since for one in snapshot.swapped_jobs if one.state == state)
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
+
+
+def _job(gpu: Gpu, processes: Sequence[GpuProcess]) -> Iterator[Value]:
+    """Yield what a job is and has on a GPU; ``processes`` are its there."""
+    first = processes[0]
+    labels = {**_labels(gpu), "job": first.job or ""}
+    names = sorted({mig.name for mig in gpu.mig_instances for one in processes if mig.name and _is_in(one, mig)})
+    facts = {"role": first.role, "way": first.way, "instance": names[0] if names else None}
+    yield "gpushare_job_info", {**labels, **{key: value for key, value in facts.items() if value}}, 1
+    sizes = [one.memory_used_bytes for one in processes]
+    yield "gpushare_job_memory_bytes", labels, None if None in sizes else sum(size or 0 for size in sizes)
+    slices = [one.slice_us for one in processes if one.slice_us is not None]
+    yield "gpushare_job_time_slice_seconds", labels, min(slices) / 1e6 if slices else None
+    threads = first.threads_percent
+    yield "gpushare_job_threads_limit_ratio", labels, None if threads is None else threads / 100
+
+
+def _is_in(process: GpuProcess, mig: MigInstance) -> bool:
+    return process.gpu_instance_id == mig.gpu_instance_id and process.compute_instance_id in {
+        None,
+        mig.compute_instance_id,
+    }
 
 
 def _labels(gpu: Gpu) -> dict[str, str]:

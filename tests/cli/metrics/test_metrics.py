@@ -27,7 +27,7 @@ from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World
+from tests.cli.drive import Started, World, until
 
 parser = pytest.importorskip("prometheus_client.parser")
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
@@ -413,3 +413,24 @@ def test_a_panel_that_counts_faults_shows_0_where_there_are_none(promtool: str, 
         [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_jobs_are_told_by_their_name_role_and_way(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
+    real("run", "--threads", "25", "--name", "train", "--", "sleep", "300")
+
+    def told() -> dict[str, dict[str, Any]] | None:
+        jobs: dict[str, dict[str, Any]] = {}
+        for (name, labels), value in (samples(cli) if world.begun else {}).items():
+            if name.startswith("gpushare_job_"):
+                facts = dict(labels)
+                jobs.setdefault(facts["job"], {}).update({name: value, **facts})
+        return jobs if {"web", "train"} <= jobs.keys() else None
+
+    jobs = until(told, "both are on the GPU")
+    web, train = jobs["web"], jobs["train"]
+    assert (web["role"], web["way"], web["gpu"], web["gpushare_job_info"]) == ("production", "timeslice", "0", 1)
+    assert web["gpushare_job_time_slice_seconds"] == 0.016
+    assert (train["role"], train["way"], train["gpushare_job_threads_limit_ratio"]) == ("plain", "mps", 0.25)
+    assert train["gpushare_job_memory_bytes"] > 0
+    assert "gpushare_job_threads_limit_ratio" not in web
