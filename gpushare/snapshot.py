@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.mig.names import NamedInstance
+    from gpushare.mig.ledger import NamedInstance
     from gpushare.mig.profile import Layout
     from gpushare.model import Holder
     from gpushare.mps.daemons import FoundDaemon
@@ -124,7 +124,7 @@ class HostState:
 
     @property
     def names(self) -> Mapping[str, NamedInstance]:
-        from gpushare.mig.names import names_of
+        from gpushare.mig.ledger import names_of
 
         return self._once("names", lambda: names_of(self.host))
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.metric import Metric
     from gpushare.mig.change import MigChange
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.plan import Plan, Step
     from gpushare.selection import Device
     from gpushare.show.result import Result
@@ -343,11 +343,11 @@ def _recover(host: Host) -> None:
     """Undo a MIG change that was interrupted before the advice looks at the host, as every change of MIG does."""
     from gpushare.cli.mig_change import recovered
     from gpushare.mig.driver import may_change
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
 
-    journal = Journal(host)
-    if journal.left() is not None and may_change(host):
-        with recovered(host, journal) as undone:
+    ledger = MigLedger(host)
+    if ledger.interrupted() is not None and may_change(host):
+        with recovered(host, ledger) as undone:
             for one in undone:
                 note(one)
 
@@ -704,7 +704,7 @@ def _carried(changes: Sequence[Change]) -> Result:
                 code="several_changes",
             )
         then = [one for one in changes[changes.index(mig) + 1 :] if one not in parts]
-        return carried("advise", lambda host, journal: _mig_change(host, journal, parts, then))
+        return carried("advise", lambda host, ledger: _mig_change(host, ledger, parts, then))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
@@ -715,7 +715,7 @@ def _carried(changes: Sequence[Change]) -> Result:
     return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
 
 
-def _mig_change(host: Host, journal: Journal, parts: Sequence[Change], then: Sequence[Change]) -> MigChange:
+def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Sequence[Change]) -> MigChange:
     """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
     from gpushare.advice.recipe import Verb
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
@@ -732,7 +732,7 @@ def _mig_change(host: Host, journal: Journal, parts: Sequence[Change], then: Seq
     modes = {} if adds else {one.gpu: one.verb is Verb.MIG_APPLY for one in parts}
     title = "; ".join(" ".join(one.words[1:]) for one in parts)
     after = [_later(host, one) for one in then]
-    return change_of(host, journal, gpus, layouts, planned_or_refused(found), title, modes=modes, after=after)
+    return change_of(host, ledger, gpus, layouts, planned_or_refused(found), title, modes=modes, after=after)
 
 
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.apply import GpuApply
     from gpushare.hostfile.file import Entry, HostFile, Matched
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.plan import Loss, Plan
     from gpushare.show.result import Result
 
@@ -62,7 +62,7 @@ def apply(
     """
     from gpushare.hostfile.kept import limits_in
     from gpushare.hostfile.load import load, names_in
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
@@ -70,10 +70,10 @@ def apply(
     names_in(wanted)
     limits_in(wanted)
     host = settings.connect()
-    journal = Journal(host)
-    undone = () if settings.dry_run else _undone(host, journal)
+    ledger = MigLedger(host)
+    undone = () if settings.dry_run else _undone(host, ledger)
     try:
-        rows, found = _planned(host, journal, wanted, seconds)
+        rows, found = _planned(host, ledger, wanted, seconds)
     except GpushareError:
         for one in undone:
             note(one)
@@ -82,7 +82,7 @@ def apply(
         return _with_limits(_shown(rows, found, dry_run=True), host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
-        rows, found, notes = _carried(host, journal, wanted, rows)
+        rows, found, notes = _carried(host, ledger, wanted, rows)
         undone += notes
     found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
@@ -93,18 +93,18 @@ def apply(
     return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
 
 
-def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
+def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
     from gpushare.cli.mig_change import need_mig_rights
     from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
 
     sweep_leftovers(host)
-    if journal.left() is None:
+    if ledger.interrupted() is None:
         return ()
     need_mig_rights(host)
-    with journal.locked():
-        return recover(host, journal)
+    with ledger.locked():
+        return recover(host, ledger)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Row:
         return () if self.plan is None else self.plan.change.plan.steps
 
 
-def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
+def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
     from gpushare.hostfile.load import entries_of
 
@@ -130,7 +130,7 @@ def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> 
     while True:
         gpus = gpus_of(host)
         found = entries_of(wanted, gpus)
-        rows = [_row(host, journal, index, found, wanted) for index in found.entries]
+        rows = [_row(host, ledger, index, found, wanted) for index in found.entries]
         _refuse([*found.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
         busy = [row.error for row in rows if isinstance(row.error, InUse)]
         left = deadline - time.monotonic()
@@ -150,10 +150,10 @@ def _refuse(faults: Sequence[GpushareError]) -> None:
         raise faults[0].restated(message=text, hint="; ".join(dict.fromkeys(error.hint for error in faults)))
 
 
-def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFile) -> _Row:
+def _row(host: Host, ledger: MigLedger, index: int, found: Matched, file: HostFile) -> _Row:
     entry = found.entries[index]
     try:
-        return _Row(index, entry, plan=_plan(host, journal, index, found))
+        return _Row(index, entry, plan=_plan(host, ledger, index, found))
     except NoPermission:
         raise
     except _WRONG as error:
@@ -164,11 +164,11 @@ def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFil
         return _Row(index, entry, error=error)
 
 
-def _plan(host: Host, journal: Journal, index: int, found: Matched) -> GpuApply:
+def _plan(host: Host, ledger: MigLedger, index: int, found: Matched) -> GpuApply:
     from gpushare.hostfile.apply import plan_gpu
 
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in found.entries and gpu.uuid}
-    return plan_gpu(host, journal, index, found.entries[index], others=others)
+    return plan_gpu(host, ledger, index, found.entries[index], others=others)
 
 
 def _need_root(host: Host, rows: Sequence[_Row]) -> None:
@@ -179,7 +179,7 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 
 def _carried(
-    host: Host, journal: Journal, wanted: HostFile, rows: list[_Row]
+    host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_Row]
 ) -> tuple[list[_Row], Matched, tuple[str, ...]]:
     """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows."""
     from gpushare.hostfile.load import entries_of
@@ -189,13 +189,13 @@ def _carried(
     notes: tuple[str, ...] = ()
     while True:
         agreed = consented(_whole(rows), agreed)
-        with journal.locked():
-            notes += recover(host, journal)
+        with ledger.locked():
+            notes += recover(host, ledger)
             found = entries_of(wanted, gpus_of(host))
             # Plan all before the first change: an error found now still changes nothing.
-            rows = [_row(host, journal, index, found, wanted) for index in found.entries]
+            rows = [_row(host, ledger, index, found, wanted) for index in found.entries]
             if is_agreed(_whole(rows), agreed):
-                return [_done(host, journal, row, found, agreed) for row in rows], found, notes
+                return [_done(host, ledger, row, found, agreed) for row in rows], found, notes
 
 
 def _whole(rows: Sequence[_Row]) -> Plan:
@@ -205,7 +205,7 @@ def _whole(rows: Sequence[_Row]) -> Plan:
     return one_plan(plans) if plans else Plan(title="apply", steps=())
 
 
-def _done(host: Host, journal: Journal, row: _Row, found: Matched, agreed: Sequence[Loss]) -> _Row:
+def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequence[Loss]) -> _Row:
     from gpushare.mig.change import transact
     from gpushare.plan import carry_out
 
@@ -213,12 +213,12 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched, agreed: Seque
         return row
     try:
         # Earlier GPUs may have given up a name, or a program may have started.
-        plan = _plan(host, journal, row.gpu, found)
+        plan = _plan(host, ledger, row.gpu, found)
         if not is_agreed(plan.change.plan, agreed):
             raise _not_agreed(row.gpu, plan.change.plan.consent, agreed)
         on_step = say_step if settings.verbose else None
         if plan.change.gpus:
-            transact(host, journal, plan.change, on_step)
+            transact(host, ledger, plan.change, on_step)
         else:
             # Without a MIG change, the next apply repairs whatever a crash leaves.
             carry_out(plan.change.plan, on_step)

@@ -148,8 +148,8 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
     from gpushare.cli.status import with_jobs, with_memory
     from gpushare.hostfile.load import kept_entries
-    from gpushare.mig.journal import Journal
-    from gpushare.mig.recover import interrupted
+    from gpushare.mig.ledger import MigLedger
+    from gpushare.mig.recover import interrupted_change
     from gpushare.model import Sharing
     from gpushare.mps.home import homes_in
     from gpushare.run.pause import noted_pauses
@@ -177,7 +177,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
             for home, record in homes
             if record is not None and (leases := home.live_leases()) is not None
         },
-        mig_interrupted=interrupted(Journal(host)) is not None,
+        mig_interrupted=interrupted_change(MigLedger(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),
         idle_bytes=_idle_bytes(snapshot, work),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),

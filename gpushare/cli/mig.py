@@ -107,8 +107,8 @@ def status(gpu: GpuOption = None) -> Any:
     Equal GPUs are shown once. On a terminal, idle instances of equal GPUs have no UUIDs: -v shows them.
     A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    from gpushare.mig.journal import Journal
-    from gpushare.mig.recover import left_behind
+    from gpushare.mig.ledger import MigLedger
+    from gpushare.mig.recover import leftovers
     from gpushare.show.mig import GpuText, grouped, layout_text, silent_lines, status_csv, status_row
     from gpushare.show.render import resolve
     from gpushare.show.result import OutputFormat, Result
@@ -125,7 +125,7 @@ def status(gpu: GpuOption = None) -> Any:
         texts.append(GpuText(index=one.index, title=title, text=text, layout=layout if error is None else None))
         rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
-    notes = [str(left) for left in left_behind(host, Journal(host))]
+    notes = [str(left) for left in leftovers(host, MigLedger(host))]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)

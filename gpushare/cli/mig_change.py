@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.change import GpuChange, MigChange
     from gpushare.mig.grant import Naming
-    from gpushare.mig.journal import Journal, JournalEntry
+    from gpushare.mig.ledger import ChangeRecord, MigLedger
     from gpushare.mig.parted import Config, Demand
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.planner import Target
@@ -105,17 +105,17 @@ def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
     raise no_plan_error(found)
 
 
-def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh_cdi: bool = False) -> Result:
+def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
     """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
     from gpushare.mig.change import transact
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import is_complete
 
     host = settings.connect()
-    journal = Journal(host)
+    ledger = MigLedger(host)
     if settings.dry_run:
-        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
-        left = journal.left()
+        change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
+        left = ledger.interrupted()
         notes: tuple[str, ...] = ()
         # A complete change is not undone.
         if left is not None and not is_complete(host, left):
@@ -123,35 +123,35 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         return _shown(host, command, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
-    first = make(host, journal).plan if journal.left() is None else None
+    first = make(host, ledger).plan if ledger.interrupted() is None else None
     need_mig_rights(host)
     agreed = () if first is None else consented(first)
     said: list[str] = []
     while True:
-        with recovered(host, journal) as notes:
+        with recovered(host, ledger) as notes:
             said += notes
-            change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+            change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
             if is_agreed(change.plan, agreed):
-                transact(host, journal, change, say_step if settings.verbose else None)
+                transact(host, ledger, change, say_step if settings.verbose else None)
                 return _shown(host, command, change, said, dry_run=False)
         agreed = consented(change.plan, agreed)
 
 
 @contextlib.contextmanager
-def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
+def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
     """Hold the lock of all MIG changes and undo an interrupted one; yield what was done, in words.
 
     It is printed even if the change that follows is refused.
 
     Raises:
-        OperationFailed: as `recover`, and `Journal.locked`.
+        OperationFailed: as `recover`, and `MigLedger.locked`.
     """
     from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
 
-    with journal.locked():
+    with ledger.locked():
         sweep_leftovers(host)
-        notes = recover(host, journal)
+        notes = recover(host, ledger)
         try:
             yield notes
         except GpushareError:
@@ -202,7 +202,7 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
 
 def _in_force(host: Host, change: MigChange, made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
-    from gpushare.mig.names import names_of
+    from gpushare.mig.ledger import names_of
 
     names = {(one.gpu_uuid, one.profile, one.start): f" '{one.name}'" for one in names_of(host).values()}
     for one in change.gpus:
@@ -269,7 +269,7 @@ def _undo(change: MigChange) -> str | None:
 
 
 def _undo_of(change: GpuChange) -> list[str]:
-    from gpushare.mig.undo import as_command
+    from gpushare.mig.recover import as_command
 
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:
@@ -295,17 +295,17 @@ def recover(
     restored or accepted, and each call tries again. A journal that cannot be read blocks every change.
     """
     from gpushare.host.records import sweep_leftovers
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.show.result import Result
 
     host = settings.connect()
-    journal = Journal(host)
+    ledger = MigLedger(host)
     if not settings.dry_run:
         sweep_leftovers(host)
-    done, notes = (_forgotten(host, journal), ()) if forget else _recovered(host, journal)
+    done, notes = (_forgotten(host, ledger), ()) if forget else _recovered(host, ledger)
     if done:
         text = "\n".join(done)
-    elif journal.running():
+    elif ledger.running():
         text = "another change is running"
     else:
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
@@ -314,29 +314,29 @@ def recover(
     return Result(command="mig recover", data=data, notes=notes, **shown)
 
 
-def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what was done, and what of earlier changes is not restored yet."""
     from gpushare.mig.recover import not_restored, recover
 
-    left = journal.left()
-    if journal.running() or (left is None and not journal.not_restored()):
+    left = ledger.interrupted()
+    if ledger.running() or (left is None and not ledger.not_restored()):
         return (), ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
-        again = (f"{one.seen}; it would be tried again" for one in not_restored(host, journal))
+        again = (f"{one.seen}; it would be tried again" for one in not_restored(host, ledger))
         done = (*(() if left is None else (_foreseen(host, left),)), *again)
     else:
         need_mig_rights(host)
-        with journal.locked():
-            done = recover(host, journal, retry=True)
-    lost = not_restored(host, journal)
+        with ledger.locked():
+            done = recover(host, ledger, retry=True)
+    lost = not_restored(host, ledger)
     if lost and not done:
         hints = dict.fromkeys(one.remedy for one in lost)
         raise OperationFailed("; ".join(one.seen for one in lost), "; ".join(hints), code="not_restored")
     return done, tuple(map(str, lost))
 
 
-def _foreseen(host: Host, left: JournalEntry) -> str:
+def _foreseen(host: Host, left: ChangeRecord) -> str:
     from gpushare.mig.recover import is_complete
 
     if is_complete(host, left):
@@ -344,13 +344,13 @@ def _foreseen(host: Host, left: JournalEntry) -> str:
     return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
 
 
-def _forgotten(host: Host, journal: Journal) -> tuple[str, ...]:
+def _forgotten(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     from gpushare.mig.recover import accept
 
     if settings.dry_run:
-        return () if journal.running() else accept(host, journal, dry_run=True)
-    with journal.locked():
-        return accept(host, journal, dry_run=False)
+        return () if ledger.running() else accept(host, ledger, dry_run=True)
+    with ledger.locked():
+        return accept(host, ledger, dry_run=False)
 
 
 Evict = Annotated[
@@ -392,7 +392,7 @@ def create(
     into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
     """
     from gpushare.cli.mig_files import wished
-    from gpushare.mig.names import check_name
+    from gpushare.mig.ledger import check_name
     from gpushare.mig.plan import NoPlan
     from gpushare.mig.planner import plan_add
 
@@ -400,7 +400,7 @@ def create(
     if name is not None:
         check_name(name)
 
-    def make(host: Host, journal: Journal) -> MigChange:
+    def make(host: Host, ledger: MigLedger) -> MigChange:
         gpus, layouts = current(host, gpu)
         _need_mig(gpus)
         # Only a GPU with MIG on has places to add to.
@@ -411,7 +411,7 @@ def create(
         if off and isinstance(found, NoPlan):
             found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(found)
-        return change_of(host, journal, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
+        return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)
 
@@ -432,13 +432,13 @@ def destroy(
     from gpushare.mig.planner import plan_destroy
     from gpushare.mig.target import find_targets
 
-    def make(host: Host, journal: Journal) -> MigChange:
+    def make(host: Host, ledger: MigLedger) -> MigChange:
         # Names and UUIDs tell the GPU; bare ids do not.
         gpus, layouts = current(host, gpu, named=all(_tells_gpu(word) for word in instance))
         targets = [target for word in instance for target in find_targets(word, layouts)]
         may_go = evicted(evict, layouts)
         plan = planned_or_refused(plan_destroy(layouts, targets, evict=may_go))
-        return change_of(host, journal, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
+        return change_of(host, ledger, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
 
     return carried("mig destroy", make, refresh_cdi=refresh_cdi)
 
@@ -496,7 +496,7 @@ def apply(
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)
 
-    def make(host: Host, journal: Journal) -> MigChange:
+    def make(host: Host, ledger: MigLedger) -> MigChange:
         notes = () if named is None else absent_gpus(named, host)
         gpus, layouts, demands, more = _demanded(host, gpu, wish or [], named, exact=exact)
         notes = (*notes, *more)
@@ -516,7 +516,7 @@ def apply(
                 for instance in in_order(demands[one.gpu].wish, layout.profiles, one.after)
             ]
             naming = plan_names(host, words, grants, wanted)
-        change = change_of(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
+        change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
         return replace(change, notes=(*notes, *change.notes))
 
     return carried("mig apply", make, refresh_cdi=refresh_cdi)
@@ -559,7 +559,7 @@ def _switched(
 ) -> Any:
     from gpushare.mig.planner import plan_exact
 
-    def make(host: Host, journal: Journal) -> MigChange:
+    def make(host: Host, ledger: MigLedger) -> MigChange:
         gpus, layouts = current(host, gpu)
         may_go = evicted(evict, layouts)
         there = [one for layout in layouts for one in layout.instances]
@@ -574,14 +574,14 @@ def _switched(
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
         modes = {one.index: enable for one in gpus}
-        return change_of(host, journal, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
+        return change_of(host, ledger, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
 
     return carried(command, make, refresh_cdi=refresh_cdi)
 
 
 def change_of(
     host: Host,
-    journal: Journal,
+    ledger: MigLedger,
     gpus: Sequence[Gpu],
     layouts: Sequence[Layout],
     plan: MigPlan,
@@ -608,7 +608,7 @@ def change_of(
     names += naming.bound
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after, *after]
     may_go = {(target[0], target[1]) for target in evict}
-    change = plan_change(host, changes, journal, title=title, evict=may_go, first=[*first, *naming.first], after=after)
+    change = plan_change(host, changes, ledger, title=title, evict=may_go, first=[*first, *naming.first], after=after)
     consent = (*change.plan.consent, *naming.losses)
     enabled = [gpu for gpu in gpus if (modes or {}).get(gpu.index) and not gpu.mig_enabled]
     notes = (*change.plan.notes, *(_swapped_out(host, enabled) if enabled else ()))
@@ -724,7 +724,7 @@ def name(
 
 def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     from gpushare.mig.grant import bind_step, name_taken
-    from gpushare.mig.names import NamedInstance, check_name, names_of
+    from gpushare.mig.ledger import NamedInstance, check_name, names_of
     from gpushare.mig.target import find_targets
     from gpushare.plan import Plan
 
@@ -764,7 +764,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
 
 def _forgetting(name: str) -> Plan:
     from gpushare.mig.grant import forget_step
-    from gpushare.mig.names import names_of
+    from gpushare.mig.ledger import names_of
     from gpushare.mig.target import need_name
     from gpushare.plan import Loss, Plan
 
@@ -826,14 +826,14 @@ def revoke(
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
     """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.plan import Plan
 
     host = settings.connect()
-    journal = Journal(host)
+    ledger = MigLedger(host)
     if settings.dry_run or not host.root:
         # Without root only the record of an instance that is gone can be changed.
         return carried_out(command, make(host))
     # Planned before the lock, too, unless an interrupted change is undone first: a refused change must not wait for it.
-    first = make(host) if journal.left() is None else Plan(title=command, steps=())
-    return carried_out(command, first, again=lambda: make(host), locked=lambda: recovered(host, journal))
+    first = make(host) if ledger.interrupted() is None else Plan(title=command, steps=())
+    return carried_out(command, first, again=lambda: make(host), locked=lambda: recovered(host, ledger))

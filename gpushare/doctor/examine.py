@@ -237,7 +237,7 @@ def _names_mig(environment: Mapping[str, str]) -> bool:
 
 def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
     """Yield UUIDs of instances where a name means another instance, each with a text about both."""
-    from gpushare.mig.names import names_of
+    from gpushare.mig.ledger import names_of
     from gpushare.mig.places import places_on
 
     named = list(names_of(seen.host).values())
@@ -553,8 +553,7 @@ def _records(seen: Examination) -> Iterator[Check]:
     """Name the records that say nothing: what they were about is not seen by any command."""
     from gpushare.memory.peaks import PROFILES
     from gpushare.memory.swap import SWAPS
-    from gpushare.mig.made import MADE
-    from gpushare.mig.names import NAMES
+    from gpushare.mig.ledger import MADE, NAMES
     from gpushare.mps.home import DAEMONS
     from gpushare.pause.record import PAUSES
     from gpushare.run.group import MEMBERS

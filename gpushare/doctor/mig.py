@@ -13,13 +13,12 @@ from gpushare.errors import GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
 from gpushare.mig.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
-from gpushare.mig.journal import Journal
-from gpushare.mig.names import names_of
-from gpushare.mig.recover import Left, left_behind
+from gpushare.mig.ledger import MigLedger, names_of
+from gpushare.mig.recover import Leftover, leftovers
 from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from gpushare.mig.names import NamedInstance
+    from gpushare.mig.ledger import NamedInstance
     from gpushare.model import Gpu, Holder
 
 # The persistence daemon belongs on every host; the MPS programs have checks of their own.
@@ -29,8 +28,8 @@ _NO_OBSTACLE: Final = ("nvidia-persiste", "nvidia-cuda-mps")
 def modes(seen: Examination) -> Iterator[Check]:
     """Check for a pending MIG mode, changes that were not finished, and MIG mode without usable instances."""
     directories = seen.host.run_directories
-    journals = [Journal(replace(seen.host, run_directory=directory)) for directory in directories]
-    if any(journal.running() for journal in journals):
+    ledgers = [MigLedger(replace(seen.host, run_directory=directory)) for directory in directories]
+    if any(ledger.running() for ledger in ledgers):
         yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")
         return
     wrong = False
@@ -38,7 +37,7 @@ def modes(seen: Examination) -> Iterator[Check]:
         for check in _gpu(seen, gpu):
             wrong = True
             yield check
-    for left in _left(seen, journals):
+    for left in _left(seen, ledgers):
         wrong = True
         yield Check.failure(
             left.id,
@@ -53,10 +52,10 @@ def modes(seen: Examination) -> Iterator[Check]:
         yield Check.passed("mig.state", seen=seen_text)
 
 
-def _left(seen: Examination, journals: Sequence[Journal]) -> Iterator[Left]:
-    for journal in journals:
+def _left(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]:
+    for ledger in ledgers:
         with contextlib.suppress(GpushareError):
-            yield from left_behind(seen.host, journal)
+            yield from leftovers(seen.host, ledger)
 
 
 def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:

@@ -35,7 +35,7 @@ from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import name_taken, revoked
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.names import names_of
+from gpushare.mig.ledger import names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry, MpsWish
     from gpushare.hostfile.live import LiveGpu
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.mig.profile import Layout
 
 _NOTHING = Assignment(())
@@ -64,7 +64,7 @@ class GpuApply:
     needs_root: bool = False
 
 
-def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
+def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
     """Return the plan that makes a GPU match its entry; without steps if it already does.
 
     ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.
@@ -91,7 +91,7 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
     stops, first, after, daemons = work.stops(), work.before(), work.after(), work.daemons()
     check = check_step(lambda: _look_again(host, index), entry, index)
     changes = [] if work.change is None or not work.change.changes else [work.change]
-    change = plan_change(host, changes, journal, title=title, first=[*stops, *first], after=[*after, *daemons, check])
+    change = plan_change(host, changes, ledger, title=title, first=[*stops, *first], after=[*after, *daemons, check])
     exclusive = entry.mps is not None and entry.mps.exclusive
     root = bool(changes or first or after or (daemons and exclusive))
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))

@@ -22,7 +22,7 @@ from gpushare.units import mps_memory_readback, parse_memory_limit
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.names import NamedInstance
+    from gpushare.mig.ledger import NamedInstance
     from gpushare.model import Gpu, MpsDaemon, TimeSlice
     from gpushare.mps.daemons import FoundDaemon
     from gpushare.snapshot import HostState

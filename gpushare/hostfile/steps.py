@@ -16,7 +16,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
 from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
-from gpushare.mig.names import NamedInstance, names_of
+from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon

@@ -18,17 +18,16 @@ from gpushare.host.users import has_records
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
-from gpushare.mig.made import Made, note_made
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
+from gpushare.mig.recover import begun_by, made_by, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
-from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 from gpushare.selection import Device, no_mig
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
     from gpushare.mig.profile import Layout
     from gpushare.model import Gpu
 
@@ -107,7 +106,7 @@ def _who(host: Host, process: GpuProcess) -> str:
     return f"{process.name or name or 'process'} ({process.pid}, {process.user or user or 'unknown user'})"
 
 
-def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
+def mode_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
     """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
     word, changes = ("on", "off"), MigChanges(host.nvml)
     now = bool(gpu.mig_enabled)
@@ -117,7 +116,7 @@ def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
             raise NoPermission(
                 f"GPU {gpu.index}: switching MIG needs root", "run it as root: sudo gpushare ...", gpu=str(gpu.index)
             )
-        journal.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
+        ledger.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
         host.nvml.restart()
         changes.set_mode(gpu.index, enabled=enable)
 
@@ -353,7 +352,7 @@ class MigChange:
 def plan_change(
     host: Host,
     changes: Sequence[GpuChange],
-    journal: Journal,
+    ledger: MigLedger,
     *,
     title: str,
     evict: Collection[tuple[int, int]] = (),
@@ -388,11 +387,11 @@ def plan_change(
         ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
         steps += [*stopping, *(one.step() for one in ending_here)]
         if change.enable:
-            steps.append(mode_step(host, gpu, journal, enable=True))
-        work = _Instances(host, change, journal)
+            steps.append(mode_step(host, gpu, ledger, enable=True))
+        work = _Instances(host, change, ledger)
         steps += work.steps()
         if change.enable is False:
-            steps.append(mode_step(host, gpu, journal, enable=False))
+            steps.append(mode_step(host, gpu, ledger, enable=False))
         daemons += starting
         last += forgetting
         evictions += ending_here
@@ -470,8 +469,8 @@ def _coming_back(plan: GpuPlan) -> Iterator[str]:
 class _Instances:
     """The instances of one GPU while they change."""
 
-    def __init__(self, host: Host, change: GpuChange, journal: Journal) -> None:
-        self._host, self._change, self._journal = host, change, journal
+    def __init__(self, host: Host, change: GpuChange, ledger: MigLedger) -> None:
+        self._host, self._change, self._ledger = host, change, ledger
         self._made: dict[int, int] = {}
         self._begun = False
         # What a rollback left, in words, because it was created by somebody else.
@@ -499,18 +498,18 @@ class _Instances:
             self._begun = True
         changes = MigChanges(self._host.nvml)
         begun = begun_by(changes, self._change.before.uuid, call, self._made)
-        self._journal.note(f"{what}: {call.action.value}", begun)
+        self._ledger.note(f"{what}: {call.action.value}", begun)
         try:
             made = perform(changes, call, self._made)
         except GpushareError as error:
             if error.code != NOT_READ_BACK:
-                self._journal.refused()
+                self._ledger.refused()
             raise
         if begun is not None and made is not None:
-            self._journal.made(made_by(self._host, begun, call.gpu, made))
+            self._ledger.created(made_by(self._host, begun, call.gpu, made))
 
     def _verify(self) -> None:
-        now = look(self._host, self._change.gpu.index)
+        now = shape_now(self._host, self._change.gpu.index)
         wrong = differences(now, replace(self._change.after, mig_enabled=True))
         if wrong:
             raise NotHeld(
@@ -521,10 +520,10 @@ class _Instances:
 
     def _restore(self) -> None:
         if self._begun:
-            self.left_alone = restore(self._host, self._change.before, self._journal.proof)
+            self.left_alone = restore(self._host, self._change.before, self._ledger.proof)
 
 
-def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
+def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
     """Carry a change out under the journal. The caller holds its lock."""
     if not change.plan.steps:
         return
@@ -532,7 +531,7 @@ def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[
         for one in change.evictions:
             claims.enter_context(one.held)
         _take_claims(host, change, claims)
-        _carry_out(host, journal, change, on_step)
+        _carry_out(ledger, change, on_step)
 
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
@@ -552,10 +551,10 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                 claims.callback(claim.release)
 
 
-def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     touched = [one for one in change.gpus if one.changes]
-    shapes = [one.before for one in touched], [one.after for one in touched]
-    journal.begin(change.plan.title, *shapes, names=change.names)
+    before, after = [one.before for one in touched], [one.after for one in touched]
+    ledger.begin(change.plan.title, before, after, names=change.names)
     last: Step | None = None
 
     def begin(step: Step) -> None:
@@ -564,25 +563,20 @@ def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callabl
         if on_step is not None:
             on_step(step)
 
-    def done() -> None:
-        new = [Made(one.before.uuid, *new.instance.place) for one in touched for new in one.plan.created if new.whole]
-        note_made(host, *shapes, new)
-        journal.end()
-
     # After an unexpected error anything may be left: the entry is kept and compared with the host.
-    over = journal.give_up
+    over = ledger.give_up
     try:
         carry_out(change.plan, begin)
-        over = done
+        over = ledger.complete
     except NotUndone as error:
         if last is not None:
             raise error.restated(message=f"could not {last.what}: {error.message}") from error
         raise
     except KeyboardInterrupt:
-        over = journal.end
+        over = ledger.end
         raise
     except GpushareError as error:
-        over = journal.end
+        over = ledger.end
         if last is not None:
             raise _undone(error, last, change) from error
         raise

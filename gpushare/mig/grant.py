@@ -17,7 +17,7 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, Not
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.mig.driver import MigReader
-from gpushare.mig.names import NamedInstance, check_name, names_changed, names_of
+from gpushare.mig.ledger import NamedInstance, check_name, names_changed, names_of
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred, setting_step
@@ -548,14 +548,6 @@ def regrant(host: Host, gpu_uuid: str) -> list[str]:
         except GpushareError as error:
             failed.append(f"the grant of '{one.name}': {error.message}")
     return failed
-
-
-def forget(host: Host, names: Collection[str]) -> None:
-    """Forget these names, where they exist."""
-    if names:
-        with names_changed(host) as known:
-            for name in names:
-                known.pop(name, None)
 
 
 def _grant_step(host: Host, one: NamedInstance) -> Step:

@@ -11,8 +11,7 @@ from gpushare.errors import GpushareError, NoPermission
 from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
 from gpushare.mig.holders import claimed_instances, instance_holders, look
-from gpushare.mig.made import Made, made_by_gpushare
-from gpushare.mig.names import NamedInstance, names_of
+from gpushare.mig.ledger import NamedInstance, Spot, made_by_gpushare, names_of
 from gpushare.mig.profile import Layout
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class _Seen:
         names: Mapping[str, NamedInstance],
         leases: Mapping[str, Holder] | None,
         files: OpenFiles,
-        made: frozenset[Made],
+        made: frozenset[Spot],
     ) -> None:
         self._host, self._gpu, self._leases, self._made = host, gpu, leases, made
         self._names = {one.place: one for one in names.values() if one.gpu_uuid == gpu.uuid}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, or_none
 from gpushare.mig.driver import MigReader
-from gpushare.mig.names import NamedInstance, names_of
+from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
 from gpushare.selection import Device, no_mig, select_for_change
 

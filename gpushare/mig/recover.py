@@ -1,31 +1,153 @@
-"""Recovery from a crash during a MIG change: undone by the journal, unless the change was complete."""
+"""What brings MIG back: the undo of a failed change, the recovery of an interrupted one, and what neither could restore.
+
+Only what a change itself created, by its journal, is destroyed again; what others made meanwhile stays.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.mig.daemons import forget_gone, recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
-from gpushare.mig.grant import forget, regrant
-from gpushare.mig.made import Made, note_made
-from gpushare.mig.names import names_of
-from gpushare.mig.shape import GpuShape, differences, shape_of
-from gpushare.mig.undo import CallFailed, as_command, look, restore
+from gpushare.mig.grant import regrant
+from gpushare.mig.layouts import layouts_of
+from gpushare.mig.ledger import names_changed, names_of
+from gpushare.mig.plan import Action, Call, steps_of
+from gpushare.mig.profile import NOT_THERE
+from gpushare.mig.shape import Creation, GpuShape, differences, left_alone, restoration, shape_of
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.journal import Journal, JournalEntry
+    from gpushare.mig.ledger import ChangeRecord, MigLedger
     from gpushare.mig.shape import Proof
-
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
 
 
+class CallFailed(OperationFailed):
+    """Something could not be restored because a driver call failed, not because of other users: worth another try."""
+
+
+# -- the calls of a change, and the undo of one GPU ------------------------------------------------
+
+
+def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
+    """Do one call and return the id of what it created; ``made`` has the ids of new GPU instances by first slice."""
+    gpu, instance, part = call.gpu, call.instance, call.compute
+    if call.action is Action.CREATE_GPU_INSTANCE:
+        # Only a profile of the catalogue, without a host, has no id.
+        made[instance.start] = changes.create_gpu_instance(gpu, instance.profile.id or 0, instance.placement)
+        return made[instance.start]
+    owner = made[instance.start] if instance.id == NOT_THERE else instance.id
+    if part is None:
+        changes.destroy_gpu_instance(gpu, owner)
+    elif call.action is Action.CREATE_COMPUTE:
+        return changes.create_compute_instance(gpu, owner, part.profile.slices, part.placement)
+    else:
+        changes.destroy_compute_instance(gpu, owner, part.id)
+    return None
+
+
+def begun_by(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) -> Creation | None:
+    """Return what a call is about to create, with the ids that exist; None: it creates nothing."""
+    instance, part = call.instance, call.compute
+    begun = Creation(gpu=gpu, profile=instance.profile.name, start=instance.start)
+    if call.action is Action.CREATE_GPU_INSTANCE:
+        return replace(begun, there=changes.gpu_instance_ids(call.gpu, instance.profile.id or 0))
+    if call.action is not Action.CREATE_COMPUTE or part is None:
+        return None
+    owner, slices = made[instance.start] if instance.id == NOT_THERE else instance.id, part.profile.slices
+    there = changes.compute_instance_ids(call.gpu, owner, slices)
+    return replace(begun, instance=owner, slices=slices, there=there)
+
+
+def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
+    """Return what was created, with its MIG UUID if the driver reports it."""
+    made = Creation(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
+    if begun.instance is None:
+        return made
+    # Handles on MIG devices keep them in use.
+    host.nvml.restart()
+    devices = host.nvml.gpu(index).mig_instances
+    host.nvml.restart()
+    place = begun.instance, number
+    uuid = next((one.uuid for one in devices if (one.gpu_instance_id, one.compute_instance_id) == place), None)
+    return replace(made, instance=begun.instance, compute=number, uuid=uuid)
+
+
+def shape_now(host: Host, index: int) -> GpuShape:
+    """Return the shape of a GPU as the driver tells it now."""
+    host.nvml.restart()
+    gpu = host.nvml.gpu(index)
+    if gpu.error is not None:
+        raise OperationFailed(gpu.error, "see: gpushare status", gpu=str(index))
+    return shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
+
+
+def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
+    """Bring a GPU back to ``before``: destroy what the change created, and create again what is missing.
+
+    Goes on after an error, and reads back. Returns in words what stays because nothing proves that this change
+    created it.
+
+    Raises:
+        OperationFailed: something could not be restored; the message names all of it.
+    """
+    host.nvml.restart()
+    layout = layouts_of(host, [host.nvml.gpu(before.index)])[0]
+    plan, lost = restoration(layout, before, proof)
+    others = left_alone(layout, before, proof)
+    trouble: list[str] = list(lost)
+    made: dict[int, int] = {}
+    refused = False
+    changes = MigChanges(host.nvml)
+    # Reading has opened handles.
+    host.nvml.restart()
+    for step in steps_of(plan, lambda _, call: perform(changes, call, made)):
+        try:
+            step.do()
+        except (GpushareError, KeyError) as error:
+            refused = True
+            trouble.append(f"{step.what}: {error}")
+    # An instance is open to everybody until its grants are restored.
+    trouble += regrant(host, before.uuid)
+    left = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
+    if left:
+        raise (CallFailed if refused and not lost else OperationFailed)(
+            f"could not be restored: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
+            f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
+            gpu=str(before.index),
+            code="not_restored",
+        )
+    return tuple(f"{instance} on GPU {before.index}" for instance in others)
+
+
+def as_command(shape: GpuShape) -> str:
+    """Return the gpushare command that gives a GPU this shape."""
+    if shape.mig_enabled is False:
+        return f"gpushare mig disable -g {shape.index} --destroy"
+    if not shape.instances:
+        return f"gpushare mig destroy all -g {shape.index}"
+    words = []
+    for instance in shape.instances:
+        parts = Counter(sorted((part.profile.slices for part in instance.compute), reverse=True))
+        if parts in (Counter(), Counter([instance.profile.slices])):
+            words.append(str(instance))
+            continue
+        words += [f"{part}c.{instance}" + (f"*{number}" if number > 1 else "") for part, number in parts.items()]
+    return f"gpushare mig apply -g {shape.index} {' '.join(words)}"
+
+
+# -- what changes left -----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
-class Left:
+class Leftover:
     """One thing that a change left; ``id`` is the check of `gpushare doctor`, ``at`` the step at which the change died."""
 
     id: str
@@ -37,76 +159,77 @@ class Left:
         return f"{self.seen}: {self.remedy}"
 
 
-def left_behind(host: Host, journal: Journal) -> list[Left]:
+def leftovers(host: Host, ledger: MigLedger) -> list[Leftover]:
     """Return what changes left; while one is running, nothing counts as left."""
-    found = [one for one in [interrupted(journal)] if one is not None]
-    lost = [] if journal.running() else not_restored(host, journal)
-    return [*found, *lost]
+    interrupted = interrupted_change(ledger)
+    lost = [] if ledger.running() else not_restored(host, ledger)
+    return lost if interrupted is None else [interrupted, *lost]
 
 
-def interrupted(journal: Journal) -> Left | None:
+def interrupted_change(ledger: MigLedger) -> Leftover | None:
     """Return the change that was interrupted, even if its journal cannot be read."""
     try:
-        entry = journal.left()
+        change = ledger.interrupted()
     except OperationFailed as error:
-        return Left(id="mig.interrupted", seen=error.message, remedy=error.hint)
-    if entry is None:
+        return Leftover(id="mig.interrupted", seen=error.message, remedy=error.hint)
+    if change is None:
         return None
-    seen = f"'{entry.title}' was interrupted"
-    return Left(id="mig.interrupted", seen=seen, remedy=RECOVER, at=entry.step)
+    seen = f"'{change.title}' was interrupted"
+    return Leftover(id="mig.interrupted", seen=seen, remedy=RECOVER, at=change.step)
 
 
-def not_restored(host: Host, journal: Journal) -> list[Left]:
+def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
     """Return what each change could not restore and is still missing."""
-    found = []
-    for path, entry in journal.not_restored():
-        if entry is None:
+    lost = []
+    for path, change in ledger.not_restored():
+        if change is None:
             seen = f"{path}, the record of what could not be restored, cannot be read"
-            found.append(Left(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
-        elif wrong := missing(host, entry):
-            seen = f"'{entry.title}' failed, and this could not be restored: {'; '.join(wrong)}"
-            found.append(Left(id="mig.not_restored", seen=seen, remedy=f"{_way_back(host, entry)}; {ACCEPT}"))
-    return found
+            lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
+        elif wrong := missing(host, change):
+            seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
+            index = _indexes(host)
+            back = [as_command(replace(gpu, index=index[gpu.uuid])) for gpu in change.before if gpu.uuid in index]
+            remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
+            lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}"))
+    return lost
 
 
-def _way_back(host: Host, entry: JournalEntry) -> str:
-    # Imported here because it is rarely needed and loads all modules of a change.
-    from gpushare.mig.undo import as_command
-
-    index = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
-    back = [as_command(replace(one, index=index[one.uuid])) for one in entry.before if one.uuid in index]
-    return f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
-
-
-def missing(host: Host, entry: JournalEntry) -> tuple[str, ...]:
+def missing(host: Host, change: ChangeRecord) -> tuple[str, ...]:
     """Return in words what differs both from before and from after the change; instances of others do not count."""
-    wrong = _differences(host, entry, entry.before)
-    return wrong if wrong and _differences(host, entry, entry.after) else ()
+    wrong = _differences(host, change, change.before)
+    return wrong if wrong and _differences(host, change, change.after) else ()
 
 
-def _differences(host: Host, entry: JournalEntry, wanted: tuple[GpuShape, ...]) -> tuple[str, ...]:
-    index = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
-    said: list[str] = []
-    for shape, before, after in zip(wanted, entry.before, entry.after, strict=True):
+def _indexes(host: Host) -> dict[str, int]:
+    return {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
+
+
+def _differences(host: Host, change: ChangeRecord, wanted: tuple[GpuShape, ...]) -> tuple[str, ...]:
+    index = _indexes(host)
+    words: list[str] = []
+    for shape, before, after in zip(wanted, change.before, change.after, strict=True):
         if shape.uuid not in index:
-            said.append(f"GPU {shape.index} ({shape.uuid}) is missing")
+            words.append(f"GPU {shape.index} ({shape.uuid}) is missing")
             continue
         gpu = host.nvml.gpu(index[shape.uuid])
         if gpu.error is not None:
-            said.append(gpu.error)
+            words.append(gpu.error)
             continue
         try:
             now = shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
         except GpushareError as error:
-            said.append(f"GPU {gpu.index}: {error.message}")
+            words.append(f"GPU {gpu.index}: {error.message}")
             continue
-        ours = {one.place for one in (*before.instances, *after.instances)}
-        now = replace(now, instances=tuple(one for one in now.instances if one.place in ours))
-        said += differences(now, replace(shape, index=gpu.index))
-    return tuple(said)
+        ours = {instance.place for instance in (*before.instances, *after.instances)}
+        others = [instance for instance in now.instances if instance.place not in ours]
+        words += differences(now.without(others), replace(shape, index=gpu.index))
+    return tuple(words)
 
 
-def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, ...]:
+# -- recovery --------------------------------------------------------------------------------------
+
+
+def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str, ...]:
     """Finish or undo an interrupted change, under the lock; return what was done, in words.
 
     A complete change is kept; otherwise every GPU of the change is restored. What cannot be restored is reported, also
@@ -116,163 +239,150 @@ def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, 
     Raises:
         OperationFailed: something could not be restored (code ``not_restored``), or the journal cannot be read.
     """
-    entry = journal.begun()
-    said = () if entry is None else _recovered(host, journal, entry)
-    said = (*said, *_earlier(host, journal, retry=retry))
-    if not journal.not_restored():
-        forget_gone(host)
-    return said
-
-
-def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:
-    """Drop entries of earlier changes that are restored by now; with ``retry`` try to restore the others."""
-    said = []
-    for path, kept in journal.not_restored():
-        if kept is None or (missing(host, kept) and not retry):
+    change = ledger.begun()
+    done = [] if change is None else _recovered(host, ledger, change)
+    for path, lost in ledger.not_restored():
+        if lost is None or (missing(host, lost) and not retry):
             continue
         try:
-            entry = _found_again(host, kept)
-            if missing(host, kept):
-                others = _undo(host, entry)
-                said.append(f"'{entry.title}', which had failed, is now undone")
-                said += map(_stays, others)
+            change = _with_indexes_now(host, lost)
+            if missing(host, lost):
+                others = _undo(host, change)
+                done += [f"'{change.title}', which had failed, is now undone", *map(_stays, others)]
+            _forget_lost(host, change)
         except GpushareError:
             # `not_restored` still reports it.
             continue
-        said += _finished(host, entry)
+        done += _given_back(host, change)
         # Otherwise it would be reported again after a later change.
-        journal.drop(path)
-    return said
+        ledger.drop(path)
+    if not ledger.not_restored():
+        forget_gone(host)
+    return tuple(done)
 
 
-def is_complete(host: Host, entry: JournalEntry) -> bool:
+def is_complete(host: Host, change: ChangeRecord) -> bool:
     """Return whether an interrupted change was complete, so that nothing would be undone."""
     try:
-        return _is_done(host, _found_again(host, entry))
+        return _is_done(host, _with_indexes_now(host, change))
     except GpushareError:
         return False
 
 
-def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
+def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words."""
-    said, would = [], "would be " if dry_run else ""
+    done, would = [], "would be " if dry_run else ""
     try:
-        entry = journal.begun()
+        change = ledger.begun()
     except OperationFailed:
-        where = "" if dry_run else f" as {journal.set_aside()}"
-        said.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
+        where = "" if dry_run else f" as {ledger.set_aside()}"
+        done.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
     else:
-        if entry is not None and not entry.tried:
+        if change is not None and not change.tried:
             raise BadUsage(
-                f"'{entry.title}' was interrupted and is not undone yet",
+                f"'{change.title}' was interrupted and is not undone yet",
                 f"undo it first: {RECOVER}; only what cannot be restored is forgotten",
                 code="not_recovered",
             )
-        if entry is not None and not dry_run:
-            journal.give_up()
-        elif entry is not None:
-            said.append(f"'{entry.title}', which was interrupted and could not be undone, would be forgotten")
-    said += [f"{one.seen}; this {would or 'is '}forgotten" for one in not_restored(host, journal)]
-    for path, _ in () if dry_run else journal.not_restored():
-        journal.drop(path)
-    return tuple(said)
+        if change is not None and not dry_run:
+            ledger.give_up()
+        elif change is not None:
+            done.append(f"'{change.title}', which was interrupted and could not be undone, would be forgotten")
+    done += [f"{lost.seen}; this {would or 'is '}forgotten" for lost in not_restored(host, ledger)]
+    for path, _ in () if dry_run else ledger.not_restored():
+        ledger.drop(path)
+    return tuple(done)
 
 
-def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, ...]:
+def _recovered(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]:
     try:
-        entry = _found_again(host, entry)
-        if _is_done(host, entry):
-            _note_made(host, entry)
-            said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
+        change = _with_indexes_now(host, change)
+        complete = _is_done(host, change)
+        if complete:
+            done = [f"'{change.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
-            said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
-            said += map(_stays, _undo(host, entry))
+            done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
+            done += map(_stays, _undo(host, change))
     except OperationFailed as error:
-        if isinstance(error, CallFailed) and not entry.tried:
-            journal.try_again(entry)
+        if isinstance(error, CallFailed) and not change.tried:
+            ledger.try_again(change)
             raise error.restated(hint=f"try again: {RECOVER}; else {error.hint}; {ACCEPT}") from error
         if error.code == "not_restored":
-            journal.give_up()
+            ledger.give_up()
             raise error.restated(hint=f"{error.hint}; {ACCEPT}") from error
         raise
-    _forget_lost(host, entry)
-    journal.end()
-    return (*said, *_given_back(host, entry))
+    _forget_lost(host, change)
+    if complete:
+        ledger.complete(change)
+    else:
+        ledger.end()
+    return [*done, *_given_back(host, change)]
 
 
-def _stays(one: str) -> str:
-    return f"{one} is there and stays: nothing proves that this change created it"
+def _stays(instance: str) -> str:
+    return f"{instance} is there and stays: nothing proves that this change created it"
 
 
-def _finished(host: Host, entry: JournalEntry) -> list[str]:
-    _forget_lost(host, entry)
-    return _given_back(host, entry)
-
-
-def _given_back(host: Host, entry: JournalEntry) -> list[str]:
+def _given_back(host: Host, change: ChangeRecord) -> list[str]:
     """Restore the grants and daemons of existing instances; return what was done, or failed, in words."""
-    said = []
-    for shape in entry.before:
-        said += regrant(host, shape.uuid)
+    done: list[str] = []
+    for shape in change.before:
+        done += regrant(host, shape.uuid)
         gpu = host.nvml.gpu(shape.index)
         if gpu.error is None:
-            said += recover_daemons(host, gpu)
-    return said
+            done += recover_daemons(host, gpu)
+    return done
 
 
-def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
-    """Return the entry with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    now = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
-    gone = [shape for shape in entry.before if shape.uuid not in now]
+def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
+    """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
+    now = _indexes(host)
+    gone = [shape for shape in change.before if shape.uuid not in now]
     if gone:
         names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in gone)
         raise OperationFailed(
-            f"'{entry.title}' was interrupted, and {names} is missing; nothing was undone",
-            "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in entry.before)]),
+            f"'{change.title}' was interrupted, and {names} is missing; nothing was undone",
+            "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in change.before)]),
             gpu=str(gone[0].index),
             code="not_restored",
         )
-    was, planned = (tuple(replace(one, index=now[one.uuid]) for one in kept) for kept in (entry.was, entry.planned))
-    return replace(entry, was=was, planned=planned)
+    was, planned = (tuple(replace(gpu, index=now[gpu.uuid]) for gpu in kept) for kept in (change.was, change.planned))
+    return replace(change, was=was, planned=planned)
 
 
-def _forget_lost(host: Host, entry: JournalEntry) -> None:
+def _forget_lost(host: Host, change: ChangeRecord) -> None:
     """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
-    now = {shape.uuid: look(host, shape.index) for shape in entry.before}
-    there = {(uuid, *one.place) for uuid, shape in now.items() for one in shape.instances}
-    gone = {(shape.uuid, *one.place) for shape in entry.before for one in shape.instances} - there
-    places = {one.name: (one.gpu_uuid, *one.place) for one in names_of(host).values()}
-    forget(
-        host,
-        [
-            name
-            for name, place in places.items()
-            if place in gone or (name in entry.names and place[0] in now and place not in there)
-        ],
-    )
+    now = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
+    there = {(uuid, *instance.place) for uuid, shape in now.items() for instance in shape.instances}
+    gone = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - there
+    spots = {named.name: named.spot for named in names_of(host).values()}
+    lost = [
+        name
+        for name, spot in spots.items()
+        if spot in gone or (name in change.names and spot.gpu in now and spot not in there)
+    ]
+    if lost:
+        with names_changed(host) as names:
+            for name in lost:
+                names.pop(name, None)
 
 
-def _note_made(host: Host, entry: JournalEntry) -> None:
-    made = [one for one in entry.proof.made if one.compute is None]
-    note_made(host, entry.before, entry.after, [Made(one.gpu, one.profile, one.start) for one in made])
+def _is_done(host: Host, change: ChangeRecord) -> bool:
+    return not any(differences(shape_now(host, shape.index), shape) for shape in change.after)
 
 
-def _is_done(host: Host, entry: JournalEntry) -> bool:
-    return not any(differences(look(host, shape.index), shape) for shape in entry.after)
-
-
-def _undo(host: Host, entry: JournalEntry) -> list[str]:
+def _undo(host: Host, change: ChangeRecord) -> list[str]:
     trouble: list[GpushareError] = []
     others: list[str] = []
-    for before in entry.before:
+    for before in change.before:
         try:
-            others += _undo_gpu(host, before, entry.proof)
+            others += _undo_gpu(host, before, change.proof)
         except GpushareError as error:
             trouble.append(error)
     if trouble:
         kind = CallFailed if all(isinstance(error, CallFailed) for error in trouble) else OperationFailed
         raise kind(
-            f"'{entry.title}' was interrupted; " + "; ".join(error.message for error in trouble),
+            f"'{change.title}' was interrupted; " + "; ".join(error.message for error in trouble),
             "; ".join(dict.fromkeys(error.hint for error in trouble)),
             gpu=trouble[0].gpu,
             code="not_restored",
@@ -280,7 +390,7 @@ def _undo(host: Host, entry: JournalEntry) -> list[str]:
     return others
 
 
-def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
+def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> Sequence[str]:
     changes = MigChanges(host.nvml)
     mode = changes.mode(before.index)
     if before.mig_enabled and mode != (True, True):

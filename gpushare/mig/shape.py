@@ -27,6 +27,11 @@ class GpuShape:
     mig_enabled: bool | None
     instances: tuple[GpuInstance, ...] = ()
 
+    def without(self, others: Sequence[GpuInstance]) -> GpuShape:
+        """Return it without the instances in the places of these."""
+        places = {instance.place for instance in others}
+        return replace(self, instances=tuple(one for one in self.instances if one.place not in places))
+
 
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
     """Return the shape of what exists, or of other instances on the same GPU."""
@@ -115,14 +120,6 @@ class Proof:
 
     made: tuple[Creation, ...]
     begun: Creation | None
-
-    def with_made(self, one: Creation) -> Proof:
-        """Return it with one more, and nothing begun."""
-        return Proof(made=(*self.made, one), begun=None)
-
-    def with_begun(self, one: Creation | None) -> Proof:
-        """Return it with a creation that is begun."""
-        return replace(self, begun=one)
 
     def owns(self, gpu: str | None, one: GpuInstance) -> bool:
         """Return whether a GPU instance is proved to be the change's own, with all that is in it."""

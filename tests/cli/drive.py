@@ -24,7 +24,7 @@ from gpushare.cli import main
 from gpushare.connect import connect
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.host import Host
-from gpushare.mig.names import names_of
+from gpushare.mig.ledger import names_of
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_compute
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec

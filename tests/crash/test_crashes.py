@@ -68,9 +68,9 @@ def test_one_more_command_brings_back_the_old_or_the_new_state(part: str, tmp_pa
 def test_the_tool_sees_what_is_lost(tmp_path: Path) -> None:
     """A gpushare whose journal never comes to the disk: the tool says where that is felt, and how to see it again."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from gpushare.mig.journal import Journal\n"
-        "assert callable(Journal._write)\n"
-        "Journal._write = lambda self, entry: None\n"
+        "from gpushare.mig.ledger import MigLedger\n"
+        "assert callable(MigLedger._write)\n"
+        "MigLedger._write = lambda self, entry: None\n"
     )  # fmt: skip
     # Every 4th point: one lies between the first instance and the last, wherever that is.
     words = ("--verb", "mig create, several", "--fault", "kill", "--every", "4", "--jobs", "1")

@@ -13,8 +13,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host import records
-from gpushare.mig.journal import Journal
-from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
 from gpushare.mps import home as mps_aside
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 
@@ -43,13 +42,13 @@ def hold_names() -> Path:
         return host.state_directory / "names" / "lock"
 
 
-def hold_journal() -> Path:
+def hold_ledger() -> Path:
     host = connect(H200)
-    with Journal(host).locked():
+    with MigLedger(host).locked():
         return host.run_directory / "mig" / "lock"
 
 
-LOCKS = pytest.mark.parametrize("hold", [hold_daemon, hold_names, hold_journal])
+LOCKS = pytest.mark.parametrize("hold", [hold_daemon, hold_names, hold_ledger])
 
 
 @LOCKS

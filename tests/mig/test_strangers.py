@@ -17,7 +17,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.host.claims import claim_directory
 from gpushare.host.identity import boot_id, identity_of
-from gpushare.mig.journal import Journal
+from gpushare.mig.ledger import MigLedger
 from tests.cli.drive import World
 
 A100 = "sim:a100-80gb"
@@ -104,13 +104,13 @@ def test_holding_anything_hides_no_interrupted_change(host: World) -> None:
         assert "was interrupted" in host.run("mig", "status").err
 
 
-def journal_seen(path: Path) -> Callable[[], object]:
-    journal = Journal(replace(connect(A100), run_directory=path))
+def ledger_seen(path: Path) -> Callable[[], object]:
+    ledger = MigLedger(replace(connect(A100), run_directory=path))
     # All that is imported late is imported while that is possible.
-    journal.left()
+    ledger.interrupted()
 
     def work() -> dict[str, bool]:
-        return {"running": journal.running(), "left": journal.left() is not None}
+        return {"running": ledger.running(), "left": ledger.interrupted() is not None}
 
     return work
 
@@ -119,7 +119,7 @@ def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: World) -> 
     host.fault("crash-step", 2)
     assert host.run_apart("mig", "create", "1g.10gb*2") == 137
     run = host.journal.parent.parent
-    look = journal_seen(run)
+    look = ledger_seen(run)
     with stranger(look):
         assert answer() == {"running": False, "left": True}
     entry = json.loads(host.journal.read_text())

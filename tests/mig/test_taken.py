@@ -19,8 +19,8 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.claims import live_claims, take_claim
 from gpushare.host.process import Processes
 from gpushare.mig import change
-from gpushare.mig.journal import Journal
 from gpushare.mig.layouts import layouts_of
+from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import whole
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
 from gpushare.model import Gpu, GpuProcess, Holder
@@ -166,20 +166,20 @@ def test_no_run_starts_in_what_goes_and_all_is_free_afterwards(host: World, monk
 
 
 def test_a_change_that_changes_nothing_leaves_no_trace(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "begin", lambda *_, **__: pytest.fail("a journal of nothing"))
+    monkeypatch.setattr(MigLedger, "begin", lambda *_, **__: pytest.fail("a journal of nothing"))
     assert host.run("mig", "apply", "3g.40gb*2").code == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_journal_is_cleared_at_every_end(host: World, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     begun: list[bool] = []
-    real = Journal.begin
+    real = MigLedger.begin
 
-    def begin(self: Journal, *words: Any, **more: Any) -> None:
+    def begin(self: MigLedger, *words: Any, **more: Any) -> None:
         real(self, *words, **more)
         begun.append(host.journal.exists())
 
-    monkeypatch.setattr(Journal, "begin", begin)
+    monkeypatch.setattr(MigLedger, "begin", begin)
     if fails:
         host.fault("fail-step", 2)
     assert host.run("mig", "apply", "7g.80gb").code == (1 if fails else 0)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gpushare.connect import connect
 from gpushare.gpu_models import GiProfile, load_models
-from gpushare.mig.journal import Journal
+from gpushare.mig.ledger import MigLedger
 from gpushare.mig.profile import standard_compute_profiles
 from gpushare.mig.recover import is_complete
 from tests.cli.drive import CRASHED, Answer, Seen, World
@@ -214,8 +214,8 @@ class Transactions(RuleBasedStateMachine):
     def change(self, fault: tuple[str, int] | None, *words: str, evict: tuple[str, ...] = ()) -> Answer | None:
         """Run a change; return what it said when its result can be compared with what was there before."""
         before, waiting = self.host.look(), self.crashed is not None
-        journal = Journal(connect(self.host.spec))
-        left = journal.left()
+        ledger = MigLedger(connect(self.host.spec))
+        left = ledger.interrupted()
         if left is not None and is_complete(connect(self.host.spec), left):
             # The next change leaves it as it is, and begins from here.
             self.crashed = before

@@ -14,8 +14,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.load import keep_applied, kept_entries
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
-from gpushare.mig.journal import Journal
-from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
@@ -63,11 +62,11 @@ def fill(host: Host, device: Device) -> None:
     keep_applied(host, "no gpushare.yaml\n")
     with names_changed(host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=device.uuid, profile="3g.71gb", start=0)
-    journal = Journal(host)
-    with journal.locked():
-        journal.begin("a change", [], [])
-        journal.give_up()
-        journal.begin("another change", [], [])
+    ledger = MigLedger(host)
+    with ledger.locked():
+        ledger.begin("a change", [], [])
+        ledger.give_up()
+        ledger.begin("another change", [], [])
 
 
 READERS: dict[str, Reader] = {
@@ -84,8 +83,8 @@ READERS: dict[str, Reader] = {
     "tuned": lambda host, device: find_tuned(host, "web"),
     "applied": lambda host, device: kept_entries(host, ())[1],
     "names": lambda host, device: names_of(host),
-    "journal": lambda host, device: Journal(host).left(),
-    "not restored": lambda host, device: Journal(host).not_restored(),
+    "journal": lambda host, device: MigLedger(host).interrupted(),
+    "not restored": lambda host, device: MigLedger(host).not_restored(),
 }
 
 

@@ -18,7 +18,7 @@ import yaml
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.hostfile.kept import KEPT, kept_limits
-from gpushare.mig.names import names_of
+from gpushare.mig.ledger import names_of
 from gpushare.model import ComputeMode, Priority
 from gpushare.mps.control import MpsControl
 from gpushare.sim import admin

@@ -19,7 +19,7 @@ from gpushare.doctor.examine import BAD_XIDS, environments
 from gpushare.host.machine import LocalMachine, xids_in
 from gpushare.host.smi import ComputePolicy
 from gpushare.memory.swap import SWAPS, swaps
-from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.home import DaemonHome
 from gpushare.run.plain import plain_environment
@@ -181,12 +181,12 @@ def bare(cli: Cli, world: World, _: Path) -> None:
 
 
 def interrupted(cli: Cli, world: World, _: Path) -> None:
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
 
-    journal = Journal(world.host)
-    with journal.locked():
-        journal.begin("change MIG on GPU 0", (), ())
-        journal.note("create 1g.18gb")
+    ledger = MigLedger(world.host)
+    with ledger.locked():
+        ledger.begin("change MIG on GPU 0", (), ())
+        ledger.note("create 1g.18gb")
 
 
 def stale_cdi(cli: Cli, world: World, _: Path) -> None:
@@ -435,11 +435,11 @@ def test_the_shell_that_asks_is_called_so(world: World) -> None:
 
 
 def test_a_change_that_goes_on_is_no_finding(cli: Cli, world: World) -> None:
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
 
-    journal = Journal(world.host)
-    with journal.locked():
-        journal.begin("change MIG on GPU 0", (), ())
+    ledger = MigLedger(world.host)
+    with ledger.locked():
+        ledger.begin("change MIG on GPU 0", (), ())
         assert findings(cli) == {}
 
 
@@ -589,12 +589,12 @@ def test_a_change_of_root_that_was_interrupted_is_seen_by_all(cli: Cli, world: W
     from dataclasses import replace
 
     from gpushare.doctor.examine import examine
-    from gpushare.mig.journal import Journal
+    from gpushare.mig.ledger import MigLedger
 
     roots = replace(world.host, run_directory=tmp_path / "run")
-    journal = Journal(roots)
-    with journal.locked():
-        journal.begin("change MIG on GPU 0", (), ())
+    ledger = MigLedger(roots)
+    with ledger.locked():
+        ledger.begin("change MIG on GPU 0", (), ())
     found = examine(replace(world.host, shared_run_directories=(tmp_path / "run",)))
     assert [one.id for one in found if one.verdict.value == "fail"] == ["mig.interrupted"]
 

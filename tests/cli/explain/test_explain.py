@@ -17,7 +17,7 @@ from gpushare.advice.explain import Explanation, explain, explanations, own_code
 from gpushare.errors import NotFound
 from gpushare.host import channels
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
-from gpushare.mig.journal import UNREADABLE
+from gpushare.mig.ledger import UNREADABLE
 from gpushare.plan import NOT_RESTORED
 from gpushare.sim.mps_servers import LogLine, render
 from gpushare.sim.nvml_abi import ERROR_TEXTS

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request
-from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.model import ComputeMode, Gpu, Snapshot
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families

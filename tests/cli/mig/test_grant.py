@@ -15,8 +15,7 @@ from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.host.host import Host
 from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
-from gpushare.mig.journal import Journal
-from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim import admin
 from gpushare.sim.machine import SimulatedCapabilities
@@ -155,7 +154,7 @@ def test_one_that_was_killed_in_between_is_completed_or_taken_back_by_the_next(c
 
 def test_two_grants_at_once_are_both_kept(cli: Cli) -> None:
     """Planned before the other had noted his, each would write the other's away."""
-    with Journal(connect(A100)).locked():
+    with MigLedger(connect(A100)).locked():
         apart = [
             subprocess.Popen([sys.executable, "-m", "gpushare", "--host", A100, "mig", "grant", "train", user, "-y"])
             for user in ("nobody", "daemon")

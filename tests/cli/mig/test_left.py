@@ -16,8 +16,8 @@ from gpushare.errors import OperationFailed
 from gpushare.host import store
 from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
-from gpushare.mig.journal import Journal
-from gpushare.mig.recover import left_behind, missing
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.recover import leftovers, missing
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
@@ -306,7 +306,7 @@ def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
     host = World.new(A100)
     pid, _ = lost(host)
     admin.end_process(host.spec, pid)
-    ((_, kept),) = Journal(connect(A100)).not_restored()
+    ((_, kept),) = MigLedger(connect(A100)).not_restored()
     assert kept is not None
     assert kept.proof != NOTHING
     assert host.run("mig", "destroy", "all").code == 0
@@ -350,13 +350,13 @@ def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypa
     assert host.run("mig", "enable").code == 0
     before = host.look()
     with monkeypatch.context() as patched:
-        real = Journal.made
+        real = MigLedger.created
 
-        def made(self: Journal, one: Any) -> None:
+        def made(self: MigLedger, one: Any) -> None:
             full(patched)
             real(self, one)
 
-        patched.setattr(Journal, "made", made)
+        patched.setattr(MigLedger, "created", made)
         assert "could not be undone" in host.run("mig", "create", "3g.40gb", "--name", "new").error["message"]
     assert (host.look(), list(host.names())) == (before, ["new"])
     cli("mig", "recover", host=A100).ok()
@@ -420,7 +420,7 @@ def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
     host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
     seen = connect(A100)
-    (left,) = left_behind(seen, Journal(seen))
+    (left,) = leftovers(seen, MigLedger(seen))
     entry = json.loads(host.journal.read_text())
     assert (left.id, left.remedy, left.at) == ("mig.interrupted", "gpushare mig recover", entry["step"])
     assert left.at
@@ -431,7 +431,7 @@ def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
 def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: Cli) -> None:
     host = World.new(A100)
     pid, _ = lost(host)
-    ((_, entry),) = Journal(connect(A100)).not_restored()
+    ((_, entry),) = MigLedger(connect(A100)).not_restored()
     assert entry is not None
     assert missing(connect(A100), entry)
     admin.end_process(host.spec, pid)
@@ -453,7 +453,7 @@ def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(mon
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
 
-    real, asked = recover.look, []
+    real, asked = recover.shape_now, []
 
     def silent(*arguments: Any) -> GpuShape:
         asked.append(arguments)
@@ -462,7 +462,7 @@ def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(mon
         raise OperationFailed("the GPU does not answer", "see: gpushare doctor", code="nvml_failed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(recover, "look", silent)
+        patched.setattr(recover, "shape_now", silent)
         said = host.run("mig", "recover")
     assert (said.code, said.error["code"]) == (1, "nvml_failed")
     assert len(asked) == 1

@@ -19,7 +19,7 @@ def host() -> World:
 
 def users(world: World) -> dict[str, tuple[str, ...]]:
     """Return the users of each name."""
-    from gpushare.mig.names import names_of
+    from gpushare.mig.ledger import names_of
 
     return {name: one.users for name, one in names_of(world.host).items()}
 

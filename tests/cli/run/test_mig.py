@@ -20,7 +20,7 @@ from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.ledger import Request, reservations
-from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.model import GpuProcess
 from gpushare.run import mig as run_mig
 from gpushare.run.jobs import records

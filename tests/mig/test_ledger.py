@@ -20,8 +20,8 @@ from gpushare.connect import connect
 from gpushare.errors import OperationFailed
 from gpushare.host import identity, store
 from gpushare.host.identity import boot_id, pid_space
-from gpushare.mig import journal as mig_journal
-from gpushare.mig.journal import Journal
+from gpushare.mig import ledger as mig_ledger
+from gpushare.mig.ledger import MigLedger
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
 from gpushare.mig.shape import GpuShape
 from tests.cli.drive import World, environment, start_real, until
@@ -38,22 +38,22 @@ AFTER = GpuShape(uuid="GPU-1", index=0, mig_enabled=True, instances=(INSTANCE,))
 
 
 @pytest.fixture
-def journal() -> Journal:
-    return Journal(connect(H200))
+def ledger() -> MigLedger:
+    return MigLedger(connect(H200))
 
 
 @pytest.fixture
-def path(journal: Journal) -> Path:
+def path(ledger: MigLedger) -> Path:
     """Return the file of a change that died at its second step."""
-    with journal.locked():
-        journal.begin("apply 3g.71gb", [BEFORE], [AFTER], names=["train"])
-        journal.note("first")
-        journal.note("second")
-    return journal._path
+    with ledger.locked():
+        ledger.begin("apply 3g.71gb", [BEFORE], [AFTER], names=["train"])
+        ledger.note("first")
+        ledger.note("second")
+    return ledger._path
 
 
 def test_a_change_that_died_is_told_whole(path: Path) -> None:
-    left = Journal(connect(H200)).left()
+    left = MigLedger(connect(H200)).interrupted()
     assert left is not None
     assert (left.title, left.step, left.pid) == ("apply 3g.71gb", "second", os.getpid())
     assert (left.before, left.after, left.names) == ((BEFORE,), (AFTER,), ("train",))
@@ -61,36 +61,36 @@ def test_a_change_that_died_is_told_whole(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_change_that_ended_leaves_nothing(journal: Journal, path: Path) -> None:
-    with journal.locked():
-        journal.end()
-        journal.end()
+def test_a_change_that_ended_leaves_nothing(ledger: MigLedger, path: Path) -> None:
+    with ledger.locked():
+        ledger.end()
+        ledger.end()
         # After its end there is nothing to note.
-        journal.note("late")
+        ledger.note("late")
     assert not path.exists()
     assert sorted(one.name for one in path.parent.iterdir()) == ["lock"]
-    assert journal.left() is None
+    assert ledger.interrupted() is None
 
 
-def test_a_change_that_goes_on_is_not_one_that_died(journal: Journal) -> None:
-    other = Journal(connect(H200))
-    with journal.locked():
-        journal.begin("apply", [BEFORE], [AFTER])
+def test_a_change_that_goes_on_is_not_one_that_died(ledger: MigLedger) -> None:
+    other = MigLedger(connect(H200))
+    with ledger.locked():
+        ledger.begin("apply", [BEFORE], [AFTER])
         assert other.running()
-        assert other.left() is None
+        assert other.interrupted() is None
         # Who holds the lock sees it.
-        assert journal.begun() is not None
+        assert ledger.begun() is not None
     assert not other.running()
-    assert other.left() is not None
+    assert other.interrupted() is not None
 
 
 def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root, and a user to whom mig/config is open."""
     node = tmp_path / "nvidia-cap1"
     node.touch()
-    monkeypatch.setattr(mig_journal, "CONFIG_NODE", node)
+    monkeypatch.setattr(mig_ledger, "CONFIG_NODE", node)
     root, user = (
-        Journal(cast("Any", SimpleNamespace(is_simulated=False, run_directory=tmp_path / name)))
+        MigLedger(cast("Any", SimpleNamespace(is_simulated=False, run_directory=tmp_path / name)))
         for name in ("root", "user")
     )
     with root.locked():
@@ -110,7 +110,7 @@ def test_two_who_ask_at_once_do_not_take_each_other_for_a_change(path: Path) -> 
     asking = os.open(path.parent / "lock", os.O_RDONLY)
     try:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        assert not Journal(connect(H200)).running()
+        assert not MigLedger(connect(H200)).running()
     finally:
         os.close(asking)
 
@@ -158,11 +158,11 @@ def broken() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
-def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, what: str, content: bytes) -> None:
+def test_what_is_no_journal_is_not_taken_for_none(ledger: MigLedger, path: Path, what: str, content: bytes) -> None:
     path.write_text(json.dumps(whole()))
-    assert journal.left() is not None
+    assert ledger.interrupted() is not None
     path.write_bytes(content)
-    for look in (journal.left, journal.begun):
+    for look in (ledger.interrupted, ledger.begun):
         with pytest.raises(OperationFailed) as caught:
             look()
         assert caught.value.code == "journal_unreadable", what
@@ -170,42 +170,42 @@ def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, 
     assert path.read_bytes() == content
 
 
-def test_a_newer_journal_of_another_boot_is_over(journal: Journal, path: Path) -> None:
+def test_a_newer_journal_of_another_boot_is_over(ledger: MigLedger, path: Path) -> None:
     path.write_text(json.dumps({"schema": 2, "boot": "another", "more": 1}))
-    assert journal.left() is None
-    assert journal.begun() is None
+    assert ledger.interrupted() is None
+    assert ledger.begun() is None
 
 
-def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(journal: Journal, path: Path) -> None:
+def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(ledger: MigLedger, path: Path) -> None:
     path.write_bytes(b"{")
-    with Journal(connect(H200)).locked():
-        assert journal.left() is None
+    with MigLedger(connect(H200)).locked():
+        assert ledger.interrupted() is None
 
 
-def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(journal: Journal, path: Path) -> None:
+def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(ledger: MigLedger, path: Path) -> None:
     path.unlink()
     path.mkdir()
     with pytest.raises(OperationFailed, match="Is a directory") as caught:
-        journal.left()
+        ledger.interrupted()
     assert caught.value.code == "journal_unreadable"
 
 
-def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path) -> None:
+def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path) -> None:
     """Its instances are gone."""
     boot = path.parent / "boot_id"
     boot.write_text("another\n")
     monkeypatch.setattr(identity, "_BOOT_ID", boot)
-    assert journal.left() is None
-    assert journal.begun() is None
-    with journal.locked():
-        journal.begin("apply", [BEFORE], [AFTER])
-    assert Journal(connect(H200)).left() is not None
+    assert ledger.interrupted() is None
+    assert ledger.begun() is None
+    with ledger.locked():
+        ledger.begin("apply", [BEFORE], [AFTER])
+    assert MigLedger(connect(H200)).interrupted() is not None
 
 
 def test_of_another_user_it_is_not_taken_for_none(
-    monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path
+    monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path
 ) -> None:
-    assert journal.left() is not None
+    assert ledger.interrupted() is not None
     owner, real = path.stat().st_uid, os.fstat
 
     class Foreign:
@@ -219,23 +219,23 @@ def test_of_another_user_it_is_not_taken_for_none(
     def foreign_file(found: os.stat_result) -> Any:
         return Foreign(found) if stat.S_ISREG(found.st_mode) else found
 
-    monkeypatch.setattr(mig_journal.os, "fstat", lambda number: foreign_file(real(number)))
+    monkeypatch.setattr(mig_ledger.os, "fstat", lambda number: foreign_file(real(number)))
     with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
-        journal.left()
+        ledger.interrupted()
     assert caught.value.code == "journal_unreadable"
 
 
 def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
-    monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path
+    monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path
 ) -> None:
     before = path.read_bytes()
 
     def full(_number: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mig_journal.os, "fsync", full)
-    with journal.locked(), pytest.raises(OperationFailed, match="No space") as caught:
-        journal.note("third")
+    monkeypatch.setattr(mig_ledger.os, "fsync", full)
+    with ledger.locked(), pytest.raises(OperationFailed, match="No space") as caught:
+        ledger.note("third")
     assert caught.value.code == "journal_unwritable"
     assert path.read_bytes() == before
     assert sorted(one.name for one in path.parent.iterdir()) == ["journal.json", "lock"]
@@ -266,8 +266,8 @@ def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch:
 HOLDING = """
 import sys
 from gpushare.connect import connect
-from gpushare.mig.journal import Journal
-with Journal(connect("sim:h200")).locked():
+from gpushare.mig.ledger import MigLedger
+with MigLedger(connect("sim:h200")).locked():
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -285,14 +285,14 @@ def held() -> Iterator[subprocess.Popen[str]]:
     process.communicate(timeout=120)
 
 
-def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Journal) -> None:
-    assert journal.running()
-    with pytest.raises(OperationFailed) as caught, journal.locked(seconds=0.05):
+def test_another_process_holds_the_lock(held: subprocess.Popen[str], ledger: MigLedger) -> None:
+    assert ledger.running()
+    with pytest.raises(OperationFailed) as caught, ledger.locked(seconds=0.05):
         pytest.fail("two at a time")
     assert caught.value.code == "locked"
     assert "fuser" in caught.value.hint
     held.communicate("go\n", timeout=120)
-    with journal.locked(seconds=0.05):
+    with ledger.locked(seconds=0.05):
         assert not held.poll()
 
 
@@ -331,40 +331,40 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
 # -- the lock itself -------------------------------------------------------------------------------
 
 
-def test_who_waits_goes_on_when_the_other_has_ended(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_goes_on_when_the_other_has_ended(ledger: MigLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with contextlib.ExitStack() as other:
-        other.enter_context(Journal(connect(H200)).locked())
+        other.enter_context(MigLedger(connect(H200)).locked())
 
         def ended(seconds: float) -> None:
             waited.append(seconds)
             other.close()
 
-        monkeypatch.setattr(mig_journal, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
-        with journal.locked(seconds=3600.0):
-            assert journal.running()
+        monkeypatch.setattr(mig_ledger, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
+        with ledger.locked(seconds=3600.0):
+            assert ledger.running()
     assert len(waited) == 1
 
 
-def test_a_lock_that_cannot_be_made_is_said(journal: Journal, path: Path) -> None:
+def test_a_lock_that_cannot_be_made_is_said(ledger: MigLedger, path: Path) -> None:
     lock = path.parent / "lock"
     lock.unlink()
     lock.mkdir()
-    with pytest.raises(OperationFailed, match="Is a directory") as caught, journal.locked():
+    with pytest.raises(OperationFailed, match="Is a directory") as caught, ledger.locked():
         pytest.fail("held without a lock")
     assert caught.value.code == "journal_unwritable"
     assert str(lock) in caught.value.message
 
 
-def test_without_the_lock_nobody_is_changing_anything(journal: Journal, path: Path) -> None:
+def test_without_the_lock_nobody_is_changing_anything(ledger: MigLedger, path: Path) -> None:
     """As after somebody has cleared up: what died in the middle is told all the same."""
     (path.parent / "lock").unlink()
-    assert journal.running() is False
-    assert journal.left() is not None
+    assert ledger.running() is False
+    assert ledger.interrupted() is not None
 
 
 def test_each_word_of_the_journal_and_its_end_are_on_the_disk(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    ledger: MigLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a crash of the machine would bring an entry back that is done, or lose the step that was begun."""
     durable: list[str] = []
@@ -375,9 +375,9 @@ def test_each_word_of_the_journal_and_its_end_are_on_the_disk(
         real(path, text, durable=durable, mode=mode)
 
     monkeypatch.setattr(store, "replace_file", replaced)
-    monkeypatch.setattr(mig_journal, "sync_directory", lambda path: durable.append(path.name))
-    with journal.locked():
-        journal.begin("apply", [BEFORE], [AFTER])
-        journal.note("first")
-        journal.end()
+    monkeypatch.setattr(mig_ledger, "sync_directory", lambda path: durable.append(path.name))
+    with ledger.locked():
+        ledger.begin("apply", [BEFORE], [AFTER])
+        ledger.note("first")
+        ledger.end()
     assert durable == ["mig"]

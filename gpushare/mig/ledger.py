@@ -1,0 +1,412 @@
+"""What gpushare did with MIG on a host: the names and grants of instances, the instances it made, the change it is at.
+
+- Names are bound to (GPU UUID, profile, first memory slice) and outlive a reboot. A MIG UUID only tells a place: another
+  instance there, even of another size, may get the same one. Everybody reads his own names and root's.
+- What gpushare has made does not outlive a reboot, as the instances do not. What others made goes only with consent.
+- A change writes ``<run>/mig/journal.json`` before its first step: the layout before and after, and each step that is
+  begun. It is next to the lock that every change holds from its plan to its end: a journal whose lock nobody holds
+  belongs to an interrupted change. What could not be undone is kept as ``not-restored-N.json`` until it is restored or
+  accepted. A journal that cannot be read blocks every change until it is set aside as ``set-aside-N.json``.
+
+Root and a user with access to mig/config have different run directories. So the device node of that capability, which
+only these two can open, is locked too. Each user undoes his own changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import Identity, identity_of, lives
+from gpushare.host.records import clear_leftovers, open_lock, sync_directory, writing
+from gpushare.host.store import Elsewhere, Kept, RecordStore
+from gpushare.mig.shape import NOTHING, KeptShape, Proof, kept_shape, shape_from
+from gpushare.typed import Count, Pid
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.shape import Creation, GpuShape
+
+
+class Spot(NamedTuple):
+    """What tells an instance, because the driver reuses ids: the UUID of its GPU, its profile, its first memory slice."""
+
+    gpu: str
+    profile: str
+    start: int
+
+
+# -- names and grants ------------------------------------------------------------------------------
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
+# Words with another meaning for -g and in a wish.
+_PROFILE_LIKE: Final = re.compile(r"(\d+c\.)?\d+g.*|(mig|gpu)-.*|mig|all", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedInstance:
+    """One name: the GPU instance that it means, and the users that it is granted to (empty: open to everybody)."""
+
+    name: str
+    gpu_uuid: str
+    # The driver's name: 3g.71gb.
+    profile: str
+    # Its first memory slice.
+    start: int
+    users: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.profile}:{self.start}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return profile and first memory slice, as `GpuInstance.place`."""
+        return self.profile, self.start
+
+    @property
+    def spot(self) -> Spot:
+        return Spot(self.gpu_uuid, self.profile, self.start)
+
+
+def check_name(name: str) -> str:
+    """Return a name if it is allowed."""
+    if not _NAME.fullmatch(name) or _PROFILE_LIKE.fullmatch(name):
+        raise BadUsage(
+            f"'{name[:60]}' cannot be the name of an instance",
+            "a letter first, then letters, digits, - _ or ., 32 at most, and not like a profile: train, alice-1",
+            code="bad_name",
+        )
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names(Kept):
+    names: tuple[NamedInstance, ...] = ()
+
+
+NAMES: Final = RecordStore(_Names, "names", "the names of instances", lasting=True, durable=True)
+
+
+def names_of(host: Host) -> dict[str, NamedInstance]:
+    """Return the names that this user sees, by name: root's, overridden by the user's own."""
+    return {each.name: each for record in reversed(NAMES.find(host, "mig")) for each in record.names}
+
+
+@contextlib.contextmanager
+def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
+    """Yield this user's names under a lock, and write them back."""
+    path = NAMES.path(host, "mig")
+    with NAMES.locked(host):
+        record = NAMES.read(path) or _Names(path=path)
+        names = {each.name: each for each in record.names}
+        before = dict(names)
+        yield names
+        if names != before:
+            NAMES.write(replace(record, names=tuple(names[name] for name in sorted(names))))
+
+
+# -- what gpushare made ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made(Kept):
+    instances: tuple[Spot, ...] = ()
+
+
+MADE: Final = RecordStore(_Made, "made", "the record of the instances that gpushare created")
+
+
+def made_by_gpushare(host: Host) -> frozenset[Spot]:
+    """Return the instances that this user's gpushare or root's has created since the boot; some may be gone."""
+    return frozenset(made for record in MADE.find(host, "mig") for made in record.instances)
+
+
+# -- the change that it is at ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRecord(Kept):
+    """One change: the shape of each GPU as it ``was`` and as ``planned``, and the last step that was begun."""
+
+    title: str
+    pid: Pid
+    started: Count
+    was: tuple[KeptShape, ...]
+    planned: tuple[KeptShape, ...]
+    # The names that the change gives.
+    names: tuple[str, ...]
+    step: str | None
+    # What the change has created.
+    proof: Proof
+    # An undo was tried and the driver refused it: after a second failure the record is kept apart.
+    tried: bool
+
+    @property
+    def before(self) -> tuple[GpuShape, ...]:
+        return tuple(map(shape_from, self.was))
+
+    @property
+    def after(self) -> tuple[GpuShape, ...]:
+        return tuple(map(shape_from, self.planned))
+
+
+CHANGES: Final = RecordStore(ChangeRecord, "mig", "the journal of MIG changes", durable=True)
+_WHAT: Final = "of the MIG journal"
+_UNWRITABLE: Final = "journal_unwritable"
+UNREADABLE: Final = "journal_unreadable"
+CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
+
+
+def _read(path: Path) -> ChangeRecord | None:
+    """Return the change in a file; None: there is none, or it is from another boot.
+
+    Raises:
+        ValueError: it cannot be read; the message says why.
+    """
+    try:
+        record = CHANGES.demanded(path)
+    except Elsewhere as error:
+        # Instances are those of the host in every PID namespace.
+        record = error.value
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    # Both have the same GPUs.
+    if record is not None and [shape.uuid for shape in record.was] != [shape.uuid for shape in record.planned]:
+        raise ValueError("it is not what gpushare writes")
+    return record
+
+
+class MigLedger:
+    """The change that this user's gpushare is at, and those it could not undo; `locked` keeps all others out."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._directory = host, host.run_directory / "mig"
+        self._path = self._directory / "journal.json"
+        self._change: ChangeRecord | None = None
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = 120.0) -> Iterator[None]:
+        """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
+
+        Raises:
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be created.
+            NoPermission: the directory or the lock is not this user's.
+        """
+        make_private_directory(self._directory.parent)
+        make_private_directory(self._directory)
+        deadline, lock = time.monotonic() + seconds, self._directory / "lock"
+        with contextlib.ExitStack() as held:
+            descriptors = {lock: open_lock(lock, _WHAT, code=_UNWRITABLE)}
+            held.callback(os.close, descriptors[lock])
+            # No such node: before R450, or MIG was never used. Then nobody else can change MIG either.
+            with contextlib.suppress(OSError):
+                if not self._host.is_simulated:
+                    descriptors[CONFIG_NODE] = os.open(CONFIG_NODE, os.O_RDONLY | os.O_CLOEXEC)
+                    held.callback(os.close, descriptors[CONFIG_NODE])
+            for path, descriptor in descriptors.items():
+                while not _lock(descriptor):
+                    if time.monotonic() > deadline:
+                        raise OperationFailed(
+                            f"another gpushare has been changing MIG for {seconds:g} s",
+                            f"see which: fuser -v {shlex.quote(str(path))}",
+                            code="locked",
+                        )
+                    time.sleep(0.02)
+            # What a crash in the middle of a write left.
+            clear_leftovers(self._directory)
+            yield
+
+    # -- reading
+
+    def running(self) -> bool:
+        """Return whether a change is running at this moment.
+
+        The lock can be opened only by its owner; other users find the changing process in the journal.
+        """
+        if not self._is_trusted():
+            return False
+        try:
+            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            try:
+                record, owner = CHANGES.read(self._path), os.lstat(self._path).st_uid
+            except OSError:
+                return False
+            return record is not None and lives(Identity(record.pid, record.started), owner)
+        except OSError:
+            return False
+        try:
+            # Shared, so that two readers do not take each other for a change.
+            return not _lock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+    def _is_trusted(self) -> bool:
+        return is_trusted_directory(self._directory.parent, self._directory.name)
+
+    def interrupted(self) -> ChangeRecord | None:
+        """Return a change that was interrupted; None: there is none, or a change is running.
+
+        Raises:
+            OperationFailed: as `begun`.
+        """
+        if not os.path.lexists(self._path) or not self._is_trusted() or self.running():
+            return None
+        return self.begun()
+
+    def begun(self) -> ChangeRecord | None:
+        """Return the current change. The caller holds the lock.
+
+        Raises:
+            OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
+        """
+        try:
+            return _read(self._path)
+        except ValueError as error:
+            raise OperationFailed(
+                f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}. What was being "
+                "changed is unknown, so nothing is changed",
+                "check the layout: gpushare mig status; then set the journal aside: gpushare mig recover --forget",
+                code=UNREADABLE,
+            ) from None
+
+    def not_restored(self) -> list[tuple[Path, ChangeRecord | None]]:
+        """Return the changes that could not be undone, each with its file; None: it cannot be read."""
+        lost: list[tuple[Path, ChangeRecord | None]] = []
+        for path in sorted(self._directory.glob("not-restored-*.json")) if self._is_trusted() else ():
+            try:
+                record = _read(path)
+            except ValueError:
+                lost.append((path, None))
+            else:
+                lost += [] if record is None else [(path, record)]
+        return lost
+
+    # -- writing, under the lock
+
+    def begin(
+        self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
+    ) -> None:
+        """Write the layout before and after, before the first step."""
+        gpus = {shape.uuid for shape in before}
+        for _, record in self.not_restored():
+            # The driver reuses ids: the proof says nothing more of GPUs that change now.
+            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.was}:
+                self._write(replace(record, proof=NOTHING))
+        me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
+        self._change = ChangeRecord(
+            title=title,
+            **me._asdict(),
+            was=tuple(map(kept_shape, before)),
+            planned=tuple(map(kept_shape, after)),
+            names=tuple(names),
+            step=None,
+            proof=NOTHING,
+            tried=False,
+            path=self._path,
+        )
+        self._write(self._change)
+
+    @property
+    def proof(self) -> Proof:
+        """Return what the change has created so far."""
+        return NOTHING if self._change is None else self._change.proof
+
+    def note(self, step: str, begun: Creation | None = None) -> None:
+        """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""
+        if self._change is not None:
+            self._change = replace(self._change, step=step, proof=replace(self.proof, begun=begun))
+            self._write(self._change)
+
+    def created(self, creation: Creation) -> None:
+        """Write what the driver has created, before anything else is done."""
+        if self._change is not None:
+            # Kept in memory even if it cannot be written: a rollback asks for it.
+            self._change = replace(self._change, proof=Proof(made=(*self.proof.made, creation), begun=None))
+            self._write(self._change)
+
+    def refused(self) -> None:
+        """Write that nothing was created: an instance that appears there belongs to somebody else."""
+        if self._change is not None:
+            self._change = replace(self._change, proof=replace(self.proof, begun=None))
+            # The rollback that follows knows it from memory.
+            with contextlib.suppress(GpushareError):
+                self._write(self._change)
+
+    def complete(self, change: ChangeRecord | None = None) -> None:
+        """Note what the change has made and destroyed, and end it; ``change`` is one that another process did.
+
+        Where the note fails, the next gpushare finds the change complete and notes it.
+        """
+        change = change or self._change
+        if change is not None:
+            path = MADE.path(self._host, "mig")
+            record = MADE.read(path) or _Made(path=path)
+            there = {Spot(gpu.uuid, one.profile, one.start) for gpu in change.planned for one in gpu.instances}
+            made = {Spot(one.gpu, one.profile, one.start) for one in change.proof.made if one.compute is None}
+            gpus = {gpu.uuid for gpu in change.was}
+            now = {spot for spot in record.instances if spot.gpu not in gpus or spot in there} | (made & there)
+            if now != set(record.instances):
+                MADE.write(replace(record, instances=tuple(sorted(now))))
+        self.end()
+
+    def end(self) -> None:
+        """The change is done, or undone."""
+        self._change = None
+        self.drop(self._path)
+
+    def give_up(self) -> None:
+        """The change is over but not all of it could be undone: keep it for `not_restored`.
+
+        If it cannot be renamed, it remains an interrupted change.
+        """
+        self._change = None
+        with contextlib.suppress(GpushareError):
+            self._rename("not-restored")
+
+    def try_again(self, change: ChangeRecord) -> None:
+        """Keep a change whose undo the driver refused: the next gpushare tries once more."""
+        with contextlib.suppress(GpushareError):
+            self._write(replace(change, tried=True))
+
+    def set_aside(self) -> Path:
+        """Rename a journal that cannot be read, and return its new path."""
+        return self._rename("set-aside")
+
+    def drop(self, path: Path) -> None:
+        """Remove the file of a change that is over."""
+        if os.path.lexists(path):
+            with writing(path, _WHAT, code=_UNWRITABLE):
+                path.unlink(missing_ok=True)
+                sync_directory(self._directory)
+
+    def _rename(self, name: str) -> Path:
+        numbered = (self._directory / f"{name}-{number}.json" for number in itertools.count(1))
+        target = next(path for path in numbered if not os.path.lexists(path))
+        with writing(self._path, _WHAT, code=_UNWRITABLE):
+            self._path.rename(target)
+            sync_directory(self._directory)
+        return target
+
+    def _write(self, change: ChangeRecord) -> None:
+        CHANGES.write(change, code=_UNWRITABLE)
+
+
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
