@@ -489,9 +489,10 @@ def apply(
             "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
         )
     words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
-    from gpushare.cli.mig_files import absent_gpus, check_exact, read_config
+    from gpushare.cli.mig_files import absent_gpus, exact_without_file, read_config
 
-    check_exact(file, exact=exact)
+    if exact and file is None:
+        raise exact_without_file()
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)

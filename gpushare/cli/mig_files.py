@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -26,6 +26,7 @@ from gpushare.mig.parted import (
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.mig.profile import Layout
     from gpushare.mig.target import Difference, MigDevice
     from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
@@ -59,7 +60,8 @@ def check(
         raise BadUsage(
             "give a wish, or a file", "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME", code="no_wish"
         )
-    check_exact(file, exact=exact)
+    if exact and file is None:
+        raise exact_without_file()
     named: Config | None = None
     if file is not None:
         named = read_config(file, config)
@@ -93,7 +95,7 @@ def export(
     second YAML document, which apply and check follow.
     """
     from gpushare.mig.driver import MigReader
-    from gpushare.mig.parted import Exported, check_config_name, document, placements, yaml_text
+    from gpushare.mig.parted import check_config_name, document, exported, file_text, placements
     from gpushare.selection import no_mig
     from gpushare.show.result import Result
 
@@ -103,29 +105,23 @@ def export(
     if not any(one.mig_capable for one in chosen):
         raise no_mig(chosen)
     reader = MigReader(host.nvml)
-    found = [
-        Exported(
-            index=one.index,
-            layout=reader.layout(one) if one.mig_enabled else None,
-            device_id=host.nvml.pci_ids(one.index)[0],
-        )
-        for one in chosen
-    ]
-    config = document(name, found, whole_host=len(chosen) == host.nvml.count())
-    places = placements(name, found) if placement else None
+    layouts = {one.index: reader.layout(one) for one in chosen if one.mig_enabled}
+    gpus = [exported(one.index, layouts.get(one.index), host.nvml.pci_ids(one.index)[0]) for one in chosen]
+    config = document(name, gpus, whole_host=len(chosen) == host.nvml.count())
+    places = placements(name, gpus) if placement else None
     return Result(
         command="mig export",
         data=config if places is None else {**config, **places},
-        text=yaml_text(config, places),
-        notes=tuple(_export_notes(chosen, found)),
+        text=file_text(config, places),
+        notes=tuple(_export_notes(chosen, layouts.values())),
     )
 
 
-def _export_notes(gpus: Sequence[Gpu], found: Sequence[Any]) -> list[str]:
+def _export_notes(gpus: Sequence[Gpu], layouts: Iterable[Layout]) -> list[str]:
     notes = [
-        f"GPU {one.index}: GPU instance {instance.id} ({instance.profile.name}) has no compute instance: left out"
-        for one in found
-        for instance in (one.layout.instances if one.layout is not None else ())
+        f"GPU {layout.gpu}: GPU instance {instance.id} ({instance.profile.name}) has no compute instance: left out"
+        for layout in layouts
+        for instance in layout.instances
         if not instance.compute
     ]
     pending = [gpu for gpu in gpus if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled]
@@ -142,7 +138,6 @@ def _gpus(host: Host, text: str | None) -> list[Gpu]:
 
 
 def _answering(gpus: list[Gpu]) -> list[Gpu]:
-
     for one in gpus:
         if one.error is not None:
             raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
@@ -251,10 +246,8 @@ def read_config(path: str, name: str | None) -> Config:
     return choose(parse_parted(*found), name)
 
 
-def check_exact(file: str | None, *, exact: bool) -> None:
-    """Check that --exact comes with a file."""
-    if exact and file is None:
-        raise BadCombination("--exact belongs to a file", "a layout in words is always exact: drop --exact")
+def exact_without_file() -> BadCombination:
+    return BadCombination("--exact belongs to a file", "a layout in words is always exact: drop --exact")
 
 
 def demands_of(

@@ -15,7 +15,7 @@ from typing import Any, Final
 from gpushare.errors import BadUsage, NotFound, NotSupported
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
-from gpushare.mig.parted import VERSION, parse_parted, yaml_text
+from gpushare.mig.parted import Exported, document, file_text, parse_parted
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice, device_key
 from gpushare.selection import no_mig
 from gpushare.units import MIB
@@ -237,19 +237,16 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
     if not capable:
         raise no_mig([Gpu(index=one.index, name=one.name) for one in host.gpus])
-    groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[GpuDescription]] = {}
-    for gpu in capable:
-        counts = tuple(sorted(Counter(mig.profile for mig in gpu.mig).items()))
-        groups.setdefault((gpu.sharing is Sharing.MIG, counts), []).append(gpu)
-    entries = []
-    for (enabled, counts), members in groups.items():
-        everyone = host.whole and len(members) == len(capable)
-        entry: dict[str, Any] = {"devices": "all" if everyone else [gpu.index for gpu in members]}
-        entry["mig-enabled"] = enabled
-        if enabled:
-            entry["mig-devices"] = dict(counts)
-        entries.append(entry)
-    config = {"version": VERSION, "mig-configs": {name: entries}}
+    gpus = [
+        Exported(
+            index=gpu.index,
+            counts=dict(sorted(Counter(mig.profile for mig in gpu.mig).items()))
+            if gpu.sharing is Sharing.MIG
+            else None,
+        )
+        for gpu in capable
+    ]
+    config = document(name, gpus, whole_host=host.whole)
     parse_parted(config)
     return config
 
@@ -267,7 +264,7 @@ def layout_name(host: HostDescription) -> str:
         name = "-".join(["gpushare", *words])
         if len(name) <= _MAX_LABEL:
             return name
-    return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
+    return f"gpushare-{sha256(file_text(config).encode()).hexdigest()[:12]}"
 
 
 def parted_export(host: HostDescription, *, name: str) -> Export:
@@ -275,7 +272,7 @@ def parted_export(host: HostDescription, *, name: str) -> Export:
     lost = ["placements: gpushare mig export --placement keeps them for gpushare mig apply -f"]
     lost += lost_of(host)
     return Export(
-        documents=(Document(name=FILE, text=yaml_text(mig_config(host, name))),),
+        documents=(Document(name=FILE, text=file_text(mig_config(host, name))),),
         commands=(
             f"nvidia-mig-parted assert --valid-config -f {FILE} -c {name}",
             f"sudo nvidia-mig-parted apply -f {FILE} -c {name}",

@@ -18,7 +18,6 @@ from gpushare.export import containers
 from gpushare.export.description import GpuDescription, HostDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
 from gpushare.inputs import yaml_text
-from gpushare.mig.parted import yaml_text as parted_text
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import MIB, format_bytes, format_percent, ranges
 
@@ -403,7 +402,7 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": MIG_MAP, "namespace": namespace},
-            "data": {"config.yaml": parted_text(config)},
+            "data": {"config.yaml": yaml_text(config)},
         },
     )
 

@@ -11,7 +11,6 @@ accepts the file. It is also read as a key of the first document (``-o json`` wr
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from gpushare.errors import BadUsage, NotFound
+from gpushare.inputs import yaml_text
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import present
 from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
@@ -406,19 +406,30 @@ def _numbers(text: str) -> list[int] | None:
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}", re.ASCII)
-_BARE: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*", re.ASCII)
-# Words that a YAML 1.1 parser does not read as text.
-_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """One GPU as it is: ``layout`` is None where MIG is off or absent."""
+    """One GPU for a file: the MIG devices of each profile, None where MIG is off or absent, and their exact places."""
 
     index: int
-    layout: Layout | None
+    counts: Mapping[str, int] | None
+    places: tuple[str, ...] = ()
     # The PCI id of the device above that of the vendor; None is unknown.
     device_id: int | None = None
+
+
+def exported(index: int, layout: Layout | None, device_id: int | None = None) -> Exported:
+    """Return a GPU with the layout that it has; ``layout`` is None where MIG is off or absent."""
+    if layout is None:
+        return Exported(index=index, counts=None, device_id=device_id)
+    counts: Counter[str] = Counter()
+    for device, number in sorted(present(layout).items()):
+        if device.slices:
+            counts[device.name] += number
+    wish = wish_of(instance for instance in layout.instances if instance.compute)
+    places = tuple(word for request in wish for word in str(request).split())
+    return Exported(index=index, counts=counts, places=places, device_id=device_id)
 
 
 def check_config_name(name: str) -> str:
@@ -438,12 +449,12 @@ def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[s
     On a host with several models each entry has a ``device-filter``. The format cannot express a GPU instance without
     a compute instance, which is left out.
     """
-    groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[Exported]] = {}
+    groups: dict[tuple[tuple[str, int], ...] | None, list[Exported]] = {}
     for gpu in gpus:
-        groups.setdefault((gpu.layout is not None, tuple(_counts(gpu.layout).items())), []).append(gpu)
+        groups.setdefault(None if gpu.counts is None else tuple(gpu.counts.items()), []).append(gpu)
     ids = {gpu.device_id for gpu in gpus}
     entries = []
-    for (enabled, counts), members in groups.items():
+    for counts, members in groups.items():
         entry: dict[str, Any] = {}
         mine = {one.device_id for one in members}
         alike = [gpu for gpu in gpus if gpu.device_id in mine]
@@ -452,8 +463,8 @@ def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[s
             entry["device-filter"] = [f"0x{one:08X}" for one in sorted(one for one in mine if one is not None)]
         everyone = len(members) == (len(alike) if filtered else len(gpus))
         entry["devices"] = "all" if whole_host and everyone else [one.index for one in members]
-        entry["mig-enabled"] = enabled
-        if enabled:
+        entry["mig-enabled"] = counts is not None
+        if counts is not None:
             entry["mig-devices"] = dict(counts)
         entries.append(entry)
     return {"version": VERSION, "mig-configs": {name: entries}}
@@ -461,59 +472,12 @@ def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[s
 
 def placements(name: str, gpus: Sequence[Exported]) -> dict[str, Any]:
     """Return the exact places on each GPU with MIG on, by index: ``{config: {"0": ["3g.40gb:4"]}}``."""
-    return {
-        PLACEMENTS: {
-            name: {str(gpu.index): _placement_words(gpu.layout) for gpu in gpus if gpu.layout is not None},
-        }
-    }
+    return {PLACEMENTS: {name: {str(gpu.index): list(gpu.places) for gpu in gpus if gpu.counts is not None}}}
 
 
-def yaml_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None) -> str:
+def file_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None) -> str:
     """Return the file: the v1 document, and the placements as a second document, which mig-parted does not read."""
-    lines = [f"version: {config['version']}", "mig-configs:"]
-    for name, entries in config["mig-configs"].items():
-        lines.append(f"  {_scalar(name)}:")
-        for entry in entries:
-            lines += _entry_lines(entry)
+    text = yaml_text(config)
     if places is not None:
-        lines += [
-            "---",
-            "# For gpushare: exact placements. mig-parted reads the first document only.",
-            f"{PLACEMENTS}:",
-        ]
-        for name, gpus in places[PLACEMENTS].items():
-            lines.append(f"  {_scalar(name)}:" if gpus else f"  {_scalar(name)}: {{}}")
-            lines += [f"    {json.dumps(gpu)}: {json.dumps(words)}" for gpu, words in gpus.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _entry_lines(entry: Mapping[str, Any]) -> list[str]:
-    rows = []
-    if "device-filter" in entry:
-        rows.append(f"device-filter: {json.dumps(entry['device-filter'])}")
-    devices = entry["devices"]
-    rows.append(f"devices: {devices if devices == 'all' else json.dumps(devices)}")
-    rows.append(f"mig-enabled: {json.dumps(entry['mig-enabled'])}")
-    if "mig-devices" in entry:
-        counts = entry["mig-devices"]
-        rows.append("mig-devices:" if counts else "mig-devices: {}")
-        rows += [f"  {json.dumps(profile)}: {count}" for profile, count in counts.items()]
-    return [f"  {'- ' if number == 0 else '  '}{row}" for number, row in enumerate(rows)]
-
-
-def _scalar(text: str) -> str:
-    plain = _BARE.fullmatch(text) is not None and text.lower() not in _WORDS
-    return text if plain else json.dumps(text)
-
-
-def _counts(layout: Layout | None) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for device, number in () if layout is None else sorted(present(layout).items()):
-        if device.slices:
-            found[device.name] += number
-    return dict(found)
-
-
-def _placement_words(layout: Layout) -> list[str]:
-    made = [one for one in layout.instances if one.compute]
-    return [word for request in wish_of(made) for word in str(request).split()]
+        text += "---\n# For gpushare: exact placements. mig-parted reads the first document only.\n" + yaml_text(places)
+    return text

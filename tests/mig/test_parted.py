@@ -14,19 +14,19 @@ from gpushare.gpu_models import profiles_of
 from gpushare.mig.parted import (
     PLACEMENTS,
     Demand,
-    Exported,
     PciIds,
     absent,
     check_config_name,
     choose,
     document,
+    exported,
+    file_text,
     for_change,
     idle_entries,
     is_elsewhere,
     parse_parted,
     placements,
     wishes_for,
-    yaml_text,
 )
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_exact
@@ -312,9 +312,9 @@ def _cuts(slices: int) -> list[tuple[int, ...]]:
 def test_what_is_written_is_read_back(found: list[Layout | None], whole: bool, other: list[bool]) -> None:
     gpus = [Gpu(index=i, uuid=f"GPU-{i}", mig_capable=True) for i in range(len(found))]
     ids = {i: PciIds(0x233510DE if other[i] else 0x20B510DE, None) for i in range(len(found))}
-    exported = [Exported(index=i, layout=one, device_id=ids[i].device) for i, one in enumerate(found)]
-    config, places = document("night", exported, whole_host=whole), placements("night", exported)
-    for text in (yaml_text(config), yaml_text(config, places)):
+    rows = [exported(i, one, ids[i].device) for i, one in enumerate(found)]
+    config, places = document("night", rows, whole_host=whole), placements("night", rows)
+    for text in (file_text(config), file_text(config, places)):
         demands = wishes_for(choose(configs(text), "night"), gpus, ids)
         assert next(iter(yaml.safe_load_all(text))) == config
         for index, one in enumerate(found):
@@ -332,19 +332,19 @@ def test_what_is_written_is_read_back(found: list[Layout | None], whole: bool, o
 
 def test_equal_gpus_share_an_entry() -> None:
     one, two = layout("h100", "1g.10gb:0", "1g.10gb:1"), layout("h100", "1g.10gb:5", "1g.10gb:6")
-    exported = [Exported(index=i, layout=each, device_id=A100) for i, each in enumerate((one, two, None))]
-    (first, second) = document("x", exported, whole_host=True)["mig-configs"]["x"]
+    gpus = [exported(i, each, A100) for i, each in enumerate((one, two, None))]
+    (first, second) = document("x", gpus, whole_host=True)["mig-configs"]["x"]
     assert first == {"devices": [0, 1], "mig-enabled": True, "mig-devices": {"1g.10gb": 2}}
     assert second == {"devices": [2], "mig-enabled": False}
-    assert document("x", exported[:2], whole_host=True)["mig-configs"]["x"][0]["devices"] == "all"
-    assert document("x", exported[:2], whole_host=False)["mig-configs"]["x"][0]["devices"] == [0, 1]
+    assert document("x", gpus[:2], whole_host=True)["mig-configs"]["x"][0]["devices"] == "all"
+    assert document("x", gpus[:2], whole_host=False)["mig-configs"]["x"][0]["devices"] == [0, 1]
 
 
 def test_models_are_told_apart_by_a_filter() -> None:
-    exported = [Exported(index=i, layout=None, device_id=one) for i, one in enumerate((A100, 0x233510DE))]
-    (entry_,) = document("x", exported, whole_host=True)["mig-configs"]["x"]
+    gpus = [exported(i, None, one) for i, one in enumerate((A100, 0x233510DE))]
+    (entry_,) = document("x", gpus, whole_host=True)["mig-configs"]["x"]
     assert entry_ == {"device-filter": ["0x20B510DE", "0x233510DE"], "devices": "all", "mig-enabled": False}
-    unknown = [exported[0], Exported(index=1, layout=None, device_id=None)]
+    unknown = [gpus[0], exported(1, None)]
     (entry_,) = document("x", unknown, whole_host=True)["mig-configs"]["x"]
     assert entry_ == {"devices": "all", "mig-enabled": False}
 
@@ -357,7 +357,7 @@ def test_names_that_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["yes", "null", "1", "1.0", "0x1", "all-1g.10gb+me", "x", "2001-01-01", "NO"])
 def test_any_name_is_read_back_as_text(name: str) -> None:
-    text = yaml_text(document(check_config_name(name), [Exported(index=0, layout=None)], whole_host=True))
+    text = file_text(document(check_config_name(name), [exported(0, None)], whole_host=True))
     assert list(yaml.safe_load(text)["mig-configs"]) == [name]
 
 

@@ -440,8 +440,8 @@ def test_a_media_extension_is_not_lost(cli: Cli) -> None:
     host = "sim:a100-40gb"
     cli("mig", "enable", "-g", "0", "-y", host=host).ok()
     cli("mig", "create", "1g.5gb+me", "1c.3g.20gb", "-y", host=host).ok()
-    assert '"1g.5gb+me": 1' in cli("export", "mig-parted", host=host).ok().out
-    assert '"1c.3g.20gb": 1' in cli("export", "mig-parted", host=host).ok().out
+    assert " 1g.5gb+me: 1\n" in cli("export", "mig-parted", host=host).ok().out
+    assert " 1c.3g.20gb: 1\n" in cli("export", "mig-parted", host=host).ok().out
 
 
 def test_a_task_definition_of_ecs(cli: Cli) -> None:

@@ -288,8 +288,8 @@ def test_export_is_a_v1_file(cli: Cli) -> None:
     cut("3g.40gb:0", "1g.10gb:4", gpu="1")
     done = cli("mig", "export", host=HOST).ok()
     assert done.out == (
-        "version: v1\nmig-configs:\n  current:\n  - devices: all\n    mig-enabled: true\n"
-        '    mig-devices:\n      "1g.10gb": 1\n      "3g.40gb": 1\n'
+        "version: v1\nmig-configs:\n  current:\n    - devices: all\n      mig-enabled: true\n"
+        "      mig-devices:\n        1g.10gb: 1\n        3g.40gb: 1\n"
     )
     assert cli("mig", "export", host=HOST, output="table").ok().out == done.out
     assert cli("mig", "export", host=HOST, output="json").ok().data == yaml.safe_load(done.out)
