@@ -145,7 +145,7 @@ class _GpuWork:
         layout: Layout = self.change.layout
         kept = [one for one in devices_of_layout(self.live) if one.uuid not in _going(self.change.plan)]
         to_be = devices_to_be(self.change.after, layout.profiles, kept)
-        return assignment_of(self.entry, layout.profiles, to_be), to_be
+        return assignment_of(self.live, self.entry, layout, to_be), to_be
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
@@ -185,8 +185,8 @@ class _GpuWork:
 
     @property
     def new_names(self) -> tuple[str, ...]:
-        there = {(one.name, one.profile, one.start) for one in self.live.names}
-        return tuple(one.name for one in self.names if (one.name, one.profile, one.start) not in there)
+        there = {(one.name, one.spot) for one in self.live.names}
+        return tuple(one.name for one in self.names if (one.name, one.spot) not in there)
 
     def stops(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
@@ -198,14 +198,14 @@ class _GpuWork:
 
     def losses(self) -> list[Loss]:
         """Return what goes besides instances: names and grants of those that stay, and daemons of other users."""
-        index, staying = self.live.gpu.index, {(one.profile, one.start) for one in self.to_be}
-        want = {(one.name, one.profile, one.start): one.users for one in self.names}
+        index, staying = self.live.gpu.index, {device.place for device in self.to_be}
+        want = {(one.name, one.spot): one.users for one in self.names}
         found: list[Loss] = []
         for one in self.live.names:
-            users = want.get((one.name, one.profile, one.start))
-            if users is None and (one.profile, one.start) in staying:
+            users = want.get((one.name, one.spot))
+            if users is None and one.place in staying:
                 why = (f"granted to {', '.join(one.users)}",) if one.users else ()
-                what = f"the name '{one.name}' of {one.profile}:{one.start} on GPU {index}"
+                what = f"the name '{one.name}' of {one} on GPU {index}"
                 found.append(Loss(action="forgets", what=what, why=why))
             elif users is not None:
                 found += [revoked(one.name, user, opens=not users) for user in one.users if user not in users]
@@ -215,7 +215,7 @@ class _GpuWork:
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         steps: list[Step] = []
-        staying = {(one.profile, one.start) for one in self.to_be}
+        staying = {device.place for device in self.to_be}
         steps += revoke_steps(self.host, self.live, self.names, staying)
         steps += names_steps(self.host, self.live, self.names)
         if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_now() is not ComputeMode.DEFAULT:

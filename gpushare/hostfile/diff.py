@@ -105,7 +105,7 @@ def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
         yield Point(what="MIG devices", found=None, wanted=_counted(one, number))
     for one, number in found.extra:
         yield Point(what="MIG devices", found=_counted(one, number), wanted=None)
-    assignment = assignment_of(entry, live.layout.profiles, devices_of_layout(live))
+    assignment = assignment_of(live, entry, live.layout, devices_of_layout(live))
     yield from name_points(live, assignment, elsewhere)
     for want in assignment.devices:
         if want.device is not None:
@@ -138,18 +138,18 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
         if want is None:
             late = waiting.get(name)
             place = elsewhere.get(name) if late is None else _place(late)
-            found = None if now is None else f"{now.profile}:{now.start}"
+            found = None if now is None else str(now)
             if now is not None and found == place:
                 found = f"{found} without a compute instance"
             yield Point(what=f"name {name}", found=found, wanted=place)
             continue
-        places = [None if one is None else f"{one.profile}:{one.start}" for one in (now, want)]
+        places = [None if one is None else str(one) for one in (now, want)]
         if places[0] != places[1]:
             yield Point(what=f"name {name}", found=places[0], wanted=places[1])
         users = [() if one is None else tuple(sorted(one.users)) for one in (now, want)]
         if users[0] != users[1]:
             yield Point(what=f"users of {name}", found=_users(users[0]), wanted=_users(users[1]))
-        elif now is not None and not now.held:
+        elif name in live.open:
             yield Point(what=f"users of {name}", found="not in force", wanted=_users(users[1]))
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gpushare.errors import BadUsage
 from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
+from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.shape import GpuShape
 from gpushare.mig.wish import parse_wish, resolve
@@ -30,17 +31,6 @@ class LiveMps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveName:
-    """A name bound to a GPU instance: its placement, its users, and whether the grants are in force."""
-
-    name: str
-    profile: str
-    start: int
-    users: tuple[str, ...] = ()
-    held: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class LiveGpu:
     """One GPU: its modes, its daemons by device UUID, its MIG layout and names."""
 
@@ -52,7 +42,9 @@ class LiveGpu:
     # Daemons that gpushare did not start: process and pipe directory.
     foreign: tuple[str, ...] = ()
     layout: Layout | None = None
-    names: tuple[LiveName, ...] = ()
+    names: tuple[NamedInstance, ...] = ()
+    # The names among them whose grants are not in force.
+    open: frozenset[str] = frozenset()
 
     @property
     def mps(self) -> LiveMps | None:
@@ -141,7 +133,7 @@ def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
 def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
     found: list[InstanceWish] = []
     for one in live.instances:
-        name = next((n for n in live.names if (n.profile, n.start) == (one.profile.name, one.start)), None)
+        name = next((named for named in live.names if named.place == one.place), None)
         if not one.compute:
             notes.append(
                 f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance "
@@ -204,25 +196,17 @@ class WantedDevice:
     device: PlacedDevice | None = None
 
 
-class WantedName(NamedTuple):
-    """A name in the file and its GPU instance."""
-
-    name: str
-    profile: str
-    start: int
-    users: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Assignment:
     """All items of an entry with their devices."""
 
     devices: tuple[WantedDevice, ...]
+    gpu_uuid: str = ""
 
     @property
-    def names(self) -> tuple[WantedName, ...]:
+    def names(self) -> tuple[NamedInstance, ...]:
         """Return the names whose instance is known."""
-        found: dict[tuple[str, int], WantedName] = {}
+        found: dict[tuple[str, int], NamedInstance] = {}
         for want in self.devices:
             if want.device is None or want.wish.name is None:
                 continue
@@ -233,16 +217,22 @@ class Assignment:
                     "keep one of them: a name is for the GPU instance with all its compute instances",
                     code="bad_file",
                 )
-            found[want.device.place] = WantedName(want.wish.name, *want.device.place, want.wish.users)
+            found[want.device.place] = NamedInstance(
+                name=want.wish.name,
+                gpu_uuid=self.gpu_uuid,
+                profile=want.device.profile,
+                start=want.device.start,
+                users=want.wish.users,
+            )
         return tuple(found.values())
 
 
-def assignment_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[PlacedDevice]) -> Assignment:
-    """Return the items of an entry, each with the device that fits best."""
-    return assign(_expanded(entry, profiles), devices)
+def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable[PlacedDevice]) -> Assignment:
+    """Return the items of an entry of a GPU, each with the device that fits best."""
+    return assign(_expanded(entry, layout.profiles), devices, gpu_uuid=live.gpu.uuid or "")
 
 
-def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice]) -> Assignment:
+def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
     """Return the wanted devices in their order, each with the device that fits best; some may get none."""
     free, found = list(devices), list(wanted)
     # Those with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
@@ -256,12 +246,12 @@ def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice]) -> A
                 if chosen is not None:
                     free.remove(chosen)
                     found[number] = replace(want, device=chosen)
-    return Assignment(tuple(found))
+    return Assignment(tuple(found), gpu_uuid)
 
 
 def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
     found: list[PlacedDevice] = []
-    names = {(one.profile, one.start): one.name for one in live.names}
+    names = {one.place: one.name for one in live.names}
     for one in live.instances:
         place = one.profile.name, one.start
         for part in sorted(one.compute, key=lambda part: part.id):

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NotFound, or_none
-from gpushare.host.capabilities import user_id, user_name
+from gpushare.errors import GpushareError, InUse, or_none
 from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
-from gpushare.hostfile.live import LiveGpu, LiveMps, LiveName
-from gpushare.mig.grant import plan_reapply
+from gpushare.hostfile.live import LiveGpu, LiveMps
+from gpushare.mig.grant import known_user, plan_reapply
 from gpushare.mig.profile import Layout
 from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
@@ -144,7 +143,8 @@ def _live(
             f"an MPS daemon that gpushare did not start (process {one.pid}, {one.pipe_directory})" for one in foreign
         ),
         layout=layout if gpu.error is None else None,
-        names=tuple(_name(host, one) for one in names),
+        names=tuple(replace(one, users=tuple(sorted(map(known_user, one.users)))) for one in names),
+        open=frozenset(one.name for one in names if not _is_closed(host, one)),
     )
 
 
@@ -162,17 +162,9 @@ def _mps(found: FoundDaemon) -> LiveMps:
     return LiveMps(pid=daemon.pid, wish=wish, transient=transient)
 
 
-def _name(host: Host, one: NamedInstance) -> LiveName:
-    users = tuple(sorted(_known(user) for user in one.users))
+def _is_closed(host: Host, named: NamedInstance) -> bool:
+    """Return whether the grants of a name are in force."""
     try:
-        held = not plan_reapply(host, [one])
+        return not plan_reapply(host, [named])
     except GpushareError:
-        held = False
-    return LiveName(name=one.name, profile=one.profile, start=one.start, users=users, held=held)
-
-
-def _known(user: str) -> str:
-    try:
-        return user_name(user_id(user))
-    except NotFound:
-        return user
+        return False

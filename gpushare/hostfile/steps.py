@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
@@ -15,7 +16,7 @@ from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
-from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
+from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoking
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.model import MigInstance
 from gpushare.mps import control
@@ -32,7 +33,7 @@ from gpushare.timeslice.policy import plan_level
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry
-    from gpushare.hostfile.live import LiveGpu, PlacedDevice, WantedName
+    from gpushare.hostfile.live import LiveGpu, PlacedDevice
     from gpushare.model import Gpu, TimeSlice
 
 
@@ -64,66 +65,55 @@ def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None)
 # -- names and grants ------------------------------------------------------------------------------
 
 
-def revoke_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], staying: set[tuple[str, int]]) -> list[Step]:
+def revoke_steps(
+    host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], staying: set[tuple[str, int]]
+) -> list[Step]:
     """Return the steps that revoke the grants of instances that stay and lose their name."""
-    kept = {(one.name, one.profile, one.start) for one in wanted}
-    return [
-        deferred(
-            f"revoke the grants of '{one.name}' ({one.profile}:{one.start})",
-            f"gpushare mig revoke {shlex.quote(one.name)}",
-            [lambda name=one.name: plan_revoke(host, name).steps],  # type: ignore[misc]
-        )
-        for one in live.names
-        if one.users and (one.profile, one.start) in staying and (one.name, one.profile, one.start) not in kept
-    ]
+    kept = {(one.name, one.spot) for one in wanted}
+    losing = [one for one in live.names if one.place in staying and (one.name, one.spot) not in kept]
+    return [revoking(host, one) for one in losing if one.users]
 
 
-def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list[Step]:
+def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> list[Step]:
     """Return the step that gives a GPU exactly these names, or none.
 
     Names are bound before the instances exist, so that a crash loses none. Grants follow when they exist.
     """
-    there = {one.name: (one.profile, one.start) for one in live.names}
-    want = {one.name: (one.profile, one.start) for one in wanted}
+    there, want = ({one.name: one.spot for one in names} for names in (live.names, wanted))
     if there == want:
         return []
-    uuid = live.gpu.uuid or ""
-    gone = [NamedInstance(name=one.name, gpu_uuid=uuid, profile=one.profile, start=one.start) for one in live.names]
-    gone = [one for one in gone if one.name not in want]
-    new = [NamedInstance(name=one.name, gpu_uuid=uuid, profile=one.profile, start=one.start) for one in wanted]
-    new = [one for one in new if there.get(one.name) != want[one.name]]
-    words = [f"name {one.profile}:{one.start} '{one.name}'" for one in new]
-    words += [f"forget the name '{one.name}'" for one in gone]
-    commands = [f"gpushare mig name {one.name} {one.profile}:{one.start}" for one in new]
+    gone = [one for one in live.names if one.name not in want]
+    # Their grants follow, too.
+    new = [replace(one, users=()) for one in wanted if there.get(one.name) != one.spot]
+    words = [f"name {one} '{one.name}'" for one in new] + [f"forget the name '{one.name}'" for one in gone]
+    commands = [f"gpushare mig name {one.name} {one}" for one in new]
     commands += [f"gpushare mig name --forget {one.name}" for one in gone]
     what = f"GPU {live.gpu.index}: {', '.join(words)}"
     return [names_step(host, what=what, command="\n".join(commands), bind=new, forget=gone)]
 
 
-def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: set[tuple[str, int]]) -> list[Step]:
+def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made: set[tuple[str, int]]) -> list[Step]:
     """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
-    there = {one.name: one for one in live.names}
+    there = {(one.name, one.spot): one.users for one in live.names}
     steps = []
     for one in wanted:
-        now = there.get(one.name)
-        stays = now is not None and (now.profile, now.start) == (one.profile, one.start)
-        before = now.users if now is not None and stays else ()
-        fresh = (one.profile, one.start) in made or (now is not None and not now.held)
-        if set(before) == set(one.users) and not (one.users and (fresh or not stays)):
+        before = there.get((one.name, one.spot))
+        fresh = before is None or one.place in made or one.name in live.open
+        if set(before or ()) == set(one.users) and not (one.users and fresh):
             continue
         whom = ", ".join(one.users) or "everybody"
         command = f"gpushare mig grant {one.name} USER" if one.users else f"gpushare mig revoke {one.name}"
         steps.append(
             deferred(
-                f"open '{one.name}' ({one.profile}:{one.start}) to {whom}",
+                f"open '{one.name}' ({one}) to {whom}",
                 "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users) or command,
-                _grants(host, one, before),
+                _grants(host, one, before or ()),
             )
         )
     return steps
 
 
-def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
+def _grants(host: Host, one: NamedInstance, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
     """Grant first and revoke then: in between the instance is never open to others."""
     new = [user for user in one.users if user not in before]
     old = [user for user in before if user not in one.users]

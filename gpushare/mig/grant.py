@@ -17,7 +17,7 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, Not
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.mig.driver import MigReader
-from gpushare.mig.ledger import NamedInstance, check_name, names_changed, names_of
+from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred, setting_step
@@ -69,7 +69,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants everybody may use the instance."""
     named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
     # Of a user removed from the machine only the name is left.
-    gone = named.users if user is None else tuple(one for one in named.users if one in {user, _known(user)})
+    gone = named.users if user is None else tuple(one for one in named.users if one in {user, known_user(user)})
     if user is not None and not gone:
         have = ", ".join(named.users) or "nobody in particular"
         raise NotFound(
@@ -187,7 +187,8 @@ def _known_id(user: str) -> int | None:
         return None
 
 
-def _known(user: str) -> str:
+def known_user(user: str) -> str:
+    """Return the name of a user, or what is left of one who was removed from the machine."""
     uid = _known_id(user)
     return user if uid is None else user_name(uid)
 
@@ -251,7 +252,7 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
             # Root may grant by a name in another directory: root's own directory then has it, too.
             names[named.name] = replace(names.get(named.name, named), users=wanted)
 
-    path = shlex.quote(str(host.state_directory / "mig-names.json"))
+    path = shlex.quote(str(NAMES.path(host, "mig")))
     return [
         setting_step(
             what=f"record under the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
@@ -303,7 +304,7 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
         one = names_of(host).get(check_name(word))
         if one is None:
             continue
-        if one.gpu_uuid not in looked_at or (one.gpu_uuid, *one.place) in there:
+        if one.gpu_uuid not in looked_at or one.spot in there:
             raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
     return [
         NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
@@ -361,33 +362,24 @@ def plan_names(
         check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=one.profile.name, start=one.start)
         for name, (plan, one) in zip(names, wanted, strict=True)
     }
-    bound = [one for name, one in places.items() if name not in known or not _same_place(known[name], one)]
+    bound = [one for name, one in places.items() if name not in known or known[name].spot != one.spot]
     # The names that move here, and those of the instances that get another.
     lost = [known[one.name] for one in bound if one.name in known]
-    old = [
-        one for one in known.values() if one.name not in places and any(_same_place(one, p) for p in places.values())
-    ]
+    spots = {one.spot for one in places.values()}
+    old = [one for one in known.values() if one.name not in places and one.spot in spots]
     gone = {(plan.uuid, *one.instance.place) for plan, _ in wanted for one in plan.destroyed if one.whole}
     # The loss of an instance that is destroyed names it already.
-    stay = [one for one in (*lost, *old) if (one.gpu_uuid, *one.place) not in gone]
+    stay = [one for one in (*lost, *old) if one.spot not in gone]
     index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
-    steps = [
-        deferred(
-            f"revoke the grants of '{one.name}' ({one})",
-            f"gpushare mig revoke {one.name}",
-            [lambda name=one.name: plan_revoke(host, name).steps],  # type: ignore[misc]
-        )
-        for one in stay
-        if one.users
-    ]
+    steps = [revoking(host, one) for one in stay if one.users]
     kept = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
     # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
     # undo of a layout leaves them alone.
-    fresh = [one for one in bound if one.name not in known and (one.gpu_uuid, *one.place) not in kept]
+    fresh = [one for one in bound if one.name not in known and one.spot not in kept]
     moved = [one for one in bound if one not in fresh]
     if moved or old:
         steps.append(_binding(host, moved, old, index))
-    same = [name for name, one in places.items() if one not in bound and (one.gpu_uuid, *one.place) in kept]
+    same = [name for name, one in places.items() if one not in bound and one.spot in kept]
     # Their grants are in force already.
     have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
     return Naming(
@@ -407,7 +399,7 @@ def plan_names(
             for one in stay
         ),
         undo=(
-            *(f"gpushare mig name --forget {one.name} -y" for one in bound if (one.gpu_uuid, *one.place) in kept),
+            *(f"gpushare mig name --forget {one.name} -y" for one in bound if one.spot in kept),
             *(word for one in stay if one.gpu_uuid in index for word in _naming(one, index[one.gpu_uuid])),
         ),
     )
@@ -432,8 +424,13 @@ def _binding(
     return names_step(host, what=", ".join(said), command="\n".join(commands), undo="\n".join(undo), **names)
 
 
-def _same_place(one: NamedInstance, other: NamedInstance) -> bool:
-    return (one.gpu_uuid, *one.place) == (other.gpu_uuid, *other.place)
+def revoking(host: Host, named: NamedInstance) -> Step:
+    """Return the step that revokes all grants of a name, planned when it acts."""
+    return deferred(
+        f"revoke the grants of '{named.name}' ({named})",
+        f"gpushare mig revoke {named.name}",
+        [lambda: plan_revoke(host, named.name).steps],
+    )
 
 
 def _granting(host: Host, name: str, users: Sequence[str]) -> Step:

@@ -10,7 +10,8 @@ import pytest
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.diff import mps_points, points
 from gpushare.hostfile.file import Entry, Exactness, InstanceWish, Match, MpsWish
-from gpushare.hostfile.live import LiveGpu, LiveMps, LiveName
+from gpushare.hostfile.live import LiveGpu, LiveMps
+from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import Layout
 from gpushare.model import ComputeMode, Gpu, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
@@ -221,12 +222,12 @@ def test_names_and_their_users() -> None:
         "name train: none; the file: 3g.40gb:0",
         "users of train: everybody; the file: alice",
     ]
-    right = LiveName(name="train", profile="3g.40gb", start=0, users=("alice",))
+    right = NamedInstance(gpu_uuid=UUID, name="train", profile="3g.40gb", start=0, users=("alice",))
     assert said(with_mig(*there, names=(right,)), named) == []
     assert said(with_mig(*there, names=(replace(right, users=("bob",)),)), named) == [
         "users of train: bob; the file: alice"
     ]
-    assert said(with_mig(*there, names=(replace(right, held=False),)), named) == [
+    assert said(with_mig(*there, names=(right,), open=frozenset({"train"})), named) == [
         "users of train: not in force; the file: alice"
     ]
     assert said(with_mig(*there, names=(right,)), mig("3g.40gb:0")) == ["name train: 3g.40gb:0; the file: none"]
@@ -234,7 +235,7 @@ def test_names_and_their_users() -> None:
 
 def test_a_name_whose_device_is_missing_is_not_said_to_be_absent_from_the_file() -> None:
     named = mig(InstanceWish(wish="3g.40gb:4", name="train"), InstanceWish(wish="2g.20gb", name="eval"))
-    elsewhere = LiveName(name="train", profile="1g.10gb", start=0)
+    elsewhere = NamedInstance(gpu_uuid=UUID, name="train", profile="1g.10gb", start=0)
     assert said(with_mig(("1g.10gb", 0), names=(elsewhere,)), named) == [
         "MIG devices: none; the file: 3g.40gb:4",
         "MIG devices: none; the file: 2g.20gb",
@@ -246,7 +247,7 @@ def test_a_name_whose_device_is_missing_is_not_said_to_be_absent_from_the_file()
 
 def test_a_name_that_the_file_has_on_another_gpu_is_said_to_be_there() -> None:
     named = mig(InstanceWish(wish="3g.40gb:0", name="train"))
-    here = with_mig(("3g.40gb", 0), names=(LiveName(name="train", profile="3g.40gb", start=0),))
+    here = with_mig(("3g.40gb", 0), names=(NamedInstance(gpu_uuid=UUID, name="train", profile="3g.40gb", start=0),))
     bare = mig("3g.40gb:0")
     index = here.gpu.index
     assert [str(one) for one in points(here, bare, {index: bare, 7: named})] == [

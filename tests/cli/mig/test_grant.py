@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,7 @@ def test_a_dry_run_shows_the_commands_and_needs_no_root(cli: Cli) -> None:
     data = cli("mig", "grant", "train", "daemon", "--dry-run", host=A100, output="json").data
     assert data["dry_run"] is True
     assert data["steps"][0]["what"] == "record under the name train: granted to daemon"
+    assert Path(data["steps"][0]["command"].removeprefix("write ")).is_file()
     assert [step["command"] for step in data["steps"]][1:3] == [
         "echo 'DeviceFileModify: 0' | sudo tee /proc/driver/nvidia/capabilities/gpu0/mig/gi1/access",
         "sudo chmod 0400 /dev/nvidia-caps/nvidia-cap12\nsudo chown daemon:root /dev/nvidia-caps/nvidia-cap12",
