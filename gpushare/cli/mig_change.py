@@ -6,6 +6,7 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.planner import Target
     from gpushare.mig.profile import Layout
-    from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
     from gpushare.plan import Plan, Step
     from gpushare.show.result import Result
@@ -468,8 +468,6 @@ def apply(
 
     With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2.
     """
-    from gpushare.mig.planner import plan_exact
-
     if bool(wish) == (file is not None):
         raise BadUsage(
             "give a layout or a file with one, not both" if wish else "give a layout, or a file with one",
@@ -489,7 +487,7 @@ def apply(
             "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
         )
     words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
-    from gpushare.cli.mig_files import absent_gpus, exact_without_file, read_config
+    from gpushare.cli.mig_files import exact_without_file, read_config
 
     if exact and file is None:
         raise exact_without_file()
@@ -497,30 +495,62 @@ def apply(
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)
 
-    def make(host: Host, ledger: MigLedger) -> MigChange:
-        notes = () if named is None else absent_gpus(named, host)
-        gpus, layouts, demands, more = _demanded(host, gpu, wish or [], named, exact=exact)
-        notes = (*notes, *more)
-        _need_profiles(gpus, layouts, demands)
-        may_go = evicted(evict, layouts)
-        plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
-        modes = {n: one.mig_enabled for n, one in demands.items()}
-        title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
-        naming = None
-        if words:
-            from gpushare.mig.grant import plan_names
-            from gpushare.mig.wish import in_order
-
-            wanted = [
-                (one, instance)
-                for one, layout in zip(plan.gpus, layouts, strict=True)
-                for instance in in_order(demands[one.gpu].wish, layout.profiles, one.after)
-            ]
-            naming = plan_names(host, words, grants, wanted)
-        change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
-        return replace(change, notes=(*notes, *change.notes))
-
+    title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
+    make = partial(
+        _layout_change,
+        wish=wish or [],
+        gpu=gpu,
+        named=named,
+        exact=exact,
+        evict=evict,
+        title=title,
+        names=words,
+        grants=grants,
+    )
     return carried("mig apply", make, refresh_cdi=refresh_cdi)
+
+
+def _layout_change(
+    host: Host,
+    ledger: MigLedger,
+    *,
+    wish: Sequence[str],
+    gpu: str | None,
+    named: Config | None,
+    exact: bool,
+    evict: Sequence[str] | None,
+    title: str,
+    names: Sequence[str],
+    grants: Mapping[str, Sequence[str]],
+) -> MigChange:
+    """Return the change that gives GPUs exactly a wish, or what the configuration ``named`` says of them."""
+    from gpushare.mig.planner import plan_exact
+    from gpushare.mig.target import difference
+
+    gpus, layouts, demands, notes = _demanded(host, gpu, wish, named, exact=exact)
+    _need_profiles(gpus, layouts, demands)
+    may_go = evicted(evict, layouts)
+    # For a file MIG devices count, not how they are spread over GPU instances.
+    wishes = {
+        layout.gpu: demands[layout.gpu].wish
+        for layout in layouts
+        if named is None or difference(layout, demands[layout.gpu].wish)
+    }
+    plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
+    modes = {index: demand.mig_enabled for index, demand in demands.items()}
+    naming = None
+    if names:
+        from gpushare.mig.grant import plan_names
+        from gpushare.mig.wish import in_order
+
+        wanted = [
+            (one, instance)
+            for one, layout in zip(plan.gpus, layouts, strict=True)
+            for instance in in_order(demands[one.gpu].wish, layout.profiles, one.after)
+        ]
+        naming = plan_names(host, names, grants, wanted)
+    change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
+    return replace(change, notes=(*notes, *change.notes))
 
 
 def _grants_typed(words: Sequence[str]) -> dict[str, list[str]]:
@@ -641,29 +671,18 @@ def _demanded(
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}, ()
-    from gpushare.cli.mig_files import demands_of
-    from gpushare.cli.options import gpus_of
+    from gpushare.cli.mig_files import absent_gpus, demands_of
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import select
 
+    elsewhere = absent_gpus(named, host)
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
     demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
     touched = [one for one in everybody if one.index in demands]
     for one in touched:
         if one.error is not None:
             raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
-    return touched, layouts_of(host, touched), demands, notes
-
-
-def _wishes(layouts: Sequence[Layout], demands: Mapping[int, Demand], *, from_file: bool) -> dict[int, Wish]:
-    """Return the wishes that are not met yet; for a file MIG devices count, not how they are spread over GPU instances."""
-    from gpushare.mig.target import difference
-
-    return {
-        layout.gpu: demands[layout.gpu].wish
-        for layout in layouts
-        if not from_file or difference(layout, demands[layout.gpu].wish)
-    }
+    return touched, layouts_of(host, touched), demands, (*elsewhere, *notes)
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:

@@ -71,7 +71,9 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     kind of instance that a part holds. In the last group, which has to take all that is left, that is the first kind
     that is left.
     """
-    turns = [number for number in _by_count(groups) for _ in range(min(groups[number].count, instances))]
+    # The largest last, where the order says most.
+    by_count = sorted(range(len(groups)), key=lambda number: groups[number].count)
+    turns = [number for number in by_count for _ in range(min(groups[number].count, instances))]
     reach = _reach(groups, turns, codes)
     guard = codes.guard
     if ((reach[0] | guard) - codes.whole) & guard != guard:
@@ -93,11 +95,6 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
 
 # What is left of the wish, and which kind of instance the next part may begin with.
 _State = tuple[int, int]
-
-
-def _by_count(groups: Sequence[Group]) -> list[int]:
-    """Return the groups in the order in which they take their parts: the largest last, where the order says most."""
-    return sorted(range(len(groups)), key=lambda number: groups[number].count)
 
 
 class _Choices:

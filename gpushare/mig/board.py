@@ -261,7 +261,10 @@ def new_compute(
     Placements are explicit if the driver lists them (-lcipp). Otherwise slices are counted and the driver places:
     largest first it finds room.
     """
-    parts = [profile.compute_of(slices) or _whole(profile, slices) for slices in sorted(wanted, reverse=True)]
+    parts = [
+        profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
+        for slices in sorted(wanted, reverse=True)
+    ]
     if any(part is None for part in parts):
         return None
     found = [part for part in parts if part is not None]
@@ -274,10 +277,6 @@ def new_compute(
     if any(part.placements is None for part in found) or any(one.placement is None for one in others):
         return tuple(ComputeInstance(profile=part) for part in found)
     return _placed(found, mask_of(one.placement for one in others))
-
-
-def _whole(profile: Profile, slices: int) -> ComputeProfile | None:
-    return profile.whole if slices == profile.slices else None
 
 
 def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:

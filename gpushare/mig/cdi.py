@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     """Return a warning for each CDI specification that is wrong after a MIG change; other GPUs are read from the host."""
     notes = []
-    gpus = _all_gpus(host, gpus_after)
+    given = {gpu.index: gpu for gpu in gpus_after}
+    gpus = [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
     for one in cdi.stale(host, gpus):
         wrong = f"containers: the CDI specification {one.path} {cdi.describe(one)}"
@@ -79,8 +80,3 @@ def _put_back(file: Path, content: bytes) -> None:
     create_file(temporary, content)
     temporary.chmod(0o644)
     temporary.replace(file)
-
-
-def _all_gpus(host: Host, known: Sequence[Gpu]) -> list[Gpu]:
-    given = {gpu.index: gpu for gpu in known}
-    return [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]

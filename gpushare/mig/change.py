@@ -145,7 +145,8 @@ def holders_of(gone: InstanceChange) -> list[int]:
 
     The process of a claim is not among them unless it is seen in the instance.
     """
-    return sorted({one.pid for one in _all(gone) if _is_proved(one)})
+    proved = (one for one in _all(gone) if isinstance(one, GpuProcess) or one.what.startswith(f"{NODES}/"))
+    return sorted({one.pid for one in proved})
 
 
 def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
@@ -257,7 +258,9 @@ class Eviction:
                 with contextlib.suppress(NotFound):
                     self._host.processes.send_to(pid, started, number)
         deadline = time.monotonic() + seconds
-        while (left := [pid for pid in pids if self._lives(pid)]) and time.monotonic() < deadline:
+        while (
+            left := [pid for pid in pids if self._host.processes.alive(pid, self.started[pid])]
+        ) and time.monotonic() < deadline:
             time.sleep(0.02)
         return left
 
@@ -283,9 +286,6 @@ class Eviction:
         self._host.nvml.restart()
         return found
 
-    def _lives(self, pid: int) -> bool:
-        return self._host.processes.alive(pid, self.started[pid])
-
     def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
         return InUse(
             f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {why}; --evict does not end it",
@@ -298,10 +298,6 @@ class Eviction:
 def _all(gone: InstanceChange) -> list[GpuProcess | Holder]:
     parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
     return [one for part in parts for one in part]
-
-
-def _is_proved(one: GpuProcess | Holder) -> bool:
-    return isinstance(one, GpuProcess) or one.what.startswith(f"{NODES}/")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -348,16 +348,15 @@ def _device_now(host: Host, device: Device) -> Device:
     gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == device.gpu.uuid), None)
     if gpu is not None and device.mig is None:
         return Device(gpu=gpu)
-    for found in devices_of(gpu):
-        if found.mig is not None and _same(found.mig, device):
-            return found
+    before = device.mig
+    for now in devices_of(gpu):
+        if now.mig is None or before is None:
+            continue
+        if now.uuid == before.uuid and before.profile in {None, now.mig.profile}:
+            return now
     raise NotFound(
         f"{device.title} ({device.uuid}) is not there, so its MPS daemon is not started again",
         "see the current layout: gpushare mig status",
         gpu=str(device.gpu.index),
         code="device_gone",
     )
-
-
-def _same(now: MigInstance, before: Device) -> bool:
-    return before.mig is not None and now.uuid == before.mig.uuid and before.mig.profile in {None, now.profile}

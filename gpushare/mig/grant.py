@@ -53,7 +53,11 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     users = tuple(dict.fromkeys((*named.users, granted)))
     nodes = _nodes(host, named)
     if not nodes:
-        raise _no_instance(named)
+        raise NotFound(
+            f"'{name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
+            "see which are there: gpushare mig status",
+            code="no_instance",
+        )
     # The record is first: after a crash it says whose the nodes should be, and the same command completes the grant.
     steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
     return Plan(
@@ -123,14 +127,6 @@ def _named(host: Host, name: str) -> NamedInstance:
     if named is None:
         raise unknown_name(name, known)
     return named
-
-
-def _no_instance(named: NamedInstance) -> NotFound:
-    return NotFound(
-        f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
-        "see which are there: gpushare mig status",
-        code="no_instance",
-    )
 
 
 def _nodes(host: Host, named: NamedInstance) -> list[_Node]:

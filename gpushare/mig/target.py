@@ -33,7 +33,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     kinds = (_by_name, _by_uuid, _by_place, _by_old_name, _by_ids)
     matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
     if len(matches) > 1:
-        places = ", ".join(_title(one) for one in matches)
+        places = ", ".join("/".join(str(part) for part in target if part is not None) for target in matches)
         raise BadUsage(
             f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
         )
@@ -73,10 +73,6 @@ def is_profile(word: str) -> bool:
     """Return whether a word is a profile or its id, and not an instance: ``3g.40gb``, ``19``."""
     text = word.strip()
     return text[:1].isdigit() and "/" not in text and ":" not in text
-
-
-def _title(target: Target) -> str:
-    return "/".join(str(part) for part in target if part is not None)
 
 
 def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
