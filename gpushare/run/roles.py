@@ -255,6 +255,7 @@ NOT_PROTECTED: Final = "not protected: under MPS, a GPU fault of either job ends
 
 TICK_SECONDS: Final = 0.01
 _ALIVE_SECONDS: Final = 1.0
+_FIRST_SECONDS: Final = 0.1
 
 
 @dataclass
@@ -291,6 +292,8 @@ class PauseForProduction(Part):
     def started(self, watch: Watched) -> None:
         """Begin: find out how the program can be paused."""
         self._watch, pid = watch, watch.program_pid
+        # It needs no GPU to begin.
+        self._due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
             channels = ChannelPauser(self.host, pid) if self.by_channels else None
             self.pauser = Pauser(self.host, watch.device, pid, self.checkpoint, channels)
