@@ -274,7 +274,7 @@ complete -c gpushare -n '__gpushare_at ' -a jobs -d 'List the jobs that run, wai
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
 complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept'
 complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
-complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
+complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a farm -d 'Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs'
 complete -c gpushare -n '__gpushare_at ' -a stop -d 'End jobs in the way that is safe for their share, and check that they are gone'

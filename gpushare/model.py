@@ -83,7 +83,7 @@ class GpuProcess:
     paused_since: float | None = None
     # The time-slice that gpushare has set, in microseconds, from its record; None: none.
     slice_us: int | None = None
-    # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` and `metrics` look.
+    # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` looks.
     job: str | None = None
     role: str | None = None
     way: str | None = None

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
-HEAVY = ("rich", "psutil", "tabulate", "yaml", "pynvml", "pydantic", "importlib.metadata", "asyncio")
+HEAVY = (
+    "prometheus_client",
+    "rich",
+    "psutil",
+    "tabulate",
+    "yaml",
+    "pynvml",
+    "pydantic",
+    "importlib.metadata",
+    "asyncio",
+)
 REPORT = "import sys; print('LOADED', *sorted(sys.modules), file=sys.stderr)"
 
 

@@ -20,15 +20,15 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import typer
 
 from gpushare.cli.options import Command, note, settings
-from gpushare.errors import BadUsage, ExitCode, GpushareError, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from prometheus_client.metrics_core import Metric
 
     from gpushare.host.host import Host
     from gpushare.model import Snapshot
-    from gpushare.show.prometheus import Family, Reading
+    from gpushare.show.prometheus import Reading
     from gpushare.snapshot import LastWork
 
 
@@ -45,20 +45,14 @@ def metrics(
         typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; :PORT listens on every address."),
     ] = _DEFAULT,
 ) -> Any:
-    """Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics].
+    """Serve metrics that no other exporter has, at /metrics, until Ctrl-C.
 
     How each GPU is shared, time-slice, MPS daemons with limits and clients, MIG layout with free and lost slices,
-    leases. Use it next to dcgm-exporter: both label a GPU with its UUID.
+    leases, and the jobs of gpushare with role, way, time-slice and memory. Use it next to dcgm-exporter: both label a GPU with its UUID.
     """
     address, port = _address(listen)
-    try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-    except ImportError:
-        raise NotSupported(
-            "the Python package prometheus-client is not installed",
-            "pip install 'gpushare[metrics]'; or without it: gpushare export prometheus --textfile PATH",
-            code="no_prometheus_client",
-        ) from None
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
     registry = CollectorRegistry()
     registry.register(_Collector(settings.connect()))
 
@@ -100,25 +94,15 @@ class _Collector:
         # Concurrent scrapes run in threads of their own.
         self._lock = threading.Lock()
 
-    def describe(self) -> list[Any]:
-        """Return nothing: the host is not read before the first scrape."""
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import Metric
-
+    def collect(self) -> list[Metric]:
         with self._lock:
-            found = families_now(self._host, self._work)[0]
+            metrics = families_now(self._host, self._work)[0]
             # Hold no NVML handles between scrapes: one on a MIG device keeps its instance in use.
             self._host.nvml.restart()
-        for family in found:
-            metric = Metric(family.name, family.help, "gauge")
-            for sample in family.samples:
-                metric.add_sample(family.name, dict(sample.labels), sample.value)
-            yield metric
+        return metrics
 
 
-def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Family], GpushareError | None]:
+def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Metric], GpushareError | None]:
     """Return the current metrics; for a host that does not answer, the few that remain and the error."""
     from gpushare.show.prometheus import Reading, families
 
@@ -146,18 +130,19 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
-    from gpushare.cli.status import with_jobs, with_memory
+    from gpushare.cli.status import with_memory
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import interrupted_change
     from gpushare.model import Sharing
     from gpushare.mps.home import homes_in
+    from gpushare.run.listing import listed_jobs
     from gpushare.run.pause import noted_pauses
     from gpushare.show.prometheus import Reading
     from gpushare.snapshot import LastWork, Observer
 
     observer, work = Observer(host), work or LastWork(host, once=True)
-    snapshot, state = with_jobs(host, work.look(with_memory(host, observer.look()))), observer.state
+    snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:
@@ -181,6 +166,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
         exclusive_wanted=frozenset(filter(None, wanted)),
         idle_bytes=_idle_bytes(snapshot, work),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
+        jobs=tuple(listed_jobs(host, snapshot, most_ended=0)),
     )
 
 

@@ -1,20 +1,26 @@
-"""How the GPUs of a host are shared, as metrics in the text format of Prometheus. Pure.
+"""How the GPUs of a host are shared, and by which jobs, as metrics for prometheus_client. Pure.
 
 Base units; one info metric for identity; an unknown value is absent, never zero. Labels have the names of dcgm-exporter
-(``UUID``, ``gpu``, ``GPU_I_ID``, ``GPU_I_PROFILE``), so that both join: ``* on (UUID) group_left ()``.
+(``UUID``, ``gpu``, ``GPU_I_ID``, ``GPU_I_PROFILE``), so that both join: ``* on (UUID) group_left ()``. A job has the labels
+``name`` and ``pid``: ``job`` is what Prometheus calls the target of a scrape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
-from gpushare.model import Gpu, GpuProcess, MigInstance, MpsDaemon, Snapshot, mechanism, outside_mps
+from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+
     from gpushare.mig.profile import GpuInstance, Layout
+    from gpushare.model import ListedJob
 
 Labels = Mapping[str, str]
 
@@ -40,28 +46,16 @@ class Reading:
     pauses: tuple[tuple[str, int, int, bool], ...] = ()
     # By GPU index: memory of processes that have done nothing for `IDLE_SECONDS`, as far as it was seen.
     idle_bytes: Mapping[int, int] = field(default_factory=dict)
+    # As `gpushare jobs` lists them, without those that have ended.
+    jobs: tuple[ListedJob, ...] = ()
 
 
 # A process that has done nothing for so long holds its memory idle.
 IDLE_SECONDS: Final = 600.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One value with its labels."""
-
-    labels: Labels
-    value: float
-
-
-@dataclass(frozen=True)
-class Family:
-    """One metric: a gauge."""
-
-    name: str
-    help: str
-    samples: tuple[Sample, ...]
-
+# Every user can start jobs: so many have metrics of their own, the first that `gpushare jobs` lists.
+MOST_JOBS: Final = 512
 
 _HELP = {
     "gpushare_build_info": "Version of gpushare; constant 1.",
@@ -79,11 +73,16 @@ _HELP = {
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
     "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
     "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
-    "gpushare_job_info": "A job of gpushare with processes on this GPU: its role and way of sharing; constant 1.",
-    "gpushare_job_memory_bytes": "Device memory that the job holds on this GPU.",
-    "gpushare_job_time_slice_seconds": "The shortest time-slice of the processes of the job.",
-    "gpushare_job_threads_limit_ratio": "Thread limit of the job under MPS.",
     "gpushare_gpu_jobs_waiting": "Jobs of gpushare run --wait that wait for room on this GPU.",
+    "gpushare_jobs": "Jobs of gpushare run, by state; the metrics of single jobs below are for the first 512.",
+    "gpushare_job_info": "A job: its role, its way of sharing, its user and its MIG instance; constant 1.",
+    "gpushare_job_on_gpu": "The GPUs of a job; constant 1.",
+    "gpushare_job_state": "The state of a job; 1 for that one only.",
+    "gpushare_job_slice_seconds": "Time-slice of the processes of a job.",
+    "gpushare_job_threads_limit_ratio": "Share of the SMs that a job may use, 0 to 1.",
+    "gpushare_job_memory_used_bytes": "Device memory that the processes of a job hold.",
+    "gpushare_job_memory_limit_bytes": "Limit of the device memory of a job.",
+    "gpushare_job_memory_swapped_bytes": "Host memory that a job holds while it is swapped out.",
     "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",
     "gpushare_swapped_out_timestamp_seconds": "Unix time since which the longest of them is out.",
     "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 if it died or hangs.",
@@ -112,40 +111,28 @@ _HELP = {
 }
 
 
-def families(reading: Reading) -> list[Family]:
+def families(reading: Reading) -> list[Metric]:
     """Return the metrics without those that are unknown; of several with the same labels the first counts."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {name: {} for name in _HELP}
+    from prometheus_client.metrics_core import Metric
+
+    metrics = {name: Metric(name, text, "gauge") for name, text in _HELP.items()}
+    present: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for name, labels, value in _values(reading):
-        if value is not None:
-            found[name].setdefault(tuple(sorted(labels.items())), Sample(labels, float(value)))
-    return [Family(name, _HELP[name], tuple(samples.values())) for name, samples in found.items() if samples]
+        # Names that other users choose may hold bytes that are no text.
+        shown = {label: text.encode(errors="replace").decode() for label, text in labels.items()}
+        key = name, frozenset(shown.items())
+        if value is not None and key not in present:
+            present.add(key)
+            metrics[name].add_sample(name, shown, float(value))
+    return [metric for metric in metrics.values() if metric.samples]
 
 
-def exposition(found: Iterable[Family]) -> str:
+def exposition(metrics: Iterable[Metric]) -> str:
     """Return metrics in the text format (version 0.0.4), without timestamps, as the textfile collector needs it."""
-    lines = []
-    for family in found:
-        lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} gauge"]
-        for sample in family.samples:
-            labels = ",".join(f'{name}="{_quoted(value)}"' for name, value in sample.labels.items())
-            lines.append(
-                f"{family.name}{{{labels}}} {_number(sample.value)}"
-                if labels
-                else f"{family.name} {_number(sample.value)}"
-            )
-    return "".join(f"{line}\n" for line in lines)
+    from prometheus_client import generate_latest
 
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', '\\"')
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value.is_integer() else repr(value)
+    # Nothing else of a registry is used.
+    return generate_latest(cast("Collector", SimpleNamespace(collect=lambda: metrics))).decode()
 
 
 Value = tuple[str, Labels, "float | None"]
@@ -174,23 +161,18 @@ def _values(reading: Reading) -> Iterator[Value]:
         if of is not None:
             yield "gpushare_opportunistic_pauses", {**_labels(of), "pid": str(pid)}, pauses
             yield "gpushare_opportunistic_paused", {**_labels(of), "pid": str(pid)}, paused
-    yield from _jobs(snapshot)
+    yield from _waiting(snapshot)
+    yield from _jobs(snapshot, reading.jobs)
     for daemon in snapshot.daemons:
         yield from _daemon(daemon, snapshot, reading)
 
 
-def _jobs(snapshot: Snapshot) -> Iterator[Value]:
+def _waiting(snapshot: Snapshot) -> Iterator[Value]:
     for gpu in snapshot.gpus:
         if gpu.error is None:
             yield "gpushare_gpu_memory_jobs_reserved_bytes", _labels(gpu), gpu.jobs_reserved_bytes
             waiting = sum(gpu.index in one.gpu_indexes for one in snapshot.waiting_jobs)
             yield "gpushare_gpu_jobs_waiting", _labels(gpu), waiting
-        jobs: dict[str, list[GpuProcess]] = {}
-        for process in gpu.processes or ():
-            if process.job is not None:
-                jobs.setdefault(process.job, []).append(process)
-        for processes in jobs.values():
-            yield from _job(gpu, processes)
     states = [one.state for one in snapshot.swapped_jobs]
     for state in sorted(set(states)):
         yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
@@ -198,26 +180,32 @@ def _jobs(snapshot: Snapshot) -> Iterator[Value]:
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
 
 
-def _job(gpu: Gpu, processes: Sequence[GpuProcess]) -> Iterator[Value]:
-    """Yield what a job is and has on a GPU; ``processes`` are its there."""
-    first = processes[0]
-    labels = {**_labels(gpu), "job": first.job or ""}
-    names = sorted({mig.name for mig in gpu.mig_instances for one in processes if mig.name and _is_in(one, mig)})
-    facts = {"role": first.role, "way": first.way, "instance": names[0] if names else None}
-    yield "gpushare_job_info", {**labels, **{key: value for key, value in facts.items() if value}}, 1
-    sizes = [one.memory_used_bytes for one in processes]
-    yield "gpushare_job_memory_bytes", labels, None if None in sizes else sum(size or 0 for size in sizes)
-    slices = [one.slice_us for one in processes if one.slice_us is not None]
-    yield "gpushare_job_time_slice_seconds", labels, min(slices) / 1e6 if slices else None
-    threads = first.threads_percent
-    yield "gpushare_job_threads_limit_ratio", labels, None if threads is None else threads / 100
-
-
-def _is_in(process: GpuProcess, mig: MigInstance) -> bool:
-    return process.gpu_instance_id == mig.gpu_instance_id and process.compute_instance_id in {
-        None,
-        mig.compute_instance_id,
-    }
+def _jobs(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
+    states = [job.state for job in jobs]
+    for state in sorted(set(states)):
+        yield "gpushare_jobs", {"state": state}, states.count(state)
+    gpus = {gpu.index: gpu for gpu in snapshot.gpus}
+    for job in jobs[:MOST_JOBS]:
+        labels = {key: text for key, text in (("name", job.name), ("pid", str(job.pid or ""))) if text}
+        about = {
+            "role": job.role,
+            "way": job.way,
+            "user": job.user,
+            "GPU_I_PROFILE": job.mig_profile,
+            "instance_name": job.mig_name,
+        }
+        yield "gpushare_job_info", {**labels, **{key: text for key, text in about.items() if text}}, 1
+        yield "gpushare_job_state", {**labels, "state": job.state}, 1
+        # A job that waits is on no GPU: its list says where it may run.
+        for index in job.gpu_indexes if job.line is None else ():
+            if index in gpus:
+                yield "gpushare_job_on_gpu", {**labels, **_labels(gpus[index])}, 1
+        slice_us, threads = job.slice_us, job.threads_percent
+        yield "gpushare_job_slice_seconds", labels, None if slice_us is None else slice_us / 1e6
+        yield "gpushare_job_threads_limit_ratio", labels, None if threads is None else threads / 100
+        yield "gpushare_job_memory_used_bytes", labels, job.memory_used_bytes
+        yield "gpushare_job_memory_limit_bytes", labels, job.memory_limit_bytes
+        yield "gpushare_job_memory_swapped_bytes", labels, job.swapped_bytes
 
 
 def _labels(gpu: Gpu) -> dict[str, str]:

@@ -18,18 +18,20 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import parser
+from prometheus_client.metrics_core import Metric
 
 from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.model import ComputeMode, Gpu, Snapshot
+from gpushare.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot
+from gpushare.run.jobs import find_record
 from gpushare.run.pause import Pauses, note_pauses
-from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
+from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
-parser = pytest.importorskip("prometheus_client.parser")
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
 
@@ -52,7 +54,7 @@ def samples(cli: Cli, host: str = "sim:h200") -> dict[tuple[str, frozenset[tuple
     return parsed(cli("export", "prometheus", host=host, output="json").data["text"])
 
 
-def value(found: Any, name: str, **labels: str) -> float | None:
+def value(found: Any, name: str, /, **labels: str) -> float | None:
     """Return the one value of a metric whose labels hold these, or None."""
     values = [
         number for (known, has), number in found.items() if known == f"gpushare_{name}" and labels.items() <= set(has)
@@ -80,6 +82,79 @@ def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
     found = samples(cli)
     assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
     assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
+
+
+def runs(real: Callable[..., Started], world: World, *share: str) -> tuple[Started, dict[str, str]]:
+    """Start the job web; return it with the labels that its metrics have."""
+    started = real("run", *share, "--", "sleep", "300")
+
+    def is_there() -> bool:
+        record = find_record(world.host, "web") if world.begun else None
+        return record is not None and record.pid != started.pid and record.pid in world.pids()
+
+    until(is_there, "the job runs")
+    record = find_record(world.host, "web")
+    assert record is not None
+    return started, {"name": "web", "pid": str(record.pid)}
+
+
+def test_a_job_has_its_role_its_way_its_slice_and_its_limit(
+    real: Callable[..., Started], cli: Cli, world: World
+) -> None:
+    started, job = runs(real, world, "--production", "web", "--slice", "500us", "--memory", "4G")
+    found = samples(cli)
+    user = user_name(os.geteuid())
+    assert value(found, "job_info", **job, role="production", way="timeslice", user=user) == 1
+    assert value(found, "job_on_gpu", **job, gpu="0", UUID=world.uuid()) == 1
+    assert value(found, "job_state", **job, state="running") == value(found, "jobs", state="running") == 1
+    assert value(found, "job_slice_seconds", **job) == 0.0005
+    assert value(found, "job_memory_limit_bytes", **job) == 4 << 30
+    assert (value(found, "job_memory_used_bytes", **job) or 0) > 0
+    # Unknown, or none: absent.
+    assert value(found, "job_threads_limit_ratio") is value(found, "job_memory_swapped_bytes") is None
+    started.signal(signal.SIGTERM)
+    started.result()
+    assert not [name for name, _ in samples(cli) if name.startswith("gpushare_job")]
+
+
+def test_a_job_on_a_named_instance(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    world.run("mig", "enable", "-g", "0").ok()
+    world.run("mig", "create", "3g.71gb", "-g", "0", "--name", "left").ok()
+    started, job = runs(real, world, "--name", "web", "--mig", "left")
+    found = samples(cli)
+    assert value(found, "job_info", **job, way="mig", GPU_I_PROFILE="3g.71gb", instance_name="left") == 1
+    assert value(found, "mig_instance_info", name="left") == 1
+    assert value(found, "job_slice_seconds") is None
+    started.signal(signal.SIGTERM)
+    started.result()
+
+
+def job(number: int, **fields: Any) -> ListedJob:
+    given = {"name": f"job-{number}", "pid": number + 1, "state": "running", "user": None, "role": None, "device": None}
+    return ListedJob(**{**given, **fields})
+
+
+def test_a_job_that_waits_is_on_no_gpu() -> None:
+    waits = job(1, state="waiting", gpu_indexes=(0,), line=LinePlace(place=1, memory_bytes=None, behind=(), held_by=()))
+    snapshot = Snapshot(host="x", gpus=(Gpu(index=0, uuid="GPU-1"),))
+    found = parsed(exposition(families(Reading(version="1", snapshot=snapshot, jobs=(waits,)))))
+    assert value(found, "job_state", name="job-1", state="waiting") == 1
+    assert value(found, "job_on_gpu") is None
+
+
+def test_more_jobs_than_metrics_of_single_ones() -> None:
+    jobs = tuple(map(job, range(MOST_JOBS + 5)))
+    found = parsed(exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs))))
+    assert value(found, "jobs", state="running") == MOST_JOBS + 5
+    assert len([name for name, _ in found if name == "gpushare_job_info"]) == MOST_JOBS
+
+
+@pytest.mark.parametrize("name", ['a"} 1\ngpushare_host_up 0', "a\\", "a\udcff"])
+def test_a_name_that_another_user_chose_is_one_label(name: str) -> None:
+    jobs = (job(0, user=name, mig_name=name),)
+    found = parsed(exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs))))
+    assert value(found, "host_up") == 1
+    assert value(found, "job_info", user=name.replace("\udcff", "?")) == 1
 
 
 def test_mps(cli: Cli, world: World) -> None:
@@ -233,14 +308,6 @@ def test_address_in_use(refused: Callable[..., str]) -> None:
         refused("metrics", "--listen", f"127.0.0.1:{taken.getsockname()[1]}", code="cannot_listen", exit_code=1)
 
 
-def test_without_the_package(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    said = refused("metrics", code="no_prometheus_client", exit_code=3)
-    assert "gpushare[metrics]" in said
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_server(real: Callable[..., Started], world: World, number: int) -> None:
     world.mig("1g.18gb:0")
@@ -264,8 +331,9 @@ def test_the_server(real: Callable[..., Started], world: World, number: int) -> 
     number=st.floats(allow_nan=False, allow_infinity=False),
 )
 def test_any_label_and_value_come_back(labels: dict[str, str], number: float) -> None:
-    text = exposition([Family("gpushare_x", "A \\ help\nof two lines.", (Sample(labels, number),))])
-    assert parsed(text) == {("gpushare_x", frozenset(labels.items())): number}
+    metric = Metric("gpushare_x", "A \\ help\nof two lines.", "gauge")
+    metric.add_sample("gpushare_x", labels, number)
+    assert parsed(exposition([metric])) == {("gpushare_x", frozenset(labels.items())): number}
 
 
 @given(
@@ -341,13 +409,11 @@ def test_rules_name_the_command_that_fixes_it(cli: Cli) -> None:
 
 def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, tmp_path: Path) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    text = cli("export", "prometheus", output="json").data["text"]
-    assert "gpushare_gpu_exclusive_wanted{" not in text
+    assert value(samples(cli), "gpu_exclusive_wanted") is None
     path = tmp_path / "gpushare.yaml"
     path.write_text("version: 1\ngpus:\n- match: all\n  exclusive: true\n", encoding="utf-8")
     cli("apply", "-f", str(path)).ok()
-    text = cli("export", "prometheus", output="json").data["text"]
-    assert f'gpushare_gpu_exclusive_wanted{{gpu="0",UUID="{world.uuid()}"}} 1' in text.splitlines()
+    assert value(samples(cli), "gpu_exclusive_wanted", gpu="0", UUID=world.uuid()) == 1
 
 
 def test_the_dashboard_is_whole(cli: Cli) -> None:
@@ -370,6 +436,10 @@ def test_promtool_takes_the_metrics(cli: Cli, world: World, promtool: str) -> No
     cli("mps", "start", "--threads", "50").ok()
     world.client()
     text = cli("export", "prometheus", output="json").data["text"]
+    jobs = (job(1, way="mig", mig_profile="1g.18gb", slice_us=500, threads_percent=25.0, memory_used_bytes=1),)
+    of_jobs = exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs)))
+    # Each metric once: those of the jobs, of which the host has none.
+    text += of_jobs[of_jobs.index("# HELP gpushare_jobs ") :]
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     # Labels of dcgm-exporter are called as there.
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -424,13 +494,13 @@ def test_jobs_are_told_by_their_name_role_and_way(real: Callable[..., Started], 
         for (name, labels), value in (samples(cli) if world.begun else {}).items():
             if name.startswith("gpushare_job_"):
                 facts = dict(labels)
-                jobs.setdefault(facts["job"], {}).update({name: value, **facts})
-        return jobs if {"web", "train"} <= jobs.keys() else None
+                jobs.setdefault(facts["name"], {}).update({name: value, **facts})
+        there = all(jobs.get(name, {}).get("gpushare_job_memory_used_bytes") for name in ("web", "train"))
+        return jobs if there else None
 
     jobs = until(told, "both are on the GPU")
     web, train = jobs["web"], jobs["train"]
     assert (web["role"], web["way"], web["gpu"], web["gpushare_job_info"]) == ("production", "timeslice", "0", 1)
-    assert web["gpushare_job_time_slice_seconds"] == 0.016
+    assert web["gpushare_job_slice_seconds"] == 0.016
     assert (train["role"], train["way"], train["gpushare_job_threads_limit_ratio"]) == ("plain", "mps", 0.25)
-    assert train["gpushare_job_memory_bytes"] > 0
     assert "gpushare_job_threads_limit_ratio" not in web

@@ -16,8 +16,6 @@ import pytest
 
 from tests.cli.drive import Started
 
-pytest.importorskip("prometheus_client")
-
 
 @pytest.fixture
 def server(real: Callable[..., Started]) -> Iterator[tuple[str, int, int]]:
