@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any, Final
 
 from gpushare.errors import InUse, NoPermission
@@ -35,6 +36,20 @@ class Export:
     commands: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+
+
+class _Packaged(Template):
+    """A script or unit, which is full of $: ``@{NAME}`` stands for a value."""
+
+    delimiter = "@"
+
+
+def rendered(name: str, **values: str | int) -> str:
+    """Return a file of ``gpushare/data/export`` with its values."""
+    from importlib.resources import files
+
+    text = files("gpushare").joinpath(f"data/export/{name}").read_text(encoding="utf-8")
+    return _Packaged(text).substitute(values)
 
 
 def yaml_document(name: str, value: Mapping[str, Any]) -> Document:

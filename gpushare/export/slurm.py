@@ -13,339 +13,30 @@ from typing import Final, NamedTuple
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
-from gpushare.export.document import Document, Export
+from gpushare.export.document import Document, Export, rendered
 from gpushare.export.k8s import DEFAULT_REPLICAS
 from gpushare.model import Sharing, TimeSlice
 from gpushare.units import GIB, mps_memory, mps_memory_readback
 
 STATE: Final = "/run/gpushare-slurm"
 
-_COMMON: Final = """\
-set -u
-PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-# slurmd starts it without PATH: what is not exported is not known to timeout and env.
-export PATH
-state=@STATE@
-umask 022
-
-say() { echo "gpushare: $*" >&2; logger -t gpushare-slurm "$*" 2>/dev/null || :; }
-
-# Send one command to the daemon of $home. Exit code: 0 it answered, 1 nobody listens, 124 it hangs.
-ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY="$home/pipe" timeout "${2:-10}" nvidia-cuda-mps-control 2>/dev/null; }
-
-# One field of /proc/PID/status.
-field() {
-    while read -r key value rest; do
-        [ "$key" != "$2:" ] || { echo "$value"; return 0; }
-    done <"/proc/$1/status"
-} 2>/dev/null
-
-# PID:START of a live process, because PIDs are reused.
-identity() {
-    line=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
-    set -- "$1" ${line##*)}
-    [ "$2" != Z ] && echo "$1:${21}"
-}
-
-is_mps() {
-    { read -r name <"/proc/$1/comm"; } 2>/dev/null || return 1
-    case $name in nvidia-cuda-mps*) return 0 ;; *) return 1 ;; esac
-}
-
-# The daemon of $home, which runs as this user with that directory, and its servers. Not by its PID file, which everybody
-# may write.
-daemon_processes() {
-    daemons=" "
-    for one in /proc/[0-9]*; do
-        pid=${one#/proc/}
-        is_mps "$pid" && [ "$(field "$pid" Uid)" = "$(id -u)" ] || continue
-        tr '\\0' '\\n' 2>/dev/null <"$one/environ" | grep -qxF "CUDA_MPS_PIPE_DIRECTORY=$home/pipe" || continue
-        daemons="$daemons$pid "
-    done 2>/dev/null
-    [ "$daemons" != " " ] || return 0
-    for one in /proc/[0-9]*; do
-        pid=${one#/proc/}
-        is_mps "$pid" || continue
-        case $daemons in *" $pid "* | *" $(field "$pid" PPid) "*) identity "$pid" ;; esac
-    done
-}
-
-# End the processes left of the daemon of $home.
-end_by_signals() {
-    found=$(daemon_processes)
-    for signal in TERM KILL; do
-        tries=0
-        while :; do
-            left=
-            for one in $found; do
-                [ "$(identity "${one%:*}")" != "$one" ] || left="$left ${one%:*}"
-            done
-            [ -n "$left" ] || return 0
-            [ "$tries" -gt 0 ] || kill -s "$signal" $left 2>/dev/null
-            tries=$((tries + 1))
-            [ "$tries" -le 10 ] || break
-            sleep 0.5
-        done
-    done
-    return 1
-}
-
-# Allow only the users of the jobs of $home to connect, because anybody who may connect can block the daemon.
-# The directory stays root's: the daemon would follow a link that the owner of the directory put there.
-let_in() {
-    entries= groups=
-    for one in "$home"/jobs/*; do
-        user= group=
-        [ ! -e "$one" ] || read -r user group <"$one"
-        case $user in
-        0) continue ;;
-        '' | *[!0-9]*) groups="unknown unknown"; entries=unknown; break ;;
-        esac
-        case $entries, in *",u:$user:rx,"*) ;; *) entries="$entries,u:$user:rx" ;; esac
-        case " $groups " in *" ${group:-unknown} "*) ;; *) groups="$groups ${group:-unknown}" ;; esac
-    done
-    ! setfacl --set "u::rwx,g::---,o::---,m::rx$entries" "$home/pipe" 2>/dev/null || return 0
-    # Without access control lists: the group of the job, or everybody if there are several.
-    set -- $groups
-    case $#,${1:-} in
-    0,*) chmod 700 "$home/pipe" ;;
-    *,unknown) chmod 711 "$home/pipe" ;;
-    1,*) chgrp "$1" "$home/pipe" && chmod 710 "$home/pipe" ;;
-    *) chmod 711 "$home/pipe" ;;
-    esac
-}
-
-# End the daemon of $home and restore the compute mode of the GPU.
-stop_daemon() {
-    ask get_server_list >/dev/null
-    case $? in
-    0)
-        # Its servers get 30 s to let their clients end.
-        ask "quit -t 30" 60 >/dev/null
-        tries=0
-        while ask get_server_list >/dev/null; do
-            tries=$((tries + 1))
-            [ "$tries" -lt 40 ] || break
-            sleep 0.5
-        done
-        ;;
-    124) say "the MPS daemon of $home hangs: it is ended by a signal" ;;
-    esac
-    end_by_signals || { say "the MPS daemon of $home does not end"; return 1; }
-    ! ask get_server_list >/dev/null || { say "the MPS daemon of $home does not quit"; return 1; }
-    # Files that are still open there must not be in the way of the next daemon.
-    rm -rf "$home/pipe" || return 1
-    if [ -s "$home/mode" ]; then
-        nvidia-smi -i "$(cat "$home/uuid")" -c "$(cat "$home/mode")" >/dev/null || return 1
-        rm -f "$home/mode"
-    fi
-}
-
-mkdir -p -m 755 "$state" || exit 1
-# Anybody who can open a lock can hold it, and a job could drain the node.
-(umask 077; : >>"$state/lock") && chmod 600 "$state/lock" || exit 1
-exec 9>"$state/lock"
-flock -w 120 9 || { say "another prolog or epilog holds the lock"; exit 1; }
-"""
-
-_PROLOG: Final = """\
-#!/bin/sh
-# Written by gpushare: Prolog of slurmd. Starts the MPS daemon of the GPU that a job with --gres=mps was given.
-@COMMON@
-# The UUID of a GPU with MPS, or with shards, by the number that Slurm gives it: its place in Slurm's list of GPUs, which is
-# not the N of /dev/nvidiaN. Where slurmd knows the UUID, it gives that.
-with_mps() {
-    case $1 in
-@CASES@
-    *) return 1 ;;
-    esac
-}
-with_shards() {
-    case $1 in
-@SHARDS@
-    *) return 1 ;;
-    esac
-}
-
-# The UUIDs of the numbers ($2) that are GPUs with_mps or with_shards ($1).
-uuids_of() { for number in $(echo "$2" | tr , ' '); do "$1" "$number"; done | sort -u | paste -s -d , -; }
-
-# The numbers of the GPUs of one gres ($1), as slurmctld lists what the job has on this node: mps:60(IDX:1), or since 23.11
-# mps:60(0/100,60/100), of each GPU. Asked only where the environment does not tell.
-numbers_of() {
-    told=$(timeout 10 scontrol -d -o show job "$SLURM_JOB_ID" 2>/dev/null </dev/null | sed 's/ Nodes=/\\n/g' |
-        while read -r nodes rest; do
-            case $nodes in "${SLURMD_NODENAME:-}" | "${SLURM_JOB_NODELIST:-}") echo "$rest" ;; esac
-        done | sed -n "s/.* GRES=\\([^ ]*,\\)\\{0,1\\}$1:[^(]*(\\([^)]*\\)).*/\\2/p")
-    case $told in
-    IDX:*) echo "${told#IDX:}" ;;
-    *) echo "$told" | tr , '\\n' | sed -n '/^[1-9].*\\//=' | while read -r place; do echo $((place - 1)); done ;;
-    esac
-}
-
-# Pinned memory limit of each client process of a GPU, and how the daemon prints it.
-limit_of() {
-    case $1 in
-@LIMITS@
-    *) echo ;;
-    esac
-}
-
-limit_memory() {
-    ask "set_default_device_pinned_mem_limit 0 $1" >/dev/null
-    # A wrong value is taken without an error.
-    held=$(ask 'get_default_device_pinned_mem_limit 0')
-    [ "$held" = "$2" ] || { say "the MPS daemon of GPU $uuid has the memory limit '$held' instead of $1"; return 1; }
-}
-
-start_daemon() {
-    mkdir -p -m 755 "$home/log" "$home/jobs" || return 1
-    echo "$uuid" >"$home/uuid"
-    ask get_server_list >/dev/null
-    case $? in
-    0) return 0 ;;
-    124)
-        say "the MPS daemon of GPU $uuid hangs"
-        # Restart it only if it has no jobs.
-        [ -z "$(ls -A "$home/jobs")" ] || return 1
-        ;;
-    esac
-    end_by_signals || { say "an earlier MPS daemon of GPU $uuid does not end"; return 1; }
-    rm -rf "$home/pipe" && mkdir -m 700 "$home/pipe" || return 1
-    if [ ! -s "$home/mode" ]; then
-        case $(nvidia-smi -i "$uuid" --query-gpu=compute_mode --format=csv,noheader) in
-        Default) echo DEFAULT >"$home/mode" ;;
-        Exclusive_Process) echo EXCLUSIVE_PROCESS >"$home/mode" ;;
-        *) say "the compute mode of GPU $uuid is unknown"; return 1 ;;
-        esac
-    fi
-    nvidia-smi -i "$uuid" -c EXCLUSIVE_PROCESS >/dev/null || return 1
-    # Without the lock: the daemon outlives this script. Without the percentage: that is one job's.
-    env -u CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES="$uuid" CUDA_MPS_PIPE_DIRECTORY="$home/pipe" \\
-        CUDA_MPS_LOG_DIRECTORY="$home/log" nvidia-cuda-mps-control -d 9>&- </dev/null >/dev/null 2>&1
-    tries=0
-    until ask get_server_list >/dev/null; do
-        tries=$((tries + 1))
-        [ "$tries" -lt 40 ] || { say "the MPS daemon of GPU $uuid does not start"; return 1; }
-        sleep 0.5
-    done
-    limit=$(limit_of "$uuid")
-    [ -z "$limit" ] || limit_memory $limit
-}
-
-note_job() {
-    echo "$SLURM_JOB_UID ${SLURM_JOB_GID:-$(id -g "$SLURM_JOB_UID" 2>/dev/null)}" >"$home/jobs/$SLURM_JOB_ID"
-}
-
-status=0
-if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
-    for program in nvidia-cuda-mps-control nvidia-smi; do
-        command -v "$program" >/dev/null || { say "$program not found in $PATH"; exit 1; }
-    done
-    # Without this the job would run without its limit.
-    [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || { say "the job has a share of MPS and no GPU"; exit 1; }
-fi
-if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
-    # Each is of one gres of the job, most often of the last in its list: of mps or of shard, because Slurm gives no job with
-    # mps a whole GPU.
-    numbers=$CUDA_VISIBLE_DEVICES,${SLURM_JOB_GPUS:-},${GPU_DEVICE_ORDINAL:-}
-    gpus=$(uuids_of with_mps "$numbers") shards=$(uuids_of with_shards "$numbers")
-    if [ -z "$gpus$shards" ]; then
-        say "Slurm gives a job a share of MPS on GPU $CUDA_VISIBLE_DEVICES, which has no MPS in this script: compare it with slurmd -G"
-        exit 1
-    fi
-    [ -n "$gpus" ] || gpus=$(uuids_of with_mps "@MPS@")
-    [ -n "$shards" ] || shards=$(uuids_of with_shards "@SHARD@")
-    if [ -z "$gpus" ]; then
-        # The job runs without it and is told: the order of a job's gres must not drain the node.
-        say "Slurm does not say which GPU has the share of MPS of job $SLURM_JOB_ID"
-        echo "- $shards" >"$state/job-$SLURM_JOB_ID"
-    fi
-else
-    gpus=$(uuids_of with_mps "${CUDA_VISIBLE_DEVICES:-}")
-fi
-for uuid in $(echo "$gpus" | tr , ' '); do
-    home=$state/$uuid
-    if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
-        if start_daemon && note_job && let_in; then
-            echo "$uuid $shards" >"$state/job-$SLURM_JOB_ID"
-        else
-            rm -f "$home/jobs/$SLURM_JOB_ID"
-            # Restore the compute mode; Slurm drains the node and queues the job again.
-            [ -n "$(ls -A "$home/jobs")" ] || stop_daemon
-            status=1
-        fi
-    elif [ -d "$home" ]; then
-        # A whole GPU: a daemon that an epilog could not end would still hold it.
-        stop_daemon || status=1
-    fi
-done
-exit $status
-"""
-
-_EPILOG: Final = """\
-#!/bin/sh
-# Written by gpushare: Epilog of slurmd. Ends the MPS daemon of a GPU with the last job that used it.
-@COMMON@
-status=0
-for home in "$state"/GPU-*; do
-    [ -e "$home/jobs/$SLURM_JOB_ID" ] || continue
-    rm -f "$home/jobs/$SLURM_JOB_ID"
-    if [ -n "$(ls -A "$home/jobs")" ]; then
-        let_in || status=1
-    else
-        stop_daemon || status=1
-    fi
-done
-rm -f "$state/job-$SLURM_JOB_ID"
-exit $status
-"""
-
-_TASK_PROLOG: Final = """\
-#!/bin/sh
-# Written by gpushare: TaskProlog of slurmd. Tells each task of an MPS job where its daemon listens.
-# The daemon renumbers its one GPU, so the task names it by UUID too.
-[ -r "@STATE@/job-${SLURM_JOB_ID:-}" ] || exit 0
-# A step without a share of MPS keeps the GPU or shard that Slurm gave it.
-[ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ] || exit 0
-read -r uuid shards <"@STATE@/job-$SLURM_JOB_ID"
-if [ "$uuid" = - ]; then
-    echo "print gpushare: Slurm does not say which GPU has this job's share of MPS, so it runs without it; put mps last: --gres=shard:1,mps:10"
-    echo "unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-    # By Slurm's number it could be the GPU with MPS: that counts the devices of one gres.
-    [ -z "$shards" ] || echo "export CUDA_VISIBLE_DEVICES=$shards"
-    exit 0
-fi
-if [ -n "${SLURM_SHARDS_ON_NODE:-}" ]; then
-    # A program is a client of MPS or not: it cannot use both. Slurm refuses typed gres (shard:t4:1) in steps.
-    echo "print gpushare: this step has a share of MPS and a shard, and its tasks use the share of MPS; for the shard: srun --gres=shard:1"
-    [ -z "$shards" ] || echo "export GPUSHARE_SHARD_DEVICES=$shards"
-fi
-echo "export CUDA_MPS_PIPE_DIRECTORY=@STATE@/$uuid/pipe"
-echo "export CUDA_VISIBLE_DEVICES=$uuid"
-"""
-
 
 def prolog(gpus: Mapping[int, str], shards: Mapping[int, str], limits: Mapping[str, int]) -> str:
     """Return the Prolog: UUIDs by Slurm's number of the GPUs with MPS and with shards; memory limits (bytes) by UUID."""
-    text = _PROLOG.replace("@COMMON@", _COMMON)
-    for words, gres, uuids in (("CASES", "MPS", gpus), ("SHARDS", "SHARD", shards)):
-        cases = "".join(f"    {number} | {uuid}) echo {uuid} ;;\n" for number, uuid in sorted(uuids.items()))
+    values = {}
+    for cases, gres, uuids in (("CASES", "MPS", gpus), ("SHARDS", "SHARD", shards)):
+        values[cases] = "".join(f"    {number} | {uuid}) echo {uuid} ;;\n" for number, uuid in sorted(uuids.items()))
         # Where one GPU only has it, it is that: slurmctld need not be asked.
-        numbers = ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres.lower()})"
-        text = text.replace(f"@{words}@\n", cases).replace(f"@{gres}@", numbers)
-    held = [f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;" for uuid, limit in limits.items()]
-    text = text.replace("@LIMITS@\n", "".join(f"{line}\n" for line in held))
-    return text.replace("@STATE@", STATE)
+        values[gres] = ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres.lower()})"
+    values["LIMITS"] = "".join(
+        f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n" for uuid, limit in limits.items()
+    )
+    return _script("prolog", **values)
 
 
-def epilog() -> str:
-    return _EPILOG.replace("@COMMON@", _COMMON).replace("@STATE@", STATE)
-
-
-def task_prolog() -> str:
-    """Return the TaskProlog: a Prolog's own environment never reaches the job."""
-    return _TASK_PROLOG.replace("@STATE@", STATE)
+def _script(name: str, **values: str) -> str:
+    common = "" if name == "task-prolog" else rendered("slurm-common.sh", STATE=STATE)
+    return rendered(f"slurm-{name}.sh", STATE=STATE, COMMON=common, **values)
 
 
 DETECTIONS: Final = ("nvml", "off")
@@ -385,8 +76,9 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
         }
         documents += [
             Document(name="gpushare-prolog.sh", text=prolog(uuids, shards, limits), kind="sh"),
-            Document(name="gpushare-epilog.sh", text=epilog(), kind="sh"),
-            Document(name="gpushare-task-prolog.sh", text=task_prolog(), kind="sh"),
+            Document(name="gpushare-epilog.sh", text=_script("epilog"), kind="sh"),
+            # A Prolog's own environment never reaches the job.
+            Document(name="gpushare-task-prolog.sh", text=_script("task-prolog"), kind="sh"),
         ]
     return Export(
         documents=tuple(documents),

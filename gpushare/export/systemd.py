@@ -11,7 +11,7 @@ from typing import Final
 
 from gpushare.errors import BadUsage
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
-from gpushare.export.document import Document, Export
+from gpushare.export.document import Document, Export, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.kept import KEPT
 from gpushare.model import ComputeMode, Priority, Sharing, device_key
@@ -34,39 +34,6 @@ APPLY_SECONDS: Final = 480
 DRAIN_SECONDS: Final = 60
 
 
-_READY_SCRIPT: Final = """\
-#!/bin/sh
-# Written by gpushare. Waits until the MPS control daemon at CUDA_MPS_PIPE_DIRECTORY answers, sets its limits and
-# reads each back: the daemon takes a wrong value with exit code 0 and keeps the old one.
-# Arguments: threads (25.0), memory (3840M) and how the daemon prints it (3G), priority (0 or 1); - is none.
-set -u
-ask() { echo "$1" | timeout 10 nvidia-cuda-mps-control; }
-same() {
-    [ "$2" = "$3" ] || { echo "MPS: $1 is '$3', asked: '$2'" >&2; exit 1; }
-}
-tries=0
-until ask get_default_active_thread_percentage >/dev/null 2>&1; do
-    tries=$((tries + 1))
-    [ "$tries" -lt 80 ] || { echo "MPS: the daemon does not answer" >&2; exit 1; }
-    sleep 0.25
-done
-if [ "$1" != - ]; then
-    ask "set_default_active_thread_percentage $1" >/dev/null
-    same "thread percentage" "$1" "$(ask get_default_active_thread_percentage)"
-fi
-if [ "$2" != - ]; then
-    ask "set_default_device_pinned_mem_limit 0 $2" >/dev/null
-    same "memory limit" "$3" "$(ask 'get_default_device_pinned_mem_limit 0')"
-fi
-# Exactly, for gpushare: the daemon prints whole G.
-echo "$2" >"${CUDA_MPS_PIPE_DIRECTORY%/pipe}/@LIMIT@"
-if [ "$4" != - ]; then
-    ask "set_default_client_priority $4" >/dev/null
-    same "client priority" "$4" "$(ask get_default_client_priority)"
-fi
-"""
-
-
 def units_export(
     host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE, rules: bool = False
 ) -> Export:
@@ -86,9 +53,15 @@ def units_export(
     ]
     documents += [Document(name=name, text=text, kind="unit") for name, text in units]
     if rules:
-        documents.append(Document(name=KEEP_UNIT, text=_keep_unit(program, file), kind="unit"))
+        documents.append(
+            Document(
+                name=KEEP_UNIT,
+                text=rendered("gpushare-timeslice.service", FILE=file, PROGRAM=program, HOST=HOST_UNIT),
+                kind="unit",
+            )
+        )
     if units:
-        documents.append(Document(name=READY, text=_READY_SCRIPT.replace("@LIMIT@", LIMIT_FILE), kind="sh"))
+        documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands([one.name for one in documents])),
@@ -128,111 +101,42 @@ def _mig_first(host: HostDescription) -> list[str]:
 
 def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:
     with_mig = _mig_first(host)
-    lines = [
-        "# Written by gpushare.",
-        "[Unit]",
-        f"Description=GPU sharing as {file} says",
-        "Documentation=man:gpushare(1)",
-        "Wants=nvidia-persistenced.service",
-        "After=nvidia-persistenced.service nvidia-fabricmanager.service",
-        # Services that hand out GPUs must find them set up; containers need the new CDI specification.
-        "Before=" + " ".join([*after, "docker.service", "containerd.service", "kubelet.service", "slurmd.service"]),
-        f"ConditionPathExists={file}",
-        "",
-        "[Service]",
-        "Type=oneshot",
-        "RemainAfterExit=yes",
-        # Without MIG on, this driver does not list the profiles.
-        *([f"ExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes"] if with_mig else []),
-        f"ExecStart={program} apply -f {file} --yes",
-        f"TimeoutStartSec={APPLY_SECONDS}",
-        # A restart applies the file again; MPS daemons that it started keep running, and so do their clients.
-        "KillMode=process",
-        "",
-        "[Install]",
-        "WantedBy=multi-user.target",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _keep_unit(program: str, file: str) -> str:
-    lines = [
-        "# Written by gpushare.",
-        "[Unit]",
-        f"Description=Time-slices of GPU processes as {file} says",
-        "Documentation=man:gpushare-timeslice(1)",
-        "Wants=nvidia-persistenced.service",
-        f"After=nvidia-persistenced.service {HOST_UNIT}",
-        f"ConditionPathExists={file}",
-        "",
-        "[Service]",
-        "Type=exec",
-        f"ExecStart={program} timeslice keep -f {file}",
-        "ExecReload=/bin/kill -HUP $MAINPID",
-        "Restart=on-failure",
-        "RestartSec=5",
-        # A file that is wrong, or that others may write: another start does not make it better.
-        "RestartPreventExitStatus=2 4 6",
-        # It puts all slices back before it ends; its helper process must not end before it.
-        "KillMode=mixed",
-        "TimeoutStopSec=90",
-        "NoNewPrivileges=yes",
-        "",
-        "[Install]",
-        "WantedBy=multi-user.target",
-    ]
-    return "\n".join(lines) + "\n"
+    first = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes\n"
+    return rendered(
+        HOST_UNIT,
+        FILE=file,
+        PROGRAM=program,
+        BEFORE=" ".join([*after, "docker.service", "containerd.service", "kubelet.service", "slurmd.service"]),
+        MIG=first if with_mig else "",
+        SECONDS=APPLY_SECONDS,
+    )
 
 
 def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescription, program: str) -> str:
     uuid = gpu.uuid if mig is None else mig.uuid
-    key = device_key(uuid)
-    title = f"GPU {gpu.index}" if mig is None else f"MIG {mig.profile} of GPU {gpu.index}"
-    exclusive = mig is None and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
-    pipe = pipe_directory(uuid)
-    lines = [
-        "# Written by gpushare.",
-        "[Unit]",
-        f"Description=CUDA MPS control daemon of {title} ({uuid})",
-        "Documentation=man:nvidia-cuda-mps-control(1)",
-        "Wants=nvidia-persistenced.service",
-        f"After=nvidia-persistenced.service {HOST_UNIT}",
-        "",
-        "[Service]",
-        "Type=exec",
-        f"Environment=CUDA_VISIBLE_DEVICES={uuid}",
-        f"Environment=CUDA_MPS_PIPE_DIRECTORY={pipe}",
-        f"Environment=CUDA_MPS_LOG_DIRECTORY=/var/log/{UNIT_RUNTIME}/{key}",
-        # Created here, because the daemon would make it writable for everybody. If only some users may connect, it is
-        # closed and an access control list lets them in. systemd sets the mode again for every command, so it is set
-        # here; systemd itself keeps the directory above open.
-        f"RuntimeDirectory={UNIT_RUNTIME}/{key}/pipe"
-        if mps.users
-        else f"RuntimeDirectory={UNIT_RUNTIME}/{key} {UNIT_RUNTIME}/{key}/pipe",
-        f"RuntimeDirectoryMode={'0750' if mps.users else '0755'}",
-        f"LogsDirectory={UNIT_RUNTIME}/{key}",
-        # A daemon that `gpushare apply` started is stopped once its clients have left. 6: there is none.
-        f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} --yes || [ $$? -eq 6 ]'",
-        *([f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS"] if exclusive else []),
-        *([f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}"] if mps.users else []),
-        "ExecStart=/usr/bin/nvidia-cuda-mps-control -f",
-        f"ExecStartPost={READY_PATH} {_ready_arguments(mps)}",
-        f"ExecStop=/bin/sh -c '{program} mps stop --pipe-directory {pipe} --drain {DRAIN_SECONDS} --yes || [ $$? -eq 6 ]'",
-        # A GPU starts in compute mode default, so that is what to restore.
-        *([f"ExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT"] if exclusive else []),
-        "TimeoutStartSec=90",
-        f"TimeoutStopSec={DRAIN_SECONDS + 30}",
-        # SIGTERM only to the daemon, which ends its servers: a signal to those would break their clients.
-        "KillMode=mixed",
-        "Restart=on-failure",
-        "RestartSec=5",
-        # A server needs many open files for many clients (MPS guide).
-        "LimitNOFILE=16384",
-        "",
-        "[Install]",
-        "WantedBy=multi-user.target",
-    ]
-    return "\n".join(lines) + "\n"
+    pipe, directory = pipe_directory(uuid), f"{UNIT_RUNTIME}/{device_key(uuid)}"
+    before, after = "", ""
+    if mig is None and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:
+        before = f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS\n"
+        after = f"# A GPU starts in compute mode default, so that is what to restore.\nExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT\n"
+    if mps.users:
+        before += f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}\n"
+    return rendered(
+        "gpushare-mps.service",
+        TITLE=f"GPU {gpu.index}" if mig is None else f"MIG {mig.profile} of GPU {gpu.index}",
+        UUID=uuid,
+        HOST=HOST_UNIT,
+        PIPE=pipe,
+        DIRECTORY=directory,
+        RUNTIME=f"{directory}/pipe" if mps.users else f"{directory} {directory}/pipe",
+        MODE="0750" if mps.users else "0755",
+        PROGRAM=program,
+        BEFORE=before,
+        READY=f"{READY_PATH} {_ready_arguments(mps)}",
+        DRAIN=DRAIN_SECONDS,
+        AFTER=after,
+        STOP=DRAIN_SECONDS + 30,
+    )
 
 
 def _entries(users: tuple[str, ...]) -> str:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.export.description import HostDescription
+from gpushare.export.document import apply_script
 from gpushare.export.slurm import STATE, slurm_export
+from gpushare.export.systemd import units_export
 from gpushare.model import Sharing
 from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mps, text
@@ -47,6 +50,28 @@ quit*) [ -e "{tmp}/stuck" ] || rm "$CUDA_MPS_PIPE_DIRECTORY/alive" ;;
 get_default_device_pinned_mem_limit*) cat "{tmp}/held" 2>/dev/null || echo 3G ;;
 esac
 """
+
+
+@pytest.mark.parametrize(
+    "share", [HOST, host(gpu(0, Sharing.MPS, mps=mps()), gpu(1)), host(gpu(0, Sharing.MPS, mps=mps()))]
+)
+def test_shellcheck_finds_nothing(share: HostDescription, tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    units = units_export(share)
+    scripts = [
+        one
+        for one in (*slurm_export(share).documents, *units.documents, apply_script("systemd", units))
+        if one.kind == "sh"
+    ]
+    assert len(scripts) == 5
+    for one in scripts:
+        (tmp_path / one.name).write_text(one.text)
+    # 2317: functions that are called by their name in a variable.
+    command = [shellcheck, "--exclude", "SC2317", *(one.name for one in scripts)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def uuid(number: int) -> str:
