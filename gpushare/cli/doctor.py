@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -12,6 +12,9 @@ from gpushare.cli.options import Command, settings
 
 def register(app: typer.Typer) -> None:
     app.command("doctor", cls=Command, short_help="Check the host; each finding has a remedy.")(doctor)
+
+
+_CSV: Final = ("verdict", "id", "gpu", "seen", "why", "remedy")
 
 
 class FailOn(str, Enum):
@@ -45,29 +48,12 @@ def doctor(
         Column(key="seen", title="seen"),
         Column(key="remedy", title="remedy"),
     )
-    rows = tuple(
-        {
-            "verdict": check.verdict.value,
-            "id": check.id,
-            "gpu": check.gpu,
-            "seen": check.seen,
-            "why": check.why,
-            "remedy": check.remedy,
-        }
-        for check in checks
-    )
+    rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
     return Result(
         command="doctor",
         data={"worst": worst(checks), "checks": checks},
         tables=(table,),
-        csv=_csv(rows),
+        csv=Table(name="checks", columns=tuple(Column(key=key, title=key) for key in _CSV), rows=rows),
         exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
     )
-
-
-def _csv(rows: tuple[dict[str, Any], ...]) -> Any:
-    from gpushare.show.result import Column, Table
-
-    keys = ("verdict", "id", "gpu", "seen", "why", "remedy")
-    return Table(name="checks", columns=tuple(Column(key=key, title=key) for key in keys), rows=rows)
