@@ -86,6 +86,8 @@ function __gpushare_valued
             return 0
         case --listen
             return 0
+        case --gpus
+            return 0
         case --mig
             return 0
         case --threads
@@ -201,8 +203,6 @@ function __gpushare_valued
         case --window
             return 0
         case --rounds
-            return 0
-        case --gpus
             return 0
         case --load
             return 0
@@ -353,6 +353,8 @@ complete -c gpushare -n '__gpushare_at metrics' -s v -l verbose -d 'Print more: 
 complete -c gpushare -n '__gpushare_at metrics' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at metrics' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU or instance, or candidates: 0-3, NAME, any.'
+complete -c gpushare -n '__gpushare_at run' -l gpus -x -d 'On how many of them at the same time. [default: 1]'
+complete -c gpushare -n '__gpushare_at run' -l bind -d 'Run it on the CPUs next to its GPUs.'
 complete -c gpushare -n '__gpushare_at run' -l mig -x -a '(__gpushare_asked @places)' -d 'Run in a free MIG instance, or in that one.'
 complete -c gpushare -n '__gpushare_at run' -l threads -x -d 'Active thread percentage: above 0 up to 100.'
 complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'Device memory of the job, on each GPU: 20G, 80%.'
@@ -384,7 +386,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Print no notes, an
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --over --priority --slice --weight --container --timeout --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
 complete -c gpushare -n '__gpushare_at farm' -l copies -x -d 'Run N copies, numbered from 0.'
 complete -c gpushare -n '__gpushare_at farm' -l each -r -F -d 'Run one copy for each line of FILE; - is stdin.'
 complete -c gpushare -n '__gpushare_at farm' -l parallel -x -d 'At most K at a time. [default: as many as fit]'

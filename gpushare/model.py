@@ -261,6 +261,8 @@ class WaitingJob:
     device_uuids: tuple[str, ...]
     production: bool
     waiting_since: float | None
+    # How many of these GPUs it needs at the same time, with so much memory on each.
+    count: int = 1
     # Its gpushare is stopped (Ctrl-Z): others pass it until it continues.
     stopped: bool = False
 
@@ -311,6 +313,8 @@ class LinePlace:
     memory_bytes: int | None
     behind: tuple[str, ...]
     held_by: tuple[str, ...]
+    # How many of its GPUs it needs at the same time, with so much memory on each.
+    count: int = 1
     # Its gpushare is stopped (Ctrl-Z): skipped in the line until it continues.
     stopped: bool = False
 
@@ -331,7 +335,7 @@ class ListedJob:
     role: str | None
     device: str | None
     gpu_indexes: tuple[int, ...] = ()
-    device_uuid: str | None = None
+    device_uuids: tuple[str, ...] = ()
     # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
     way: str | None = None
     mig_profile: str | None = None
@@ -339,7 +343,7 @@ class ListedJob:
     mig_name: str | None = None
     threads_percent: float | None = None
     slice_us: int | None = None
-    # Device memory of its processes together, and the limit of the job.
+    # Device memory of its processes together, and the limit of the job on each of its devices.
     memory_used_bytes: int | None = None
     memory_limit_bytes: int | None = None
     # What it holds in host memory while it is swapped out.

@@ -19,6 +19,13 @@ _RANGE: Final = re.compile(r"^(\d{1,4})-(\d{1,4})$", re.ASCII)
 _OLD_MIG: Final = re.compile(r"^mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})$", re.IGNORECASE | re.ASCII)
 
 
+def titles(devices: Sequence[Device]) -> str:
+    """Return devices for people: ``GPU 0``, ``GPUs 0, 1, 5``."""
+    if len(devices) == 1 or any(device.mig is not None for device in devices):
+        return ", ".join(device.title for device in devices)
+    return "GPUs " + ", ".join(str(device.gpu.index) for device in devices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A device that a command works on: a GPU, or one MIG instance of it."""

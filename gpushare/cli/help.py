@@ -19,7 +19,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
-        "Share": "gpu mig threads memory over priority slice weight strict container",
+        "Share": "gpu gpus bind mig threads memory over priority slice weight strict container",
         "Waiting for room": "wait timeout requeue swap",
         "Roles": "production metric lower-is-better opportunistic for yield keep",
     },
@@ -45,6 +45,10 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "run": (
         ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python train.py"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
+        (
+            "Two GPUs, as soon as both have room",
+            "run --gpus 2 --wait --memory 60G -- torchrun --nproc-per-node 2 train.py",
+        ),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
@@ -213,7 +217,7 @@ def path_of(ctx: Any) -> str:
 
 
 # What `--help` of a command with many options leaves to `--help-all` and to the manual page.
-MORE: Final[Mapping[str, str]] = {"run": "strict metric lower-is-better grace"}
+MORE: Final[Mapping[str, str]] = {"run": "bind weight strict metric lower-is-better grace"}
 ALL: Final = "gpushare.help.all"
 
 

@@ -80,6 +80,10 @@ def run(
         str | None,
         typer.Option("-g", "--gpu", metavar="SET", help="GPU or instance, or candidates: 0-3, NAME, any."),
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="On how many of them at the same time. [default: 1]")
+    ] = None,
+    bind: Annotated[bool, typer.Option("--bind", help="Run it on the CPUs next to its GPUs.")] = False,
     mig: Annotated[
         str | None,
         typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance, or in that one."),
@@ -175,10 +179,12 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
+    if gpus is not None and gpus < 1:
+        raise BadUsage(f"--gpus {gpus} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     yields, share = _yields(how)
     swaps = None if swap is None else parse_swap(swap)
     values = {
-        "--mig": mig, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
+        "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
         "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
         "--timeout": timeout, "--requeue": requeue, "--swap": swap, "--production": production, "--metric": metric,
         "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
@@ -228,6 +234,8 @@ def run(
         dry_run=settings.dry_run,
         quiet=settings.quiet,
         say=note,
+        count=gpus or 1,
+        bind=bind,
     )
     return started.run(gpu, mig, options)
 

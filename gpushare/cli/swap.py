@@ -258,7 +258,7 @@ def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int,
     from gpushare.memory.room import outlook, outlook_text
 
     found = outlook(host, [device], request, limits)
-    if found.device is None:
+    if not found.devices:
         text = outlook_text(found, {})
         return text if wait else text.replace("now it would wait for", "now there is no room for", 1)
     return f"now there is room: {outlook_text(found, {}).rpartition(': ')[2]}"

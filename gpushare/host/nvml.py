@@ -108,6 +108,9 @@ class _GetMemoryLimits(Structure):
     _fields_ = (*_SetMemoryLimits._fields_, ("currentUsed", c_ulonglong))
 
 
+# NVML_P2P_STATUS_OK; the bits of a word of nvmlDeviceGetCpuAffinity.
+_P2P_OK: Final = 0
+_WORD_BITS: Final = 64
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _NO_VALUE: Final = 0xFFFFFFFFFFFFFFFF
 # One C call instead of two: ask again only if a GPU has more processes than this.
@@ -410,6 +413,34 @@ class NvmlReader:
         per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
         cores = None if per_sm is None else self._value(index, "nvmlDeviceGetNumGpuCores")
         return None if per_sm is None or cores is None else int(cores) // per_sm
+
+    def closeness(self, index: int, other: int) -> int:
+        """Return how well two GPUs are connected, from 0 (by the link between two CPUs, or unknown) to 6 (NVLink).
+
+        By nvmlDeviceGetP2PStatus (NVLINK) and nvmlDeviceGetTopologyCommonAncestor, as `nvidia-smi topo -m` shows them.
+        """
+        first, second = self.handle(index), self.handle(other)
+        status = self.ask(
+            lambda nvml: nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK), str(index)
+        )
+        if status == _P2P_OK:
+            return 6
+        level = self.ask(lambda nvml: nvml.nvmlDeviceGetTopologyCommonAncestor(first, second), str(index))
+        # From the same board (0) over bridges, a host bridge (30) and a NUMA node (40) to the whole system (50).
+        return 0 if level is None else max(0, 5 - int(level) // 10)
+
+    def cpus(self, index: int) -> frozenset[int] | None:
+        """Return the CPUs next to a GPU (nvmlDeviceGetCpuAffinity), or None when unknown."""
+        handle, words = self.handle(index), (max(os.sched_getaffinity(0)) // _WORD_BITS) + 1
+        masks = self.ask(lambda nvml: list(nvml.nvmlDeviceGetCpuAffinity(handle, words)), str(index))
+        if masks is None:
+            return None
+        return frozenset(
+            word * _WORD_BITS + bit
+            for word, mask in enumerate(masks)
+            for bit in range(_WORD_BITS)
+            if int(mask) >> bit & 1
+        )
 
     def virtualization_mode(self, index: int) -> int | None:
         """Return NVML_GPU_VIRTUALIZATION_MODE_* (nvmlDeviceGetVirtualizationMode)."""

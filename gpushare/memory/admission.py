@@ -2,7 +2,7 @@
 
 First come, first served. A job may pass an earlier one only if it cannot delay it: whatever the jobs that run now leave
 behind when they end, in any order, the earlier job must fit at least as soon as without the one that passes. A job that
-jobs of its own user keep out holds up that user's jobs only.
+jobs of its own user keep out holds up that user's jobs only. A job of several devices gets all of them at once, or none.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A job that waits: its bytes (None: unknown, so it needs a device without others), and its devices, best first."""
+    """A job that waits: its bytes (None: unknown, so it needs a device without others), and its devices, best first.
+
+    It needs ``count`` of them, with so many bytes on each.
+    """
 
     name: str
     memory_bytes: int | None
     keys: tuple[str, ...]
+    count: int = 1
     client: bool = False
     uid: int | None = None
 
@@ -83,21 +87,28 @@ class UserLimits(Mapping[int, int]):
 
 def admitted(
     rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], waiting: Sequence[Waiting]
-) -> dict[str, str]:
-    """Return the devices of the waiting jobs that may start now, by name. ``waiting`` is in order of arrival."""
+) -> dict[str, tuple[str, ...]]:
+    """Return the devices on which waiting jobs may start now, by name, best first. ``waiting`` is in order of arrival.
+
+    A job is taken to start on the first ones, as many as it needs.
+    """
     now = {key: list(running.get(key, ())) for key in rooms}
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     passed: list[Waiting] = []
     for job in waiting:
-        for key in job.keys:
-            if key not in rooms or not fits(rooms[key], now[key], job):
-                continue
-            if all(not _delays(rooms[key], now[key], job, one) for one in passed if key in one.keys):
-                found[job.name] = key
-                now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client, uid=job.uid))
-                break
-        else:
+        free = tuple(
+            key
+            for key in job.keys
+            if key in rooms
+            and fits(rooms[key], now[key], job)
+            and all(not _delays(rooms[key], now[key], job, earlier) for earlier in passed if key in earlier.keys)
+        )
+        if len(free) < job.count:
             passed.append(job)
+            continue
+        found[job.name] = free
+        for key in free[: job.count]:
+            now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client, uid=job.uid))
     return found
 
 
@@ -109,8 +120,8 @@ def fits(room: Room, running: Sequence[Running], job: Waiting) -> bool:
 
 
 def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
-    """Return whether a job fits on one of its devices when nothing else is there."""
-    return any(fits(rooms[key], (), job) for key in job.keys if key in rooms)
+    """Return whether a job fits on as many of its devices as it needs when nothing else is there."""
+    return sum(fits(rooms[key], (), job) for key in job.keys if key in rooms) >= job.count
 
 
 def _size(room: Room, job: Waiting) -> int:

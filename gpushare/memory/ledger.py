@@ -37,6 +37,8 @@ PATIENCE_SECONDS: Final = 10.0
 _PASSED_SECONDS: Final = 600.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
+# How often a job of several devices chooses those that it waits for: anew if one of them is lost.
+_MOST_FIXES: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
 # How long to wait for jobs that are just entering the ledger.
@@ -50,16 +52,17 @@ ABOVE: Final = ("refuse", "end", "warn", "pause")
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """A job in the ledger. ``key`` is the device on which it holds a place (None: it waits)."""
+    """A job in the ledger. ``held`` are the devices on which it holds a place; none: it waits for ``count`` of ``keys``."""
 
     claim: Claim
     name: str | None
     memory_bytes: int | None
     keys: tuple[str, ...]
     client: bool
-    key: str | None
+    held: tuple[str, ...]
     # Others have seen that it holds its place.
     sure: bool
+    count: int = 1
     production: bool = False
     # It leaves the GPU when production needs room; and has said that it cannot.
     leaves: bool = False
@@ -86,9 +89,14 @@ class Reservation:
         return self.claim.processes[-1].pid
 
     @property
+    def waits(self) -> bool:
+        """Return whether it holds no place yet."""
+        return not self.held
+
+    @property
     def stopped(self) -> bool:
         """Return whether it waits and is stopped: it takes no place until it continues, so it holds up nobody."""
-        return self.key is None and is_stopped(self.claim.pid)
+        return self.waits and is_stopped(self.claim.pid)
 
     @property
     def waiting_since_ns(self) -> int | None:
@@ -150,13 +158,13 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     found = [
         one
         for one in found
-        if one.key is None
+        if one.waits
         or out.isdisjoint((other.pid, uid) for other in one.claim.processes for uid in (None, one.claim.uid))
     ]
     waiting: dict[int, int] = defaultdict(int)
     kept = []
     for one in found:
-        if one.key is None:
+        if one.waits:
             waiting[one.claim.uid] += 1
             if waiting[one.claim.uid] > MOST_WAITING_OF_ONE_USER:
                 continue
@@ -166,7 +174,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
 
 def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
     """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
-    above = set(ancestry(host, os.getpid())) if any(one.key is not None for one in found) else set()
+    above = set(ancestry(host, os.getpid())) if any(one.held for one in found) else set()
     # The first process is its gpushare, the others are the program.
     return [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes[1:])]
 
@@ -181,12 +189,12 @@ def line_order(found: Sequence[Reservation]) -> list[Reservation]:
     # Where the last production job waits, by user and device.
     last: dict[tuple[int, str], int] = {}
     for place, job in enumerate(found):
-        if job.key is None and job.production:
+        if job.waits and job.production:
             last.update({(job.claim.uid, key): place for key in job.keys})
     places: dict[str, tuple[int, int]] = {}
     for place, job in enumerate(found):
         behind = place
-        if job.key is None and job.opportunistic and last:
+        if job.waits and job.opportunistic and last:
             behind = max(place, *(last.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys))
         places[job.id] = (behind, place if behind > place else -1)
     return sorted(found, key=lambda job: places[job.id])
@@ -201,52 +209,49 @@ def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, 
 
 def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
     """Return the jobs that would be before one that came now."""
-    waiting = [one for one in found if one.key is None and not one.stopped]
+    waiting = [one for one in found if one.waits and not one.stopped]
     return [one for one in waiting if not _spares(one, one.claim.uid, request, uid)]
 
 
 def _reservation(claim: Claim) -> Reservation | None:
     """Return what a claim says; None: nothing that we would have written."""
-    want = name = key = above = None
-    limit: int | None = None
-    sure = False
-    role = None
-    words = {fact.partition(" ")[0] for fact in claim.facts}
+    facts: dict[str, str] = {}
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
-        if word == "want" and want is None:
-            want = rest.split(" ")
-        elif word == "name":
-            name = rest[:64]
-        elif word == "role":
-            role = rest
-        elif word == "limit":
-            limit, above = _limit(rest)
-        elif word in {"hold", "sure"}:
-            key, sure = rest, word == "sure"
-        elif word == "back":
-            key, sure = None, False
-    if want is None or len(want) != 3 or want[1] not in {"0", "1"}:
+        if word in {"hold", "sure", "back"}:
+            facts["place"], facts["state"] = rest, word
+        elif word != "want" or word not in facts:
+            facts[word] = rest
+    want = facts.get("want", "").split(" ")
+    count = facts.get("gpus", "1")
+    if len(want) != 3 or want[1] not in {"0", "1"} or not count.isdecimal() or len(count) > 3:
         return None
     size = None if want[0] == "-" else int(want[0]) if want[0].isdecimal() and len(want[0]) < 20 else -1
     keys = tuple(want[2].split(","))
-    if (size is not None and not 0 <= size <= _MOST_BYTES) or (key is not None and key not in keys):
+    held = tuple(facts["place"].split(",")) if facts.get("state", "back") != "back" else ()
+    fixed = tuple(facts["fix"].split(",")) if "fix" in facts else ()
+    if (size is not None and not 0 <= size <= _MOST_BYTES) or not {*held, *fixed}.issubset(keys):
         return None
+    if not 1 <= int(count) <= len(set(keys)) or len(set(fixed)) not in {0, int(count)}:
+        return None
+    limit, above = _limit(facts.get("limit", ""))
+    role = facts.get("role")
     return Reservation(
         claim=claim,
-        name=name,
+        name=facts["name"][:64] if "name" in facts else None,
         memory_bytes=size,
-        keys=keys,
+        keys=fixed or keys,
         client=want[1] == "1",
-        key=key,
-        sure=sure,
+        held=held,
+        sure=facts.get("state") == "sure",
+        count=int(count),
         production=role == "production",
         opportunistic=role == "opportunistic",
         limit_bytes=limit,
         above=above,
-        leaves="leaves" in words,
-        stays="stays" in words,
-        turns="turns" in words,
+        leaves="leaves" in facts,
+        stays="stays" in facts,
+        turns="turns" in facts,
     )
 
 
@@ -281,7 +286,7 @@ def line_of(
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     processes = [one for one in device.gpu.processes or () if is_on(one, device)]
-    here = [one for one in found if one.key == device.uuid]
+    here = [one for one in found if device.uuid in one.held]
     owners = owners_of(host, here, processes)
     strangers = [(one, host.processes.describe(one.pid)) for one in processes if one.pid not in owners]
     # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
@@ -359,27 +364,27 @@ def _waiting(
     keys = tuple(
         key for key in one.keys if key not in lines or _within_limit(lines[key], uid, one.memory_bytes, limits)
     )
-    return Waiting(name=name, memory_bytes=one.memory_bytes, keys=keys, client=one.client, uid=uid)
+    return Waiting(name=name, memory_bytes=one.memory_bytes, keys=keys, count=one.count, client=one.client, uid=uid)
 
 
-def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str, str]:
+def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str, tuple[str, ...]]:
     rooms = {key: line.room for key, line in lines.items()}
     return admitted(rooms, {key: line.running for key, line in lines.items()}, waiting)
 
 
 def would_take(
     found: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: Mapping[int, int]
-) -> str | None:
-    """Return the device that a job would take if it came now; None: it would wait."""
+) -> tuple[str, ...]:
+    """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
     before = [_in_line(one, by_key, limits) for one in waiting_before(found, request, uid)]
-    return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("")
+    return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("", ())
 
 
 def who_could_take(found: Sequence[Reservation], line: Line, limits: Mapping[int, int], patience: Patience) -> set[str]:
     """Return the waiting jobs that can take a place on a device now."""
     by_key = {line.device.uuid: line}
-    waiting = [one for one in found if one.key is None and patience.lets_go_first(one)]
+    waiting = [one for one in found if one.waits and patience.lets_go_first(one)]
     return set(_admitted(by_key, [_in_line(one, by_key, limits) for one in waiting]))
 
 
@@ -418,11 +423,12 @@ def ancestry(host: Host, pid: int) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job that asks for a place: its bytes (None: unknown), the devices it may have, best first."""
+    """A job that asks for a place: its bytes (None: unknown) on each of ``count`` of these devices, best first."""
 
     memory_bytes: int | None
     keys: tuple[str, ...]
     client: bool
+    count: int = 1
     name: str | None = None
     production: bool = False
     # It leaves the GPU when production needs room; at the end of its turn.
@@ -442,12 +448,10 @@ class Lapses:
         now = time.monotonic()
         used: set[str] = set()
         for device in devices:
-            here = [one for one in found if one.key == device.uuid]
+            here = [one for one in found if device.uuid in one.held]
             processes = [one for one in device.gpu.processes or () if is_on(one, device)]
             used |= set(owners_of(host, here, processes).values())
-        self._since = {
-            one.id: self._since.get(one.id, now) for one in found if one.key is not None and one.id not in used
-        }
+        self._since = {one.id: self._since.get(one.id, now) for one in found if one.held and one.id not in used}
         return {name for name, since in self._since.items() if now - since > LAPSE_SECONDS}
 
     def pending(self, line: Line) -> bool:
@@ -477,11 +481,11 @@ class Patience:
             self._spent[uid] += now - self._looked
         self._looked = now
         for one in found:
-            if one.key is not None and one.id in before:
+            if one.held and one.id in before:
                 self._spent[one.claim.uid] = 0.0
         for uid in {uid for uid in self._could.values() if self._spent[uid] >= PATIENCE_SECONDS}:
             self._until[uid], self._spent[uid] = now + _PASSED_SECONDS, 0.0
-        self._passed |= {one.id for one in found if one.key is None and now < self._until.get(one.claim.uid, now)}
+        self._passed |= {one.id for one in found if one.waits and now < self._until.get(one.claim.uid, now)}
 
     def lets_go_first(self, one: Reservation) -> bool:
         """Return whether a waiting job counts: it is not stopped, and was not passed."""
@@ -504,7 +508,10 @@ class Place:
             NoPermission, OperationFailed: it cannot be written.
         """
         self._host, self.request = host, request
-        self.key: str | None = None
+        # The devices on which it has a place.
+        self.held: tuple[str, ...] = ()
+        # Those that a job of several devices waits for, once it is the first in the line.
+        self._fixed: tuple[str, ...] = ()
         self._patience = patience or Patience()
         # Which reservations have nothing on their device.
         self._lapses = lapses or Lapses()
@@ -516,6 +523,8 @@ class Place:
         try:
             size = "-" if request.memory_bytes is None else str(request.memory_bytes)
             self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
+            if request.count > 1:
+                self._claim.tell(f"gpus {request.count}")
             if request.name is not None:
                 self._claim.tell(f"name {request.name}")
             if request.production or request.opportunistic:
@@ -528,7 +537,7 @@ class Place:
         except BaseException:
             self._claim.release()
             raise
-        self._steps_back = self._added = 0
+        self._steps_back = self._added = self._fixes = 0
         self._told_limit: str | None = None
         self._entered = time.monotonic()
         # Those that came before this job, once that is sure.
@@ -538,29 +547,29 @@ class Place:
     def claim(self) -> HeldClaim:
         return self._claim
 
-    def take(self, key: str) -> None:
-        """Hold a device whether or not there is room: a job that does not wait."""
-        self._claim.tell(f"sure {key}")
-        self.key = key
+    def take(self, *keys: str) -> None:
+        """Hold devices whether or not there is room: a job that does not wait."""
+        self._claim.tell(f"sure {','.join(keys)}")
+        self.held = keys
 
     def try_to_take(
         self,
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
-        best: Callable[[], Sequence[str]] | None = None,
+        best: Callable[[Sequence[str]], Sequence[str]] | None = None,
     ) -> bool:
-        """Take the device that is this job's turn now; return whether there was one. Raises like `Place`.
+        """Take the devices that are this job's turn now, all or none; return whether it did. Raises like `Place`.
 
-        ``best`` returns the devices as they are best now; it is only asked if the job may take one.
+        ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        key = self._turn(devices, clients, limits, best)
-        if key is None:
+        keys = self._turn(devices, clients, limits, best)
+        if not keys:
             return False
-        self._claim.tell(f"hold {key}")
-        if self._still_fits(key, devices, clients, limits):
-            self._claim.tell(f"sure {key}")
-            self.key = key
+        self._claim.tell(f"hold {','.join(keys)}")
+        if self._still_fit(keys, devices, clients, limits):
+            self._claim.tell(f"sure {','.join(keys)}")
+            self.held = keys
             return True
         self._claim.tell("back")
         self._steps_back += 1
@@ -575,8 +584,8 @@ class Place:
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
-        best: Callable[[], Sequence[str]] | None,
-    ) -> str | None:
+        best: Callable[[Sequence[str]], Sequence[str]] | None,
+    ) -> tuple[str, ...]:
         claims = all_claims(self._host, PREFIX)
         # Choosing takes microseconds. Whoever shows an earlier ticket later than this did not draw it then.
         while self._before is None and any(one.ticket is None for one in claims or ()) and self._has_just_come():
@@ -586,26 +595,44 @@ class Place:
         own = self._claim.path.name
         mine = next((one for one in claims or () if one.path.name == own), None)
         if claims is None or found is None or mine is None:
-            return None
+            return ()
         if self._before is None:
             self._before = frozenset(one.path.name for one in claims if one.ticket is not None and one.rank < mine.rank)
         lines = self._lines(found, devices, clients, limits)
         waiting = [
             _in_line(one, lines, limits)
             for one in found
-            if one.id == own or (one.key is None and self._patience.lets_go_first(one) and self._goes_first(one))
+            if one.id == own or (one.waits and self._patience.lets_go_first(one) and self._goes_first(one))
         ]
         taken = _admitted(lines, waiting)
         self._patience.look(found, taken.keys() - {own})
-        if own in taken and best is not None:
+        free = taken.get(own, ())
+        if not free:
+            self._fix(lines, waiting)
+        elif best is not None:
             # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
-            order = best()
-            waiting = [
-                replace(one, keys=tuple(key for key in order if key in one.keys)) if one.name == own else one
-                for one in waiting
-            ]
-            return _admitted(lines, waiting).get(own, taken[own])
-        return taken.get(own)
+            free = tuple(best(free))
+        return free[: self.request.count]
+
+    def _fix(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
+        """Choose the devices that a job of several waits for, once nobody is before it: the others are free for later jobs.
+
+        Those with the most free memory: what runs there has the least to give back.
+        """
+        count, wanted = self.request.count, self.request.keys
+        if count == 1 or self._fixes >= _MOST_FIXES or set(self._fixed) & lines.keys() == {*self._fixed} != set():
+            return
+        before = next((one for one in waiting if not set(one.keys).isdisjoint(wanted)), None)
+        room = {
+            key: lines[key]
+            for key in wanted
+            if key in lines and not never_fits([lines[key]], replace(self.request, count=1))
+        }
+        if before is None or before.name != self._claim.path.name or len(room) < count:
+            return
+        self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, wanted.index(key)))[:count])
+        self._fixes += 1
+        self._claim.tell(f"fix {','.join(self._fixed)}")
 
     def _others(self, found: Sequence[Reservation] | None) -> list[Reservation] | None:
         return None if found is None else not_around(self._host, found)
@@ -618,21 +645,25 @@ class Place:
     def _has_just_come(self) -> bool:
         return time.monotonic() - self._entered < _CHOOSING_SECONDS
 
-    def _still_fits(
-        self, key: str, devices: Sequence[Device], clients: Mapping[str, int | None], limits: Mapping[int, int]
+    def _still_fit(
+        self,
+        keys: Sequence[str],
+        devices: Sequence[Device],
+        clients: Mapping[str, int | None],
+        limits: Mapping[int, int],
     ) -> bool:
-        """Return whether the device has room for this job with all that hold it now, but for those who step back."""
+        """Return whether devices have room for this job with all that hold them now, but for those who step back."""
         found = self._others(reservations(self._host))
         own = next((one for one in found or () if one.id == self._claim.path.name), None)
         if found is None or own is None:
             return False
         kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
-        line = self._lines(kept, [one for one in devices if one.uuid == key], clients, limits).get(key)
-        return (
-            line is not None
-            and own.id not in line.beyond
-            and sum(one.memory_bytes for one in line.running) <= line.room.memory_bytes
-            and (line.room.clients is None or sum(one.client for one in line.running) <= line.room.clients)
+        lines = self._lines(kept, [device for device in devices if device.uuid in keys], clients, limits)
+        return lines.keys() == set(keys) and all(
+            own.id not in line.beyond
+            and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes
+            and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
+            for line in lines.values()
         )
 
     def _lines(
@@ -681,12 +712,14 @@ def position(found: Sequence[Reservation], place: Place) -> int:
     for one in found:
         if one.id == place.claim.path.name:
             break
-        before += one.key is None and not keys.isdisjoint(one.keys) and not one.stopped
+        before += one.waits and not keys.isdisjoint(one.keys) and not one.stopped
     return before
 
 
 def never_fits(lines: Iterable[Line], request: Request) -> bool:
-    """Return whether a request fits on none of its devices, even if nothing else is there."""
+    """Return whether a request never fits, even if nothing else is on its devices."""
     rooms = {line.device.uuid: line.room for line in lines}
-    job = Waiting(name="", memory_bytes=request.memory_bytes, keys=request.keys, client=request.client)
+    job = Waiting(
+        name="", memory_bytes=request.memory_bytes, keys=request.keys, count=request.count, client=request.client
+    )
     return not could_ever_fit(rooms, job)

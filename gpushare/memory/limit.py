@@ -58,7 +58,7 @@ class JobMemory(Part):
     """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger.
 
     ``driver`` is the driver's limit, if it has one: given back by `leave`. ``listed`` reads the processes on the GPU, if one
-    look is for several jobs.
+    look is for several jobs. ``mark`` is that of the same job on another GPU.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class JobMemory(Part):
         driver: DriverLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
         listed: Callable[[], Sequence[GpuProcess] | None] | None = None,
+        mark: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
@@ -88,7 +89,7 @@ class JobMemory(Part):
         # Whether the user has asked for the end.
         self.asked_to_end = False
         self._root, self._began = 0, self._clock()
-        self._mark = secrets.token_hex(8)
+        self.mark = mark or secrets.token_hex(8)
         # Of the family, with start times; and strangers, which are not asked about again.
         self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
@@ -105,7 +106,7 @@ class JobMemory(Part):
     @property
     def variables(self) -> Mapping[str, str]:
         """Return what the environment of the program has besides: processes that leave its tree are known by it."""
-        return {MARK: self._mark}
+        return {MARK: self.mark}
 
     @property
     def seconds(self) -> float:
@@ -326,7 +327,7 @@ class JobMemory(Part):
         if not limited or self.by_driver or self._root == 0:
             return
         # Also those that hold nothing yet.
-        marked = known(self._host.processes, self._host.processes.started_with(MARK, self._mark))
+        marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
         left = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
         held = sum(one.memory_used_bytes or 0 for one in self._processes() or () if one.pid in left)
         if left:
@@ -388,7 +389,7 @@ class JobMemory(Part):
                 self._family.update(known(self._host.processes, [pid]))
                 return True
             above = self._host.processes.parent(above)
-        if (self._host.processes.environment(pid) or {}).get(MARK) == self._mark:
+        if (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
             self._family.update(known(self._host.processes, [pid]))
             return True
         self._strangers.add(pid)

@@ -43,7 +43,7 @@ def _with_reserved(host: Host, gpu: Gpu, found: Sequence[Reservation], limits: M
 
 
 def _reserved(host: Host, device: Device, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> int | None:
-    if all(one.key != device.uuid for one in found):
+    if not any(device.uuid in one.held for one in found):
         return 0
     line = line_of(host, device, found, limits=limits)
     return None if line is None else line.reserved_bytes
@@ -53,7 +53,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) 
     """Return the jobs that wait for room on some of these GPUs, in their order."""
     indexes = _indexes(gpus)
     now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    waiting = [one for one in found if one.key is None]
+    waiting = [one for one in found if one.waits]
     jobs = []
     for number, one in enumerate(waiting):
         if indexes.keys().isdisjoint(one.keys):
@@ -68,6 +68,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) 
                 name=one.name,
                 place=before + 1,
                 memory_bytes=one.memory_bytes,
+                count=one.count,
                 gpu_indexes=tuple(sorted({indexes[key] for key in one.keys if key in indexes})),
                 device_uuids=one.keys,
                 production=one.production,
@@ -84,15 +85,18 @@ def _indexes(gpus: Sequence[Gpu]) -> dict[str, int]:
 
 def _limited(indexes: Mapping[str, int], found: Sequence[Reservation]) -> Iterator[LimitedJob]:
     for one in found:
-        if one.key is not None and one.key in indexes and one.limit_bytes is not None and one.above is not None:
-            yield LimitedJob(
-                pid=one.pid,
-                name=one.name,
-                gpu_index=indexes[one.key],
-                device_uuid=one.key,
-                limit_bytes=one.limit_bytes,
-                above=one.above,
-            )
+        if one.limit_bytes is None or one.above is None:
+            continue
+        for key in one.held:
+            if key in indexes:
+                yield LimitedJob(
+                    pid=one.pid,
+                    name=one.name,
+                    gpu_index=indexes[key],
+                    device_uuid=key,
+                    limit_bytes=one.limit_bytes,
+                    above=one.above,
+                )
 
 
 def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
@@ -30,8 +32,9 @@ from gpushare.memory.ledger import (
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
+from gpushare.memory.together import best_together
 from gpushare.model import ComputeMode, WaitingJob
-from gpushare.selection import Device, select
+from gpushare.selection import Device, select, titles
 from gpushare.units import GIB, counted, format_bytes, format_duration
 from gpushare.values import dataclass
 
@@ -77,11 +80,13 @@ def best_first(
     limits: Mapping[int, int] | None = None,
     command: Sequence[str] = (),
     but: Place | None = None,
+    count: int = 1,
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
     A GPU without a production job first, then the one where the job and those there slow each other down least (`harm`),
-    then the one with the most room. ``productions`` returns the names of the production jobs on a device. ``but`` is the
+    then the one with the most room. For a job of ``count`` devices those come first that are best together: among equals
+    the ones that are connected best. ``productions`` returns the names of the production jobs on a device. ``but`` is the
     place of the job itself.
     """
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {}, but)}
@@ -98,7 +103,16 @@ def best_first(
         what += f"; {in_words(job, there)}; {format_bytes(line.free_bytes)} free"
         rank = (len(names), order(job, there), -line.free_bytes, device.gpu.index)
         found.append((rank, device, what))
-    return [(device, what) for _, device, what in sorted(found, key=lambda one: one[0])]
+    found.sort(key=lambda one: one[0])
+    if 1 < count < len(found):
+        indexes = [device.gpu.index for _, device, _ in found]
+
+        def closeness(first: int, second: int) -> int:
+            return or_none(lambda: host.nvml.closeness(indexes[first], indexes[second])) or 0
+
+        chosen = best_together([rank[:2] for rank, _, _ in found], count, functools.cache(closeness))
+        found = [found[number] for number in chosen] + [one for number, one in enumerate(found) if number not in chosen]
+    return [(device, what) for _, device, what in found]
 
 
 # Of more jobs, the rest is only seen in the utilization of the GPU.
@@ -166,8 +180,8 @@ def wait_for_room(
     best: Callable[[Sequence[Device]], Sequence[Device]] = lambda devices: devices,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Device:
-    """Wait until it is this job's turn and a device has room; return the device, which the place then holds.
+) -> tuple[Device, ...]:
+    """Wait until it is this job's turn and as many devices as it needs have room; return those, which the place then holds.
 
     ``seconds`` None: as long as it takes. ``best`` orders devices as of now, for a job that has waited. ``draw``
     (`show.waiting`) shows what it waits for, and for how long. The place is left if anything fails, Ctrl-C included.
@@ -184,14 +198,16 @@ def wait_for_room(
     reasons: Sequence[str] = ()
     waited = False
 
-    def order() -> list[str]:
-        return [one.uuid for one in best(now)]
+    def order(keys: Sequence[str]) -> list[str]:
+        return [device.uuid for device in best([device for device in now if device.uuid in keys])]
 
     try:
         while True:
             now, reasons = usable_now(host, devices, client=place.request.client)
-            if place.try_to_take(now, clients, limits, order if waited and len(uuids) > 1 else None):
-                return next(one for one in now if one.uuid == place.key)
+            # Best for one device is not best for several.
+            ordered = len(uuids) > 1 and (waited or place.request.count > 1)
+            if place.try_to_take(now, clients, limits, order if ordered else None):
+                return tuple(device for key in place.held for device in now if device.uuid == key)
             waited = True
             due = clock() - looked >= _LOOK_SECONDS
             lines = read_lines(host, now, limits) if due else []
@@ -248,7 +264,7 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
         own = (
             one
             for one in found
-            if one.key == swap.gpu_uuid and not family.isdisjoint(p.pid for p in one.claim.processes)
+            if swap.gpu_uuid in one.held and not family.isdisjoint(p.pid for p in one.claim.processes)
         )
         if any(one.memory_bytes is None or one.memory_bytes >= size for one in own):
             return True
@@ -265,10 +281,10 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What would happen to a job that came now: the device that it would take, or whom it would wait for."""
+    """What would happen to a job that came now: the devices that it would take, or whom it would wait for."""
 
-    # None: it would wait.
-    device: Device | None
+    # None of them: it would wait.
+    devices: tuple[Device, ...]
     request: Request
     # The jobs that came before it for one of its devices.
     before: tuple[WaitingJob, ...]
@@ -288,7 +304,7 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
     clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
     possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
     lines = tuple(line for line in possible if line is not None)
-    key = would_take(found, lines, request, os.geteuid(), limits)
+    free = would_take(found, lines, request, os.geteuid(), limits)
     gpus = list({one.gpu.index: one.gpu for one in devices}.values())
     first = {one.claim.pid for one in waiting_before(found, request, os.geteuid())}
     before = [
@@ -298,7 +314,7 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
     ]
     holders = [_holder(host, line, one) for line in lines for one in line.holders]
     return Outlook(
-        device=next((one for one in now if one.uuid == key), None),
+        devices=tuple(device for key in free[: request.count] for device in now if device.uuid == key),
         request=request,
         before=tuple(before),
         lines=lines,
@@ -330,9 +346,9 @@ _MOST_NAMED: Final = 4
 def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
     """Return in a sentence what would happen; ``reasons`` are why a device is good for it, by UUID."""
     free = {line.device.uuid: line.free_bytes for line in found.lines}
-    if found.device is not None:
-        why = reasons.get(found.device.uuid) or f"{format_bytes(free[found.device.uuid])} free"
-        return f"now it would start at once, on {found.device.title}: {why}"
+    if found.devices:
+        whys = [reasons.get(device.uuid) or f"{format_bytes(free[device.uuid])} free" for device in found.devices]
+        return f"now it would start at once, on {titles(found.devices)}: {'; '.join(dict.fromkeys(whys))}"
     if not found.lines:
         return f"now it would wait: {_unusable(found.unusable)}"
     parts = []
@@ -367,9 +383,9 @@ def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
         return {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": one.memory_bytes}
 
     return {
-        "starts_now": found.device is not None,
-        "gpu": None if found.device is None else found.device.gpu.index,
-        "device_uuid": None if found.device is None else found.device.uuid,
+        "starts_now": bool(found.devices),
+        "gpus": [device.gpu.index for device in found.devices],
+        "device_uuids": [device.uuid for device in found.devices],
         "why": outlook_text(found, reasons),
         "memory_bytes": found.request.memory_bytes,
         "behind": [job(one) for one in found.before],
@@ -449,7 +465,11 @@ def _unusable(reasons: Sequence[str]) -> str:
 
 
 def size_text(request: Request) -> str:
-    return "a GPU without other jobs" if request.memory_bytes is None else format_bytes(request.memory_bytes)
+    """Return what a job waits for: ``8.0 GiB``, ``a GPU without other jobs``, ``8.0 GiB on each of 2 GPUs``."""
+    if request.memory_bytes is None:
+        return "a GPU without other jobs" if request.count == 1 else f"{request.count} GPUs without other jobs"
+    each = "" if request.count == 1 else f" on each of {request.count} GPUs"
+    return format_bytes(request.memory_bytes) + each
 
 
 def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
@@ -510,7 +530,7 @@ def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> N
     Raises:
         NoPermission: it is, on each of its devices (code ``over_user_limit``).
     """
-    if limit is None or any(_need(line, request) <= limit for line in lines):
+    if limit is None or sum(_need(line, request) <= limit for line in lines) >= min(request.count, len(lines)):
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
@@ -535,6 +555,13 @@ def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> st
 
 def _never(lines: Sequence[Line], request: Request) -> BadUsage:
     largest = max(lines, key=lambda line: line.room.memory_bytes)
+    if request.count > 1:
+        fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
+        return BadUsage(
+            f"the job needs {size_text(request)}, and {counted(fitting, 'GPU')} of {len(lines)} can have that even when empty",
+            "give it less: --memory SIZE; or fewer GPUs: --gpus N",
+            code="never_fits",
+        )
     return BadUsage(
         f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
         "give it less: --memory SIZE; or name a larger GPU: -g GPU",
@@ -551,7 +578,8 @@ def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: S
     else:
         free = f"at most {format_bytes(most.free_bytes)} are free"
     free += f"; {counted(before, 'job')} waited before it" if before else ""
-    want = "a job that needs a whole GPU" if request.memory_bytes is None else format_bytes(request.memory_bytes)
+    whole = request.memory_bytes is None and request.count == 1
+    want = "a job that needs a whole GPU" if whole else size_text(request)
     if seconds <= 0:
         return InUse(
             f"there is no room for {want} now: {free}",

@@ -151,7 +151,9 @@ class _FarmLine:
         self._patience, self._lapses = Patience(), Lapses()
         self._reasons: Sequence[str] = ()
 
-    def take(self, sizes: Mapping[str, int], order: Callable[[], Sequence[str]]) -> tuple[Device, Place] | None:
+    def take(
+        self, sizes: Mapping[str, int], order: Callable[[Sequence[str]], Sequence[str]]
+    ) -> tuple[Device, Place] | None:
         """Return a device that has room for a copy, and the place there that it holds; None: it waits.
 
         ``sizes`` are what a copy reserves, by UUID of the devices that it may have; ``order`` is best first.
@@ -174,7 +176,7 @@ class _FarmLine:
                 del self._places[size]
                 # Of the other sizes it goes to the end of the line, too.
                 self.leave()
-                return next(device for device in now if device.uuid == place.key), place
+                return next(device for device in now if device.uuid in place.held), place
         return None
 
     def waits_for(self) -> tuple[str, int]:
@@ -315,7 +317,7 @@ class _Farm:
     def _find_inside(self) -> None:
         found = reservations(self._host) or []
         others = {job.id for job in not_around(self._host, found)}
-        around = {job.key: job.memory_bytes for job in found if job.id not in others}
+        around = {key: job.memory_bytes for job in found if job.id not in others for key in job.held}
         self._inside = {uuid: around[uuid] for uuid in self._gpus if uuid in around}
         if self._inside:
             # The memory of that job is for the copies.
@@ -557,13 +559,13 @@ class _Farm:
     def _any_memory_known(self) -> bool:
         return any(gpu.device.memory_total_bytes is not None for gpu in self._gpus.values())
 
-    def _order(self) -> list[str]:
-        """Return the devices with the fewest copies first."""
-        return sorted(self._gpus, key=lambda uuid: len(self._gpus[uuid].running))
+    def _order(self, uuids: Sequence[str]) -> list[str]:
+        """Return devices with the fewest copies first."""
+        return sorted(uuids, key=lambda uuid: len(self._gpus[uuid].running))
 
     def _turn_inside(self, *, alone: bool) -> tuple[_FarmGpu, Place | None, int] | None:
         """Return a device with room within what the job around has reserved: the copies reserve nothing themselves."""
-        for uuid in self._order():
+        for uuid in self._order([*self._gpus]):
             gpu, around = self._gpus[uuid], self._inside[uuid]
             size = 0 if self._sizes is None else self._sizes[uuid]
             if alone or around is None or (len(gpu.running) + 1) * size <= around:

@@ -16,7 +16,7 @@ from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.part import Part
 from gpushare.plan import Loss
-from gpushare.typed import JOB_NAME, Count, JobName, Percent, Pid, Within
+from gpushare.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
 from gpushare.units import counted, pid_of, quoted
 from gpushare.values import dataclass
 
@@ -77,12 +77,12 @@ MOST_GRACE_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(Kept):
-    """One named job: its program, its device, its role, and the most memory that was seen."""
+    """One named job: its program, its devices (UUIDs), its role, and the most memory that was seen on the first one."""
 
     name: JobName
     pid: Pid
     started: Count
-    device_uuid: str
+    devices: Annotated[tuple[str, ...], Most(64)]
     memory_peak_bytes: Count | None = None
     role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__] = PRODUCTION
     # The gpushare that runs it and ends it the safe way.
@@ -189,7 +189,7 @@ def record_of(
     return JobRecord(
         name=name,
         **process._asdict(),
-        device_uuid=device.uuid,
+        devices=(device.uuid,),
         memory_peak_bytes=peak,
         role=role,
         **({} if rate is None else asdict(rate)),
@@ -325,7 +325,7 @@ class RecordedJob(Part):
         # The peak memory of this job on this device.
         same = (
             before is not None
-            and before.device_uuid == self.device.uuid
+            and before.devices == self.record.devices
             and before.role == self.record.role == PRODUCTION
         )
         peak = before.memory_peak_bytes if before is not None and same else None
@@ -393,7 +393,7 @@ class Job:
     # None: it was given by PID and has no name.
     name: str | None = None
     role: str | None = None
-    device_uuid: str | None = None
+    devices: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -434,7 +434,7 @@ def find_job(host: Host, text: str) -> Job:
         user=info.user,
         name=None if record is None else record.name,
         role=None if record is None else record.role,
-        device_uuid=None if record is None else record.device_uuid,
+        devices=() if record is None else record.devices,
     )
 
 

@@ -19,7 +19,7 @@ from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
 from gpushare.pause.record import paused_jobs
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, is_running
-from gpushare.selection import Device
+from gpushare.selection import Device, titles
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ class _Present:
 
     def _job(self, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
         info = self._host.processes.describe(record.pid)
-        device = self._devices.get(record.device_uuid)
+        devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
+        device = devices[0] if devices else None
         began = record.since
         state, since = self._state(record.pid, _age(info) if began is None else uptime() - began)
         if state == RUNNING and record.role == OPPORTUNISTIC and _runs_itself(record):
@@ -152,9 +153,9 @@ class _Present:
             state=state,
             user=None if info is None else info.user,
             role=record.role,
-            device=None if device is None else device.title,
-            gpu_indexes=tuple(sorted({one.gpu for one in processes} | (set() if gpu is None else {gpu.index}))),
-            device_uuid=record.device_uuid,
+            device=titles(devices) if devices else None,
+            gpu_indexes=tuple(sorted({one.gpu for one in processes} | {each.gpu.index for each in devices})),
+            device_uuids=record.devices,
             way=_way(mps=mps, mig=device is not None and device.mig is not None),
             mig_profile=None if device is None or device.mig is None else device.mig.profile,
             mig_name=None if device is None or device.mig is None else device.mig.name,
@@ -190,7 +191,7 @@ class _Present:
             device=None if device is None else device.title,
             gpu_indexes=tuple(sorted({one.gpu for one in processes}))
             or (() if device is None else (device.gpu.index,)),
-            device_uuid=None if device is None else device.uuid,
+            device_uuids=() if device is None else (device.uuid,),
             way=None if device is None else _way(mps=mps, mig=mig is not None),
             mig_profile=None if mig is None else mig.profile,
             mig_name=None if mig is None else mig.name,
@@ -294,7 +295,7 @@ def _program_of(info: ProcessInfo | None) -> str | None:
 
 def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> Iterator[ListedJob]:
     waiting = waiting_jobs(host, snapshot.gpus, found)
-    reserved = {one.claim.pid: one for one in found if one.key is None}
+    reserved = {one.claim.pid: one for one in found if one.waits}
     now = time.time()
     for number, one in enumerate(waiting):
         want = reserved.get(one.pid)
@@ -313,11 +314,12 @@ def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> It
             line=LinePlace(
                 place=one.place,
                 memory_bytes=one.memory_bytes,
+                count=one.count,
                 behind=tuple(_word(other) for other in waiting[:number] if _meet(other, one)),
                 held_by=tuple(
                     _name(other.name) or str(other.pid)
                     for other in found
-                    if other.key is not None and other.key in one.device_uuids
+                    if not set(other.held).isdisjoint(one.device_uuids)
                 ),
                 stopped=one.stopped,
             ),

@@ -185,7 +185,7 @@ def jobs_before(found: Sequence[Reservation], entry: Entry | None, free: Sequenc
             break
         size = one.memory_bytes or 0
         if (
-            one.key is None
+            one.waits
             and not one.stopped
             and any(place.mig.uuid in one.keys and size <= (place.mig.memory_total_bytes or size) for place in free)
         ):

@@ -11,6 +11,7 @@ from gpushare.host.host import make_private_directory
 from gpushare.mig.driver import processes_in
 from gpushare.model import device_key
 from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
+from gpushare.selection import Device, titles
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.model import GpuProcess
     from gpushare.plan import Step
-    from gpushare.selection import Device
 
 
 _MPS: Final = "CUDA_MPS_"
@@ -29,13 +29,17 @@ _MPS: Final = "CUDA_MPS_"
 
 @dataclass
 class PlainShare:
-    """A device outside MPS: `Share` without a daemon. With a claim it is a MIG instance for one program."""
+    """A device outside MPS: `Share` without a daemon. With a claim it is a MIG instance for one program.
+
+    ``more`` are the other GPUs of a job of several.
+    """
 
     host: Host
     device: Device
     claim: HeldClaim | None = None
     # What to call a MIG instance.
     title: str | None = None
+    more: tuple[Device, ...] = ()
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -43,10 +47,15 @@ class PlainShare:
         return (INSTANCE, *held(None), *claimed(self.claim))
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the device, and the others of a job of several."""
+        return (self.device, *self.more)
+
+    @property
     def where(self) -> str:
         """Return where a program runs in it."""
         if self.title is None:
-            return f"on {self.device.title}"
+            return f"on {titles(self.devices)}"
         return f"in {self.title}{'' if self.claim else ', if it is still free then'}"
 
     def check(self, program: str) -> None:
@@ -68,11 +77,12 @@ class PlainShare:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the program; see `plain_environment`."""
-        return plain_environment(base, self.host, self.device)
+        own = plain_environment(base, self.host, self.device)
+        return {**own, "CUDA_VISIBLE_DEVICES": ",".join(device.uuid for device in self.devices)}
 
     def watch(self, pid: int) -> PlainWatch:
         """Return the watch over a program."""
-        return PlainWatch(self.host, self.device, pid)
+        return PlainWatch(self.host, self.device, pid, more=frozenset(device.gpu.index for device in self.more))
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Release the claim, if there is one; return False, because there is no daemon that others could still use."""
@@ -113,6 +123,8 @@ class PlainWatch(Watch):
     """The proof that a program runs on its device: NVML lists its processes there."""
 
     attached: set[int] = field(default_factory=set)
+    # The indexes of the other GPUs of a job of several.
+    more: frozenset[int] = frozenset()
 
     def look(self) -> None:
         """Look for the program's processes on the device, and anywhere else."""
@@ -136,6 +148,8 @@ class PlainWatch(Watch):
             if self._is_here(gpu, process):
                 inside.add(process.pid)
                 here.append(process)
+            elif gpu in self.more:
+                inside.add(process.pid)
             elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
                 now.add(process.pid)
         self.attached |= inside & tree

@@ -151,7 +151,7 @@ class ProductionJob:
 
     def _follow(self, name: str) -> bool:
         found = find_record(self._host, name)
-        if found is None or found.device_uuid != self._device.uuid or not is_running(self._host, found):
+        if found is None or self._device.uuid not in found.devices or not is_running(self._host, found):
             return False
         self._is(found.pid, found.started)
         return True

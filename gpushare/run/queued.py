@@ -27,13 +27,13 @@ from gpushare.memory.room import (
     check_limit,
     outlook,
     read_lines,
-    size_text,
     wait_for_room,
 )
 from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
+from gpushare.selection import titles
 from gpushare.show.waiting import waiting_line
 from gpushare.units import MIB, format_bytes, format_duration
 from gpushare.values import dataclass
@@ -102,7 +102,7 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
         InUse: one does (code ``name_in_use``).
     """
     found = () if name is None else reservations(host) or ()
-    same = [one for one in found if one.name == name and one.key is None and one.claim.uid == os.geteuid()]
+    same = [one for one in found if one.name == name and one.waits and one.claim.uid == os.geteuid()]
     if same:
         raise InUse(
             f"a job '{name}' already waits for room (process {same[0].claim.pid})",
@@ -174,7 +174,10 @@ class ErrorTail:
 
 @dataclass
 class Queued:
-    """One program that needs memory. ``start`` runs it on a device with the given options, and returns its exit code."""
+    """One program that needs memory on ``count`` of these devices.
+
+    ``start`` runs it there with the given options, and returns its exit code.
+    """
 
     host: Host
     devices: Sequence[Device]
@@ -186,11 +189,12 @@ class Queued:
     name: str | None
     production: bool
     opportunistic: bool
-    start: Callable[[Device, RunOptions], Any]
+    start: Callable[[Sequence[Device], RunOptions], Any]
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
     limits: UserLimits = field(default_factory=lambda: UserLimits({}, None))
     quiet: bool = False
+    count: int = 1
 
     def run(self) -> Any:
         """Run it, again if it ran out of memory and may be queued again; return its exit code.
@@ -243,7 +247,7 @@ class Queued:
         most = own if most is None or (own is not None and own < most) else most
         return None if most is None else most // MIB * MIB
 
-    def plan(self) -> tuple[Device, RunOptions, Outlook | None, Mapping[str, str]]:
+    def plan(self) -> tuple[Sequence[Device], RunOptions, Outlook | None, Mapping[str, str]]:
         """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
 
         The options show what this adds to the program. The reasons for devices are by UUID. Nothing is changed.
@@ -262,14 +266,14 @@ class Queued:
         check_ever(lines, request)
         check_limit(lines, request, limit)
         found = outlook(self.host, devices, request, self.limits) if self.memory.wait else None
-        where = devices[0] if found is None or found.device is None else found.device
+        where = found.devices if found is not None and found.devices else tuple(devices[: self.count])
         before = [step_of_run(one) for one in self._before(request, devices)]
         limit_bytes = self.memory.job_bytes
-        by_driver = limit_bytes is not None and self._may_limit(where)
+        by_driver = limit_bytes is not None and self._may_limit(where[0])
         if limit_bytes is not None and by_driver:
             from gpushare.memory.driver_limit import command, words
 
-            before.append(step_of_run(words(limit_bytes), command(where, limit_bytes)))
+            before.append(step_of_run(words(limit_bytes), command(where[0], limit_bytes)))
         meanwhile = tuple(step_of_run(one) for one in self._meanwhile(size, by_driver=by_driver))
         options = replace(
             self.options,
@@ -284,6 +288,7 @@ class Queued:
             memory_bytes=size,
             keys=keys,
             client=self.client,
+            count=self.count,
             name=self.name,
             production=self.production,
             opportunistic=self.opportunistic,
@@ -294,25 +299,28 @@ class Queued:
     def _may_limit(self, device: Device) -> bool:
         """Return whether the driver may limit the job: it can only refuse, and only what runs in a cgroup of ours.
 
-        A container has its own cgroup. A job that is swapped is lost if the driver refuses a part of its restore.
+        A container has its own cgroup. A job that is swapped is lost if the driver refuses a part of its restore. A process
+        is in one cgroup only, and a limit is of one GPU.
         """
-        if self.memory.action != "end" or self.memory.swappable or self.options.container is not None:
+        if self.memory.action != "end" or self.memory.swappable or self.options.container is not None or self.count > 1:
             return False
         from gpushare.memory.driver_limit import why_not
 
         return why_not(self.host, device) is None
 
     def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
-        size = size_text(request)
+        size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
         if self.memory.wait:
-            where = devices[0].title if len(devices) == 1 else "one of " + ", ".join(one.title for one in devices)
+            several = "one of " if self.count == 1 else "" if len(devices) == self.count else f"{self.count} of "
+            where = devices[0].title if len(devices) == 1 else several + titles(devices)
             most = (
                 "" if self.memory.wait_seconds is None else f", for {format_duration(self.memory.wait_seconds)} at most"
             )
-            room = f"has room for {size}" if request.memory_bytes is not None else "has no other jobs"
+            has = "has" if self.count == 1 else "have"
+            room = f"{has} room for {size}" if request.memory_bytes is not None else f"{has} no other jobs"
             yield f"wait until {where} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
-            yield f"reserve {size} on {devices[0].title}"
+            yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
 
     def _meanwhile(self, size: int | None, *, by_driver: bool) -> Iterator[str]:
         memory = self.memory
@@ -322,7 +330,8 @@ class Queued:
             if by_driver:
                 yield f"end it if it holds more than {limit} all the same (the driver does not count managed memory)"
             else:
-                yield f"{action} if its processes together hold more than {limit} (added up five times a second)"
+                where = "" if self.count == 1 else " on one of its GPUs"
+                yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
         if memory.idle_seconds is not None:
             yield f"swap it out after {format_duration(memory.idle_seconds)} without work, and back in at its first work"
         if memory.turns:
@@ -383,7 +392,8 @@ class Queued:
 
     def _once(self, size: int | None) -> tuple[Any, bool]:
         """Run it once; return its exit code or error, and whether it is to be started again with more memory."""
-        device, place = self._placed(size)
+        devices, place = self._placed(size)
+        device = devices[0]
         # Given again with a larger size, the limit grows with it.
         limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
         driver = None
@@ -399,6 +409,10 @@ class Queued:
         )
         policy = self._policy()
         part: JobMemory | Swapping = memory
+        others = [
+            JobMemory(self.host, other, limit_bytes=limit, action=self.memory.action, say=self.say, mark=memory.mark)
+            for other in devices[1:]
+        ]
         if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
             part = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
@@ -410,10 +424,10 @@ class Queued:
             options = replace(
                 self.options,
                 limits=self._limits(limit),
-                parts=(*self.options.parts, part),
+                parts=(*self.options.parts, part, *others),
                 stderr=None if tail is None else tail.descriptor,
             )
-            code = self.start(device, options)
+            code = self.start(devices, options)
         except OperationFailed as error:
             if error.code != "memory_limit":
                 raise
@@ -423,13 +437,15 @@ class Queued:
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
         # What its user ends has not run out of memory, whatever it has said before.
-        short = part.over is not None or (failed and short and code != _KILLED and not memory.asked_to_end)
+        over = any(each.over is not None for each in (part, *others))
+        short = over or (failed and short and code != _KILLED and not memory.asked_to_end)
         again = short and self.memory.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU it was not short of what it reserved: more is not to be had.
-        self._keep(device, part.peak_bytes, short=short and size is not None, reached=reached)
+        peaks = [each.peak_bytes for each in (part, *others) if each.peak_bytes is not None]
+        self._keep(device, max(peaks, default=None), short=short and size is not None, reached=reached)
         return code, again
 
     def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:
@@ -454,8 +470,8 @@ class Queued:
             return ForProduction()
         return ByHand() if self.memory.swappable else None
 
-    def _placed(self, size: int | None) -> tuple[Device, Place | None]:
-        """Enter the ledger, and return the device and the place there; None: a job that needs none has got none."""
+    def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
+        """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
         ordered = self._ordered()
         devices = [device for device, _ in ordered] or list(self.devices)
         keys = tuple(device.uuid for device in devices)
@@ -466,21 +482,10 @@ class Queued:
             if self.memory != MemoryOptions():
                 raise
             # It only had the choice of several devices.
-            return devices[0], None
+            return devices[: self.count], None
         if not self.memory.wait:
-            try:
-                lines = read_lines(self.host, devices[:1], self.limits)
-                check_limit(lines, request, self.limits.get(os.geteuid()))
-            except BaseException:
-                place.leave()
-                raise
-            if size and lines and lines[0].free_bytes < size:
-                self.say(
-                    f"{devices[0].title} has {format_bytes(lines[0].free_bytes)} free of the {format_bytes(size)} that this "
-                    f"job reserves: it may run out of memory; to start when there is room: --wait"
-                )
-            place.take(devices[0].uuid)
-            return devices[0], place
+            self._take_now(place, devices[: self.count], size)
+            return devices[: self.count], place
 
         if not are_shared(self.host):
             self.say(
@@ -489,10 +494,10 @@ class Queued:
             )
 
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
-            return best_first(self.host, some, self._productions, self.limits, self.command, place)
+            return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count)
 
         with waiting_line(self.say, quiet=self.quiet) as draw:
-            device = wait_for_room(
+            taken = wait_for_room(
                 self.host,
                 place,
                 devices,
@@ -503,20 +508,37 @@ class Queued:
             )
         if ordered:
             # As it is now: the job may have waited for long.
-            for _, what in best([device]):
-                self.say(f"{device.title}: {what}; {size_text(place.request)} reserved")
-        return device, place
+            size_of = "all of it" if size is None else format_bytes(size)
+            for device, what in best(taken):
+                self.say(f"{device.title}: {what}; {size_of} reserved")
+        return taken, place
+
+    def _take_now(self, place: Place, devices: Sequence[Device], size: int | None) -> None:
+        """Take devices whether or not they have room; say where they have not."""
+        try:
+            lines = read_lines(self.host, devices, self.limits)
+            if self.count > 1:
+                check_ever(lines, place.request)
+            check_limit(lines, place.request, self.limits.get(os.geteuid()))
+        except BaseException:
+            place.leave()
+            raise
+        for line in lines if size else ():
+            if line.free_bytes < (size or 0):
+                self.say(
+                    f"{line.device.title} has {format_bytes(line.free_bytes)} free of the {format_bytes(size or 0)} that "
+                    f"this job reserves: it may run out of memory; to start when there is room: --wait"
+                )
+        place.take(*(device.uuid for device in devices))
 
     def _ordered(self) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""
         if len(self.devices) < 2:
             return []
-        return best_first(self.host, self.devices, self._productions, self.limits, self.command)
+        return best_first(self.host, self.devices, self._productions, self.limits, self.command, count=self.count)
 
     def _productions(self, device: Device) -> list[str]:
-        return [
-            one.name for one in productions(self.host) if one.device_uuid == device.uuid and is_running(self.host, one)
-        ]
+        return [one.name for one in productions(self.host) if device.uuid in one.devices and is_running(self.host, one)]
 
     def _keep(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
         if peak is None or not (reached or short):

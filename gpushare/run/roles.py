@@ -76,10 +76,11 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
         production = find_spared(host, device, target)
         if production is None or not is_running(host, production):
             return None
-        if production.device_uuid != device.uuid:
+        if device.uuid not in production.devices:
+            there = next(iter(production.devices), "-")
             raise BadUsage(
-                f"'{production.name}' runs on another device, {production.device_uuid}, not on {device.title}",
-                f"run this job there: -g {production.device_uuid}; or drop --for",
+                f"'{production.name}' runs on another device, {there}, not on {device.title}",
+                f"run this job there: -g {there}; or drop --for",
                 code="other_device",
             )
         name = production.name
@@ -121,14 +122,18 @@ class Spared:
 
 def living_productions(host: Host, device: Device) -> list[JobRecord]:
     """Return the production jobs that run on a device now."""
-    return [one for one in productions(host) if one.device_uuid == device.uuid and is_running(host, one)]
+    return [one for one in productions(host) if device.uuid in one.devices and is_running(host, one)]
 
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
     there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
-    known = (one for one in records(host) if target in {one.name, str(one.pid)} and one.device_uuid in there)
-    return next((one.device_uuid for one in known if is_running(host, one)), None)
+    known = (
+        one
+        for one in records(host)
+        if target in {one.name, str(one.pid)} and one.devices and there.issuperset(one.devices)
+    )
+    return next((one.devices[0] for one in known if is_running(host, one)), None)
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
@@ -139,7 +144,7 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
     pid = pid_of(target)
     if pid is not None:
         # Any other process: there is no record of it.
-        here = (one for one in records(host) if one.pid == pid and one.device_uuid == device.uuid)
+        here = (one for one in records(host) if one.pid == pid and device.uuid in one.devices)
         return next((one for one in here if is_running(host, one)), None)
     found = find_record(host, check_job_name(target))
     if found is None and find_tuned(host, target) is None:

@@ -264,6 +264,10 @@ class Share(Guarded, Protocol):
     """A place for programs: planned first, then opened, and given back by `close`."""
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return all its devices: of a job of several GPUs more than one."""
+
+    @property
     def where(self) -> str:
         """Return where a program runs in it: ``as a client of the MPS daemon of GPU 0``."""
 
@@ -318,6 +322,11 @@ class MpsShare:
             return own_daemon(self.host, self.device)[0]
         except NotFound:
             return own_home(self.host, self.device.uuid)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the device."""
+        return (self.device,)
 
     @property
     def where(self) -> str:

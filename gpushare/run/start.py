@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import BadUsage, InUse, NotFound, NotSupported, cut
-from gpushare.selection import Device, select_for_change, select_one
-from gpushare.units import format_slice
+from gpushare.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
+from gpushare.selection import Device, select_for_change, select_one, titles
+from gpushare.units import counted, format_slice
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class JobStart:
     dry_run: bool
     quiet: bool
     say: Callable[[str], None]
+    # On how many GPUs it runs; and whether on the CPUs next to them.
+    count: int = 1
+    bind: bool = False
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
@@ -65,9 +68,9 @@ class JobStart:
             gpu = place_of_production(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
             raise BadUsage(
-                "a job runs on one GPU, not on all", "let it choose one: -g any; or name one: -g 0", code="one_gpu"
+                "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
-        several = gpu is not None and not self._names_one(gpu)
+        several = self.count > 1 or (gpu is not None and not self._names_one(gpu))
         if self.memory is not None or several:
             return self._queued(gpu, options)
         return self._started(select_one(gpu, self.gpus), options)
@@ -84,15 +87,21 @@ class JobStart:
         from gpushare.show.run import InstanceReport, RunReport
 
         typed, command, container = None, self.command, None
-        record = self._record(share.device, options, slice_us, mps=mps)
+        record = self._record(share.devices, options, slice_us, mps=mps)
         job = RecordedJob(self.host, share.device, record, options.container or self.command[0], options.stays)
         if options.container is not None:
             from gpushare.run.container import Container
 
             container = Container(self.host, share, options.container)
             typed, command, parts = command, container.command(command), (*parts, container)
+        if self.bind:
+            from gpushare.run.binding import CpuBinding
+
+            parts = (*parts, CpuBinding(self.host, share.devices))
         kind = RunReport if mps else InstanceReport
         report = kind(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits if mps else None)
+        if len(share.devices) > 1:
+            report.title = titles(share.devices)
         run = Run(
             self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
         )
@@ -103,7 +112,7 @@ class JobStart:
             return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._kept(run, job)
 
-    def _record(self, device: Device, options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
+    def _record(self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
         """Return what the record of the job says of it before it runs."""
         from gpushare.host.identity import identity_of, uptime
         from gpushare.run.jobs import MOST_COMMAND, MOST_GRACE_SECONDS, JobRecord
@@ -111,12 +120,12 @@ class JobStart:
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
         if self.wish is not None:
-            memory = self.wish.of(device.memory_total_bytes)
+            memory = self.wish.of(devices[0].memory_total_bytes)
         return JobRecord(
             name=options.name or "",
             pid=os.getpid(),
             started=0,
-            device_uuid=device.uuid,
+            devices=tuple(device.uuid for device in devices),
             role=options.role,
             supervisor=identity_of(os.getpid()),
             command=cut(shlex.join(self.command), MOST_COMMAND),
@@ -136,6 +145,11 @@ class JobStart:
         began, code = time.time(), None
         try:
             code = run.carry_out()
+        except OperationFailed as error:
+            # It had been started.
+            code = int(error.exit_code) if error.code == "memory_limit" else None
+            raise
+        else:
             return code
         finally:
             record = job.record
@@ -146,7 +160,7 @@ class JobStart:
                         name=record.name,
                         command=record.command,
                         role=record.role,
-                        device=run.share.device.title,
+                        device=titles(run.share.devices),
                         began=began,
                         ended=time.time(),
                         exit_code=None if code is None else code & 0xFF,
@@ -158,7 +172,7 @@ class JobStart:
         if self.role.any:
             return self._in_role(device, options)
         if self.role.slice_us is not None:
-            return self._sliced(device, options, self.role.slice_us)
+            return self._sliced((device,), options, self.role.slice_us)
         from gpushare.run.share import MpsShare
 
         group: Sequence[Any] = ()
@@ -191,20 +205,32 @@ class JobStart:
 
             check_job_name(self.role.production)
         memory = self.memory or MemoryOptions()
+        # A job of several GPUs that names none may have any.
+        gpu = "any" if gpu is None and self.count > 1 else gpu
         devices = candidates(gpu, self.gpus, self.say)
         if memory.swappable:
             from gpushare.memory.swap import check_host
 
             check_host(self.host)
         if is_any(gpu):
-            devices = usable(devices, instances=not memory.swappable)
-        _check_not_mig(devices, memory)
+            devices = usable(devices, instances=not memory.swappable and self.count == 1)
+        _check_not_mig(devices, whole=memory.swappable or self.count > 1)
+        if len(devices) < self.count:
+            raise BadUsage(
+                f"--gpus {self.count}: the job may have {counted(len(devices), 'GPU')} only",
+                f"give it fewer: --gpus {len(devices)}"
+                + ("; or let it have any: -g any" if len(self.gpus) >= self.count else ""),
+                code="too_few_gpus",
+            )
         check_program(options.container or self.command[0])
         memory = self._with_spared(devices, replace(memory, job_bytes=self._bytes_on(devices)))
         if len(devices) == 1:
             check_memory(devices[0], memory.job_bytes, job=True)
 
-        def start(device: Device, metered: RunOptions) -> Any:
+        def start(chosen: Sequence[Device], metered: RunOptions) -> Any:
+            device = chosen[0]
+            if len(chosen) > 1:
+                return self._on_several(chosen, metered)
             if not memory.swappable:
                 return self._started(device, metered)
             from gpushare.run.plain import PlainShare
@@ -222,7 +248,7 @@ class JobStart:
             command=self.command,
             options=replace(options, rate=self.role.rate),
             memory=memory,
-            client=not memory.swappable and not self._is_outside_mps(options),
+            client=self.count == 1 and not memory.swappable and not self._is_outside_mps(options),
             name=self.role.production or options.name,
             production=self.role.production is not None,
             opportunistic=self.role.opportunistic,
@@ -230,8 +256,26 @@ class JobStart:
             say=self.say,
             limits=kept_limits(self.host),
             quiet=self.quiet,
+            count=self.count,
         )
         return self._planned_or_run(queued)
+
+    def _on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
+        """Run a program on several GPUs: outside MPS, whose daemons are of one GPU each."""
+        from gpushare.run.jobs import PRODUCTION
+        from gpushare.run.plain import PlainShare
+
+        slice_us = self.role.slice_us
+        if self.role.production is not None:
+            from gpushare.run.group import PRODUCTION_US
+
+            options = replace(options, name=self.role.production, role=PRODUCTION)
+            slice_us = slice_us or PRODUCTION_US
+        if slice_us is not None:
+            return self._sliced(devices, options, slice_us, asked=self.role.slice_us is not None)
+        self._say_dropped()
+        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
+        return self._carry_out(share, options, mps=False)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
@@ -261,8 +305,8 @@ class JobStart:
     def _planned_or_run(self, queued: Queued) -> Any:
         if not self.dry_run:
             return queued.run()
-        device, metered, found, reasons = queued.plan()
-        planned = queued.start(device, metered)
+        devices, metered, found, reasons = queued.plan()
+        planned = queued.start(devices, metered)
         if found is None:
             return planned
         from gpushare.memory.room import outlook_data, outlook_text
@@ -442,7 +486,7 @@ class JobStart:
         if not _asks_for_mps(options) and (self.role.slice_us is not None or tuned is None or tuned.way != CAPS):
             tuned_us = None if tuned is None else tuned.production_slice_us
             slice_us = self.role.slice_us or tuned_us or PRODUCTION_US
-            return self._sliced(device, options, slice_us, asked=self.role.slice_us is not None)
+            return self._sliced((device,), options, slice_us, asked=self.role.slice_us is not None)
         group = members(self.host, device)
         if group:
             raise InUse(
@@ -459,17 +503,19 @@ class JobStart:
             )
         return self._carry_out(MpsShare(self.host, device, options.limits, own_limits=False), options)
 
-    def _sliced(self, device: Device, options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
+    def _sliced(self, devices: Sequence[Device], options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
         """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
         from gpushare.run.plain import PlainShare
         from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
 
-        check_outside_mps(device)
+        for device in devices:
+            check_outside_mps(device)
         if asked:
             check_settable(self.host)
         self._say_dropped()
         own = OwnSlice(self.host, slice_us)
-        return self._carry_out(PlainShare(self.host, device), options, own, slice_us=slice_us, mps=False)
+        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
+        return self._carry_out(share, options, own, slice_us=slice_us, mps=False)
 
     def _opportunistic(self, device: Device, options: RunOptions) -> Any:
         from gpushare.run.jobs import OPPORTUNISTIC
@@ -637,7 +683,7 @@ class JobStart:
         if self.dry_run:
             return start(options)
         production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-        record = self._record(device, options, None, mps=process.under_mps)
+        record = self._record((device,), options, None, mps=process.under_mps)
         # While it waits for production to rest, it is a job too.
         job = RecordedJob(self.host, device, record, options.container or self.command[0])
         job.check()
@@ -684,13 +730,20 @@ def _asks_for_mps(options: RunOptions) -> bool:
     return options.limits.threads_percent is not None or options.limits.priority is not None
 
 
-def _check_not_mig(devices: Sequence[Device], memory: MemoryOptions) -> None:
-    """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole, or a swap on an instance."""
+def _check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
+    """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole; an instance, if ``whole``.
+
+    A job that is swapped, or has several GPUs, needs whole ones: a CUDA program uses one MIG instance (MIG user guide).
+    """
     for device in devices:
-        if device.gpu.mig_enabled and (device.mig is None or memory.swappable):
+        if device.gpu.mig_enabled and (device.mig is None or whole):
             raise NotSupported(
                 f"{device.title} is in MIG mode: "
-                + ("jobs on it cannot be swapped" if memory.swappable else "programs run in its instances"),
+                + (
+                    "a job that is swapped or has several GPUs needs whole ones"
+                    if whole
+                    else "programs run in its instances"
+                ),
                 "name another GPU: -g GPU; or run in an instance: gpushare run --mig PROFILE -- CMD",
                 gpu=str(device.gpu.index),
                 code="mig_enabled",

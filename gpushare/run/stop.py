@@ -31,7 +31,7 @@ from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.run.jobs import Job, PastJob, check_job_name, consent_to, forget_ended, job_names, keep_past
 from gpushare.run.listing import running_records
-from gpushare.selection import Device
+from gpushare.selection import Device, titles
 from gpushare.units import format_duration, pid_of
 from gpushare.values import dataclass
 
@@ -122,7 +122,7 @@ def _one_record(host: Host, text: str, number: int | None) -> JobRecord | None:
 
 
 def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
-    waiting = [one for one in reservations(host) or [] if one.key is None]
+    waiting = [one for one in reservations(host) or [] if one.waits]
     found = [one for one in waiting if (one.name == text if number is None else one.claim.pid == number)]
     mine = [one for one in found if _uid(host, one.claim.pid) == host.uid] or found
     return _single(text, mine, [one.claim.pid for one in mine])
@@ -164,7 +164,7 @@ def _job(host: Host, process: Identity, name: str | None, record: JobRecord | No
         user=None if info is None else info.user,
         name=name,
         role=None if record is None else record.role,
-        device_uuid=None if record is None else record.device_uuid,
+        devices=() if record is None else record.devices,
     )
 
 
@@ -246,7 +246,7 @@ class Stop:
                 name=record.name,
                 command=record.command,
                 role=record.role,
-                device=next((device.title for device in here if device.uuid == record.device_uuid), "-"),
+                device=titles([device for uuid in record.devices for device in here if device.uuid == uuid]) or "-",
                 began=now if record.since is None else wall_time(record.since),
                 ended=now,
                 exit_code=None,

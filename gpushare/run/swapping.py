@@ -567,7 +567,7 @@ class Swapping(Part):
         if place is None:
             request = replace(self._asked, keys=(self._device.uuid,), client=False)
             place = Place(self._host, request, self._patience)
-        if place.key is None:
+        if not place.held:
             place.take(self._device.uuid)
             place.add(self._pid)
         self._place, self._swap, self._by_hand = place, None, False
@@ -622,7 +622,7 @@ class Swapping(Part):
             one
             for one in found
             # What can never come is nothing to make room for.
-            if one.key is None
+            if one.waits
             and self._device.uuid in one.keys
             and (one.memory_bytes or 0) <= total
             # Neither is one that does not come.
@@ -633,7 +633,7 @@ class Swapping(Part):
         # What others call production is not ours.
         production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
-        if line is not None and (self._place is None or self._place.key is not None):
+        if line is not None and (self._place is None or self._place.held):
             # While it waits for its place, the place looks.
             self._patience.look(found, who_could_take(found, line, self._limits, self._patience))
         later = 0 if line is None else self._later_bytes(line, own)
@@ -748,7 +748,7 @@ class Swapping(Part):
         check_continues(self._host, now)
         if self._place is None:
             self._place = Place(self._host, self._request(now), self._patience)
-        free = self._place.key is not None or self._take(self._place)
+        free = bool(self._place.held) or self._take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
         if not free or has_room(self._host, now, now.memory_bytes) is False:
             if self._policy.waiting is not None and self._policy.waiting != self._said:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from gpushare.errors import ExitCode
 from gpushare.model import ListedJob, Snapshot
 from gpushare.show.result import Column, Result, Table, jsonable
-from gpushare.show.status import age, container_name, gpu_errors, role_style, used_of_total, way_text
+from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
 from gpushare.units import format_bytes, format_percent, ranges
 
 Row = Mapping[str, Any]
@@ -18,7 +18,7 @@ _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "ret
 _MOST_NAMED: Final = 2
 CSV: Final = (
     # The completions of shells read the first two.
-    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuid", "way", "mig_profile", "mig_name"),
+    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name"),
     *(
         "threads_percent",
         "slice_us",
@@ -60,6 +60,11 @@ def _names(names: Sequence[str]) -> str:
 def _memory(value: tuple[int | None, int | None]) -> str:
     held, limit = value
     return format_bytes(held) if limit is None else used_of_total((held, limit))
+
+
+def _limit(job: ListedJob) -> int | None:
+    """Return what the job may hold on all its GPUs together."""
+    return None if job.memory_limit_bytes is None else job.memory_limit_bytes * max(1, len(job.device_uuids))
 
 
 def _state(value: Any) -> str | None:
@@ -115,7 +120,7 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
                 profile=job.mig_profile,
                 name=job.mig_name,
             ),
-            "memory": (job.memory_used_bytes, job.memory_limit_bytes),
+            "memory": (job.memory_used_bytes, _limit(job)),
             "swapped": job.swapped_bytes,
             "sm_percent": job.sm_percent,
             "since": job.since_seconds,
@@ -151,7 +156,7 @@ def _waiting(jobs: Sequence[ListedJob]) -> Table:
             "pid": job.pid,
             "user": job.user,
             "role": job.role,
-            "gpu": _gpus(job),
+            "gpu": of_several(job.line.count, job.gpu_indexes),
             "memory": job.line.memory_bytes,
             "behind": _names([*job.line.behind, *job.line.held_by]) or None,
             "since": job.since_seconds,
@@ -205,6 +210,7 @@ def _csv(jobs: Sequence[ListedJob]) -> Table:
 def _csv_row(job: ListedJob) -> Row:
     own = {
         "gpu_indexes": " ".join(map(str, job.gpu_indexes)) or None,
+        "device_uuids": " ".join(job.device_uuids) or None,
         "place": None if job.line is None else job.line.place,
         "behind": None if job.line is None else " ".join(job.line.behind) or None,
     }

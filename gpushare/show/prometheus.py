@@ -81,7 +81,7 @@ _HELP = {
     "gpushare_job_slice_seconds": "Time-slice of the processes of a job.",
     "gpushare_job_threads_limit_ratio": "Share of the SMs that a job may use, 0 to 1.",
     "gpushare_job_memory_used_bytes": "Device memory that the processes of a job hold.",
-    "gpushare_job_memory_limit_bytes": "Limit of the device memory of a job.",
+    "gpushare_job_memory_limit_bytes": "Limit of the device memory of a job on each of its GPUs.",
     "gpushare_job_memory_swapped_bytes": "Host memory that a job holds while it is swapped out.",
     "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",
     "gpushare_swapped_out_timestamp_seconds": "Unix time since which the longest of them is out.",

@@ -42,6 +42,8 @@ class RunReport:
         self, host: Host, device: Device, stream: IO[str] | None, *, quiet: bool, limits: Limits | None = None
     ) -> None:
         self._host, self._device, self._stream, self._quiet, self._limits = host, device, stream, quiet, limits
+        # All devices of a job of several.
+        self.title = device.title
 
     def attached(self, pid: int) -> None:
         """Say that a process is a client, and under which limits."""
@@ -153,7 +155,7 @@ class InstanceReport(RunReport):
     def outside(self, pid: int) -> None:
         """Say that a process runs elsewhere, even with --quiet."""
         self._write(
-            f"error: process {pid} runs outside {self._device.title}, on a GPU that it was not given\n"
+            f"error: process {pid} runs outside {self.title}, on a GPU that it was not given\n"
             "hint: the program or a wrapper changes CUDA_VISIBLE_DEVICES or CUDA_MPS_PIPE_DIRECTORY\n"
         )
 
@@ -165,7 +167,7 @@ class InstanceReport(RunReport):
 
     @property
     def _place(self) -> str:
-        return f"{'on' if self._device.mig is None else 'in'} {self._device.title}"
+        return f"{'on' if self._device.mig is None else 'in'} {self.title}"
 
 
 class CopyLines:

@@ -359,7 +359,7 @@ def _waiting(snapshot: Snapshot) -> Table:
     rows = tuple(
         {
             "place": one.place,
-            "gpus": ranges(one.gpu_indexes) if one.gpu_indexes else None,
+            "gpus": of_several(one.count, one.gpu_indexes),
             "pid": one.pid,
             "user": one.user,
             "name": one.name,
@@ -370,6 +370,13 @@ def _waiting(snapshot: Snapshot) -> Table:
         for one in snapshot.waiting_jobs[:_MOST_WAITING]
     )
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
+
+
+def of_several(count: int, indexes: Sequence[int]) -> str | None:
+    """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``."""
+    if not indexes:
+        return None
+    return ranges(indexes) if count == 1 else f"{count} of {ranges(indexes)}"
 
 
 def _wanted(value: int | None) -> str:

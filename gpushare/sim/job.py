@@ -15,6 +15,7 @@ out by hand:
   more than 100 percent, each is slowed by the same factor (and by ``--contention`` percent on top).
 - ``--bandwidth``: what its full rate draws of the memory's bandwidth. Where clients together want more than all of it, each
   that draws is slowed by the same factor, whatever its cap; a cap below its need lets it draw less.
+- With LOCAL_RANK in its environment, as torchrun sets it, it is on that one of its GPUs.
 - A MIG instance has its share of the SMs, and nothing outside slows it.
 """
 
@@ -31,7 +32,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.gpu_models import model_of
-from gpushare.sim import activity
+from gpushare.host.capabilities import user_name
+from gpushare.host.identity import identity_of
+from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _FOUND_SECONDS: Final = 10.0
+# As torchrun sets it: the number of a process on this host, and of its GPU.
+_RANK: Final = "LOCAL_RANK"
 _SWITCH_US: Final = 250.0
 _SHORT_US: Final = 1000
 
@@ -174,9 +179,9 @@ def _in_turn(
         return Pace(min(1.0, alone / takes / (process.busy_percent / 100)), takes / alone)
     always = [slice_us for slice_us, part in zip(slices, seldom, strict=True) if part >= 1]
     left = 1.0
-    for clients, part, slice_us in zip(others, seldom, slices, strict=True):
+    for beside, part, slice_us in zip(others, seldom, slices, strict=True):
         if part < 1:
-            request = (clients[0].request_ms or slice_us / 1000) * 1000
+            request = (beside[0].request_ms or slice_us / 1000) * 1000
             left -= part * (1 + math.ceil(request / slice_us) * _SWITCH_US / request)
     round_us = [mine, *always]
     turn = sum(round_us) + (_SWITCH_US * len(round_us) if always and min(round_us) < _SHORT_US else 0.0)
@@ -214,9 +219,11 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
     """Write the job's need down at its process in the simulated host; return that process, or None: CUDA refused."""
     deadline = time.monotonic() + _FOUND_SECONDS
     family = _ancestors(os.getpid())
+    if _RANK in os.environ:
+        _join(file, int(os.environ[_RANK]))
     while time.monotonic() < deadline and not ended:
         state = current(file)
-        found = next((one for one in state.processes if one.pid in family), None)
+        found = state.process(os.getpid()) or next((one for one in state.processes if one.pid in family), None)
         if found is not None and found.checkpoint and found.refused is None:
             # A call of CUDA waits for as long as its process is locked or out of the GPU.
             deadline = time.monotonic() + _FOUND_SECONDS
@@ -234,6 +241,29 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
                 return found.pid if _settle_in(file, state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None
+
+
+def _join(file: StateFile, rank: int) -> None:
+    """Be a process of its own on the GPU of this number of CUDA_VISIBLE_DEVICES: a rank of a job of several GPUs."""
+    own = identity_of(os.getpid())
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own is None or rank >= len(devices):
+        return
+    with changing(file) as (state, lines):
+        process = SimulatedProcess(
+            pid=own.pid,
+            real=True,
+            gpu_uuid="",
+            name="python3",
+            user=user_name(state.uid),
+            uid=state.uid,
+            started=own.started,
+            command_line=sys.argv,
+            environment={**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]},
+            sm_percent=0,
+        )
+        state.processes.append(process)
+        lines += clients.attach(state, process, process.environment)
 
 
 def _settle_in(

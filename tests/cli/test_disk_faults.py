@@ -161,7 +161,7 @@ def test_what_a_crash_left_is_removed_by_the_next_of_its_kind(cli: Cli, world: W
     (run / "jobs").mkdir(mode=0o755)
     half = run / "jobs" / ".web-abcd1234"
     half.write_text("half")
-    jobs.write_record(world.host, jobs.JobRecord(name="web", pid=1, started=None, device_uuid="GPU-1"))
+    jobs.write_record(world.host, jobs.JobRecord(name="web", pid=1, started=None, devices=("GPU-1",)))
     assert not half.exists()
 
 

@@ -16,17 +16,22 @@ def job(name: str, size: int | None, keys: tuple[str, ...] = ("a",), *, client: 
     return Waiting(name=name, memory_bytes=size, keys=keys, client=client)
 
 
+def first(found: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the device of each job of one device."""
+    return {name: keys[0] for name, keys in found.items()}
+
+
 def of(*sizes: int) -> list[Running]:
     return [Running(memory_bytes=size) for size in sizes]
 
 
 def test_jobs_start_in_the_order_in_which_they_came() -> None:
-    assert admitted(GPU, {}, [job("1", 40), job("2", 30), job("3", 20)]) == {"1": "a", "2": "a"}
+    assert first(admitted(GPU, {}, [job("1", 40), job("2", 30), job("3", 20)])) == {"1": "a", "2": "a"}
 
 
 def test_a_small_job_passes_a_large_one_that_it_cannot_delay() -> None:
     # The large one needs both to end; then there is room for 20 more.
-    assert admitted(GPU, {"a": of(30, 40)}, [job("large", 60), job("small", 10)]) == {"small": "a"}
+    assert first(admitted(GPU, {"a": of(30, 40)}, [job("large", 60), job("small", 10)])) == {"small": "a"}
 
 
 def test_a_small_job_waits_when_it_would_delay_the_large_one() -> None:
@@ -35,25 +40,49 @@ def test_a_small_job_waits_when_it_would_delay_the_large_one() -> None:
 
 
 def test_a_job_that_never_fits_holds_up_nobody() -> None:
-    assert admitted(GPU, {}, [job("huge", 81), job("small", 80)]) == {"small": "a"}
+    assert first(admitted(GPU, {}, [job("huge", 81), job("small", 80)])) == {"small": "a"}
     assert not could_ever_fit(GPU, job("huge", 81))
 
 
 def test_a_job_of_unknown_size_gets_a_gpu_without_others() -> None:
-    assert admitted(GPU, {}, [job("1", None), job("2", 1)]) == {"1": "a"}
+    assert first(admitted(GPU, {}, [job("1", None), job("2", 1)])) == {"1": "a"}
     assert admitted(GPU, {"a": of(1)}, [job("1", None), job("2", 1)]) == {}
 
 
 def test_a_job_takes_its_best_gpu_and_else_the_next() -> None:
     rooms = {"a": Room(memory_bytes=80), "b": Room(memory_bytes=40)}
-    assert admitted(rooms, {"b": of(20)}, [job("1", 30, ("b", "a")), job("2", 20, ("b", "a"))]) == {"1": "a", "2": "b"}
+    assert first(admitted(rooms, {"b": of(20)}, [job("1", 30, ("b", "a")), job("2", 20, ("b", "a"))])) == {
+        "1": "a",
+        "2": "b",
+    }
+
+
+def test_a_job_of_several_gpus_gets_all_or_none() -> None:
+    rooms = {key: Room(memory_bytes=80) for key in "abc"}
+    pair = Waiting(name="pair", memory_bytes=60, keys=("a", "b", "c"), count=2)
+    assert admitted(rooms, {"a": of(40)}, [pair]) == {"pair": ("b", "c")}
+    assert admitted(rooms, {"a": of(40), "b": of(40)}, [pair]) == {}
+    # The next one has what is left of them.
+    assert admitted(rooms, {}, [pair, job("later", 70, ("a", "b", "c"))])["later"] == ("c",)
+    assert not could_ever_fit({"a": rooms["a"]}, pair)
+    assert could_ever_fit(rooms, pair)
+
+
+def test_small_jobs_do_not_starve_a_job_of_several_gpus() -> None:
+    rooms = {key: Room(memory_bytes=80) for key in "abc"}
+    pair = Waiting(name="pair", memory_bytes=60, keys=("a", "b"), count=2)
+    running = {"a": of(40), "b": of(40)}
+    # Next to it there is room for 20 on its GPUs, and for more on the third one.
+    assert first(admitted(rooms, running, [pair, job("small", 20, ("a",))])) == {"small": "a"}
+    assert first(admitted(rooms, running, [pair, job("small", 30, ("a",))])) == {}
+    assert first(admitted(rooms, running, [pair, job("small", 30, ("a", "b", "c"))])) == {"small": "c"}
 
 
 def test_clients_of_mps_are_counted() -> None:
     rooms = {"a": Room(memory_bytes=80, clients=2)}
     running = {"a": [Running(memory_bytes=1, client=True)]}
     three = [job("1", 1, client=True), job("2", 1, client=True), job("3", 1)]
-    assert admitted(rooms, running, three) == {"1": "a", "3": "a"}
+    assert first(admitted(rooms, running, three)) == {"1": "a", "3": "a"}
     assert not fits(rooms["a"], [Running(memory_bytes=1, client=True)] * 2, job("x", 1, client=True))
 
 
@@ -91,7 +120,7 @@ def test_a_job_that_its_own_users_jobs_keep_out_holds_up_nobody_else() -> None:
     def waiting(size: int, uid: int) -> Waiting:
         return Waiting(name=f"{uid}:{size}", memory_bytes=size, keys=("a",), uid=uid)
 
-    assert admitted(GPU, running, [waiting(80, 7), waiting(40, 8)]) == {"8:40": "a"}
+    assert first(admitted(GPU, running, [waiting(80, 7), waiting(40, 8)])) == {"8:40": "a"}
     # Their own later jobs wait, so that the large one comes to its turn.
     assert admitted(GPU, running, [waiting(80, 7), waiting(40, 7)]) == {}
     # Without jobs of its own in the way it is first, as all are.

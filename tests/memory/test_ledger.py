@@ -73,10 +73,10 @@ def files(host: Host) -> list[Path]:
 def test_a_place_is_taken_kept_and_left(host: Host) -> None:
     place = enter(host, 10 * GIB, name="train")
     (one,) = reservations(host) or []
-    assert (one.name, one.memory_bytes, one.key, one.claim.uid) == ("train", 10 * GIB, None, os.geteuid())
+    assert (one.name, one.memory_bytes, one.held, one.claim.uid) == ("train", 10 * GIB, (), os.geteuid())
     assert take(host, place)
     (one,) = reservations(host) or []
-    assert (one.key, one.sure) == (devices(host)[0].uuid, True)
+    assert (one.held, one.sure) == ((devices(host)[0].uuid,), True)
     line = line_of(host, devices(host)[0], [one])
     assert line is not None
     assert line.reserved_bytes == 10 * GIB
@@ -90,7 +90,7 @@ def test_a_place_is_taken_kept_and_left(host: Host) -> None:
 def test_a_second_gpu_takes_what_does_not_fit_on_the_first(host: Host) -> None:
     first, second, third = (enter(host, 16 * GIB) for _ in range(3))
     assert [take(host, one) for one in (first, second, third)] == [True, True, False]
-    assert [first.key, second.key] == [one.uuid for one in devices(host)]
+    assert [first.held, second.held] == [(one.uuid,) for one in devices(host)]
     first.leave()
     assert take(host, third)
 
@@ -107,11 +107,11 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     """Both saw room; the one that came later steps back when it reads again."""
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_turn", lambda *_: key)
+    monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
     early.claim.tell(f"hold {key}")
     assert not take(host, late)
     assert take(host, early)
-    assert late.key is None
+    assert not late.held
 
 
 def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
@@ -119,7 +119,7 @@ def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
 ) -> None:
     key = devices(host)[0].uuid
     early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
-    monkeypatch.setattr(Place, "_turn", lambda *_: key)
+    monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
     early.claim.tell(f"hold {key}")
     assert not late.try_to_take(devices(host), {key: 1}, {})
     assert early.try_to_take(devices(host), {key: 1}, {})
@@ -163,7 +163,7 @@ def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> N
     first, second = enter(host, None), enter(host, None)
     assert take(host, first)
     assert take(host, second)
-    assert first.key != second.key
+    assert first.held != second.held
     assert not take(host, enter(host, GIB))
 
 
@@ -187,7 +187,7 @@ def test_a_job_outside_mps_has_an_exclusive_gpu_alone(host: Host) -> None:
         host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)
     places = [enter(host, GIB) for _ in range(3)]
     assert [take(host, one) for one in places] == [True, True, False]
-    assert places[0].key != places[1].key
+    assert places[0].held != places[1].held
     client = Place(host, replace(places[0].request, client=True))
     assert not take(host, client)
 
@@ -195,7 +195,7 @@ def test_a_job_outside_mps_has_an_exclusive_gpu_alone(host: Host) -> None:
 def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim only grows, and a long one cannot be read any more."""
     place = enter(host, 20 * GIB)
-    monkeypatch.setattr(Place, "_still_fits", lambda *_: False)
+    monkeypatch.setattr(Place, "_still_fit", lambda *_: False)
     for _ in range(100):
         assert not take(host, place)
     assert [one.id for one in reservations(host) or []] == [place.claim.path.name]
@@ -210,7 +210,7 @@ def test_a_program_that_is_started_again_and_again_keeps_its_place(host: Host) -
     for _ in range(100):
         place.tell_limit(GIB, "end")
         place.add(os.getpid())
-    assert [one.key for one in reservations(host) or []] == [devices(host)[0].uuid]
+    assert [one.held for one in reservations(host) or []] == [(devices(host)[0].uuid,)]
     place.leave()
 
 
@@ -372,12 +372,12 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
 
     place = enter(host, 10 * GIB)
     found = wait_for_room(host, place, devices(host), None, {}, telling([]), best=best, sleep=sleep)
-    assert found.gpu.index == 1
+    assert [device.gpu.index for device in found] == [1]
     assert asked == [2]
     place.leave()
     # One that need not wait has just been given the order.
     place = enter(host, 10 * GIB)
-    assert wait_for_room(host, place, devices(host), None, {}, telling([]), best=best).gpu.index == 0
+    assert wait_for_room(host, place, devices(host), None, {}, telling([]), best=best)[0].gpu.index == 0
     place.leave()
 
 
@@ -512,7 +512,7 @@ def waiting_job(number: int, uid: int, role: str, keys: tuple[str, ...], *, wait
         memory_bytes=GIB,
         keys=keys,
         client=False,
-        key=None if waits else keys[0],
+        held=() if waits else keys[:1],
         sure=not waits,
         production=role == "production",
         opportunistic=role == "opportunistic",
@@ -558,20 +558,18 @@ def test_production_goes_first_without_delay_for_anybody_else(found: list[Reserv
     assert still == [one for one in found if not one.opportunistic]
     for one in still:
         assert set(map(id, order[: order.index(one)])) <= set(map(id, found[: found.index(one)]))
-    for one in (job for job in found if job.opportunistic and job.key is None):
+    for one in (job for job in found if job.opportunistic and job.waits):
         after = order[order.index(one) + 1 :]
         # Nobody that one could spare waits behind it.
         assert not any(
             other.production
-            and other.key is None
+            and other.waits
             and other.claim.uid in {0, one.claim.uid}
             and set(other.keys) & set(one.keys)
             for other in after
         )
         before, now = found[: found.index(one)], order[: order.index(one)]
-        own = [
-            other for other in found if other.production and other.key is None and other.claim.uid in {0, one.claim.uid}
-        ]
+        own = [other for other in found if other.production and other.waits and other.claim.uid in {0, one.claim.uid}]
         if not own:
             # What others call production moves nothing: only opportunistic jobs that moved are not before it any more.
             assert set(map(id, now)) <= set(map(id, before))

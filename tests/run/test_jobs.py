@@ -37,7 +37,7 @@ def host() -> Host:
 def record(host: Host, pid: int, name: str = "web", **more: object) -> JobRecord:
     info = host.processes.describe(pid)
     assert info is not None
-    found = JobRecord(name=name, pid=pid, started=info.started, device_uuid="GPU-a")
+    found = JobRecord(name=name, pid=pid, started=info.started, devices=("GPU-a",))
     return replace(found, **more)  # type: ignore[arg-type]
 
 

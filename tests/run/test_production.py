@@ -15,7 +15,7 @@ from gpushare.errors import NoPermission
 from gpushare.host.host import Host
 from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
 
-WEB = JobRecord(name="web", pid=17, started=35, device_uuid="GPU-a", memory_peak_bytes=7)
+WEB = JobRecord(name="web", pid=17, started=35, devices=("GPU-a",), memory_peak_bytes=7)
 
 
 @pytest.fixture

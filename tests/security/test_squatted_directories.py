@@ -42,7 +42,7 @@ def fill(host: Host, device: Device) -> None:
     home.write(record)
     set_aside(home, record, None)
     note_pauses(host, Pauses(**me._asdict(), gpu_uuid=device.uuid))
-    write_record(host, JobRecord(name="web", **me._asdict(), device_uuid=device.uuid))
+    write_record(host, JobRecord(name="web", **me._asdict(), devices=(device.uuid,)))
     slices = SliceRecord(**me._asdict(), slice_us=500, before=("1:2=2048",), set_at=1.0)
     RECORDS.write(replace(slices, path=RECORDS.path(host, me.pid)))
     MODES.write(FoundMode(mode=ComputeMode.EXCLUSIVE_PROCESS, path=MODES.path(host, device.uuid)))

@@ -34,11 +34,11 @@ def on_gpu(world: World, count: int) -> None:
 
 def reserved(world: World) -> list[int | None]:
     """Return what the copies and other jobs have reserved; the farm itself waits in line, and has nothing."""
-    return [one.memory_bytes for one in reservations(world.host) or [] if one.key is not None]
+    return [one.memory_bytes for one in reservations(world.host) or [] if one.held]
 
 
 def holders(world: World) -> set[str]:
-    return {one.id for one in reservations(world.host) or [] if one.key is not None}
+    return {one.id for one in reservations(world.host) or [] if one.held}
 
 
 def taken(world: World, size: int) -> Place:
@@ -144,7 +144,7 @@ def test_a_farm_waits_for_others_and_says_so_once(real: Callable[..., Started], 
     on_gpu(world, 1)
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
     farm.says("waiting for 60.0 GiB: GPU 0 has 39.")
-    (waiting,) = [one for one in reservations(world.host) or [] if one.key is None]
+    (waiting,) = [one for one in reservations(world.host) or [] if one.waits]
     assert waiting.memory_bytes == 60 * GIB
     other.signal(signal.SIGINT)
     other.result()

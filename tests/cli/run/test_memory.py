@@ -156,7 +156,7 @@ def test_two_jobs_of_one_name_do_not_both_wait(
     )
     words = ("run", "--wait", "--memory", "60G", "--name", "train", "--", "true")
     waits = real(*words)
-    until(lambda: [one for one in reservations(world.host) or [] if one.key is None], "it waits")
+    until(lambda: [one for one in reservations(world.host) or [] if one.waits], "it waits")
     assert "already waits for room" in refused(*words, code="name_in_use", exit_code=19)
     waits.signal(signal.SIGINT)
     waits.result()

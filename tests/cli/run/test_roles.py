@@ -53,7 +53,7 @@ def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0
     assert info is not None
     write_record(
         host,
-        JobRecord(name="web", pid=pid, started=info.started, device_uuid=world.uuid(index), memory_peak_bytes=peak),
+        JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(index),), memory_peak_bytes=peak),
     )
 
 
@@ -94,7 +94,7 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     assert "share a time-slice of 200us; no cap, memory limit" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
-    ended = JobRecord(name="web", pid=2**21, started=1, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
+    ended = JobRecord(name="web", pid=2**21, started=1, devices=(world.uuid(),), memory_peak_bytes=100 * GIB)
     write_record(world.host, ended)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])

@@ -176,7 +176,7 @@ def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     cli("swap", "in", "train", host=A30).ok()
     job.says("back on the GPU, brought in by hand")
     (held,) = reservations(world.host) or []
-    assert held.key is not None
+    assert held.held
     (said,) = finish(job)
     assert "tried again" not in said
     assert reservations(world.host) == []
@@ -197,7 +197,7 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
     child = _child_of(shell.pid).pid
     cli("swap", "out", str(child), host=A30).ok()
     job.says("swapped out by hand")
-    assert not [one for one in reservations(world.host) or [] if one.key]
+    assert not [one for one in reservations(world.host) or [] if one.held]
     cli("swap", "in", str(child), host=A30).ok()
     job.says("back on the GPU, brought in by hand")
     finish(job)
@@ -236,7 +236,7 @@ def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
     finish(web)
     cli("swap", "in", "batch", "--wait", host=A30).ok()
     job.says("back on the GPU")
-    until(lambda: [one for one in reservations(world.host) or [] if one.key], "it holds its place")
+    until(lambda: [one for one in reservations(world.host) or [] if one.held], "it holds its place")
     finish(job)
 
 

@@ -85,7 +85,7 @@ def test_in_another_pid_namespace_it_is_said_that_processes_are_missing(cli: Cli
 def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
     info = world.host.processes.describe(pid)
     assert info is not None
-    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, device_uuid=world.uuid()))
+    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(),)))
     assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
     assert shown(world, pid)["job"] == "web"
     assert slice_records(world.host)[pid].job == "web"
@@ -294,7 +294,7 @@ def test_status_shows_slices_and_jobs_from_records_without_the_driver(
 ) -> None:
     info = world.host.processes.describe(pid)
     assert info is not None
-    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, device_uuid=world.uuid()))
+    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(),)))
     world.run("timeslice", "set", "500us", "web").ok()
     monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
     (process,) = world.run("status").data["gpus"][0]["processes"]

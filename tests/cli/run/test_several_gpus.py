@@ -1,0 +1,201 @@
+"""``gpushare run --gpus N``: a job of several GPUs gets all of them at once, and its ranks are one job for every verb."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import NotSupported
+from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.run.binding import CpuBinding
+from gpushare.selection import select
+from gpushare.sim import admin
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+SPEC = "sim:4xh200"
+# What torchrun does: one process for each GPU, which finds its own by LOCAL_RANK.
+RANKS = """
+IFS=, read -ra uuids <<<"$CUDA_VISIBLE_DEVICES"
+for rank in "${!uuids[@]}"; do
+  LOCAL_RANK=$rank %s -S -m gpushare.sim.job --every 0.05 --footprint %s --seconds %s &
+done
+wait
+"""
+
+
+def ranks(size: str = "20G", seconds: str = "30") -> tuple[str, ...]:
+    return "bash", "-c", RANKS % (sys.executable, size, seconds)
+
+
+@pytest.fixture
+def four() -> Iterator[World]:
+    """Yield a simulated host with four GPUs."""
+    yield World.new(SPEC)
+    admin.reset(SPEC)
+
+
+def start(real: Callable[..., Started], four: World, *words: str) -> Started:
+    return real("run", *words, host=four.spec)
+
+
+def on_gpus(world: World) -> set[int]:
+    """Return the GPUs on which ranks are."""
+    index = {gpu.uuid: number for number, gpu in enumerate(world.state.gpus)}
+    return {index[one.gpu_uuid] for one in world.state.processes if one.memory_bytes > GIB}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--gpus", "5", "--", "true"), "too_few_gpus"),
+        (("--gpus", "3", "-g", "0,1", "--", "true"), "too_few_gpus"),
+        (("--gpus", "2", "-g", "all", "--", "true"), "one_gpu"),
+        (("--gpus", "0", "--", "true"), "bad_count"),
+        (("--gpus", "2", "--threads", "30", "--", "true"), "bad_combination"),
+        (("--gpus", "2", "--opportunistic", "--", "true"), "bad_combination"),
+        (("--gpus", "2", "--swap", "request", "--", "true"), "bad_combination"),
+        (("--bind", "--container", "podman", "--", "image"), "bad_combination"),
+        (("--gpus", "2", "--wait", "--memory", "500G", "--", "true"), "never_fits"),
+        (("--gpus", "2", "--memory", "500G", "--", "true"), "never_fits"),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], four: World, words: tuple[str, ...], code: str) -> None:
+    refused("run", *words, code=code, exit_code=2, host=four.spec)
+
+
+def test_a_program_sees_its_gpus_in_one_variable(cli: Cli, four: World) -> None:
+    answer = cli("run", "--gpus", "3", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES >&2", host=four.spec)
+    assert answer.code == 0
+    plan = cli("-o", "json", "run", "-n", "--gpus", "2", "-g", "1,3", "--", "true", host=four.spec).ok()
+    (step,) = plan.data["steps"]
+    uuids = [gpu.uuid for gpu in four.state.gpus]
+    assert f"CUDA_VISIBLE_DEVICES={uuids[1]},{uuids[3]} " in step["command"]
+    assert step["what"] == "run true on GPUs 1, 3"
+
+
+def test_ranks_are_one_job_in_every_list(real: Callable[..., Started], cli: Cli, four: World) -> None:
+    job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--name", "pair", "--", *ranks())
+    until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
+    (listed,) = cli("jobs", host=four.spec, output="json").ok().data["jobs"]
+    assert (listed["gpu_indexes"], listed["device"], listed["memory_limit_bytes"]) == ([0, 1], "GPUs 0, 1", 60 * GIB)
+    assert listed["device_uuids"] == [gpu.uuid for gpu in four.state.gpus[:2]]
+    assert "/ 120.0 GiB" in cli("jobs", host=four.spec).ok().out
+    gpus = cli("status", host=four.spec, output="json").ok().data["gpus"]
+    assert [gpu["jobs_reserved_bytes"] for gpu in gpus] == [60 * GIB, 60 * GIB, 0, 0]
+    cli("pause", "pair", host=four.spec).ok()
+    assert {bool(one.channels_off) for one in four.state.processes} == {True}
+    cli("resume", "pair", host=four.spec).ok()
+    assert {bool(one.channels_off) for one in four.state.processes} == {False}
+    cli("stop", "pair", host=four.spec).ok()
+    job.process.wait(20)
+    assert on_gpus(four) == set()
+    assert reservations(four.host) == []
+
+
+def test_a_limit_holds_on_each_gpu(real: Callable[..., Started], cli: Cli, four: World) -> None:
+    answer = cli(
+        "run", "--gpus", "2", "-g", "2,3", "--memory", "30G", "--name", "over", "--", *ranks("31G"), host=four.spec
+    )
+    assert answer.code == 1
+    assert "over its limit of 30.0 GiB" in answer.lines("error")[0]
+    assert on_gpus(four) == set()
+    (past,) = cli("jobs", host=four.spec, output="json").ok().data["jobs"]
+    assert (past["device"], past["exit_code"]) == ("GPUs 2, 3", 1)
+
+
+def test_it_waits_until_as_many_gpus_have_room(real: Callable[..., Started], cli: Cli, four: World) -> None:
+    uuids = [gpu.uuid for gpu in four.state.gpus]
+    held = []
+    for index in (0, 1, 2):
+        place = Place(four.host, Request(memory_bytes=100 * GIB, keys=(uuids[index],), client=False))
+        place.take(uuids[index])
+        held.append(place)
+    plan = cli("-o", "json", "run", "-n", "--gpus", "2", "--wait", "--memory", "60G", "--", "true", host=four.spec).ok()
+    assert not plan.data["room"]["starts_now"]
+    job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--name", "pair", "--", *ranks(seconds="0.5"))
+    until(
+        lambda: any(one.waits and len(one.keys) == 2 for one in reservations(four.host) or []), "it has fixed its GPUs"
+    )
+    (waiting,) = [one for one in reservations(four.host) or [] if one.waits]
+    # The free one, and one of those that are not.
+    assert uuids[3] in waiting.keys
+    assert "2 of" in cli("jobs", host=four.spec).ok().out
+    # A later job has the other GPUs, and what both leave on these.
+    small = cli("run", "--wait", "--timeout", "0.1", "-g", "3", "--memory", "100G", "--", "true", host=four.spec)
+    assert small.code == 19
+    assert cli("run", "--wait", "--timeout", "5", "-g", "3", "--memory", "70G", "--", "true", host=four.spec).code == 0
+    next(place for place, uuid in zip(held, uuids, strict=False) if uuid in waiting.keys).leave()
+    job.result()
+    for place in held:
+        place.leave()
+
+
+def test_a_gpu_that_is_lost_is_replaced_by_another(real: Callable[..., Started], four: World) -> None:
+    uuids = [gpu.uuid for gpu in four.state.gpus]
+    blocker = Place(four.host, Request(memory_bytes=None, keys=tuple(uuids), client=False))
+    blocker.take(*uuids[:3])
+    job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--", *ranks(seconds="0.2"))
+    until(lambda: any(len(one.keys) == 2 for one in reservations(four.host) or []), "it has fixed its GPUs")
+    admin.set_fault(four.spec, "lost", "3")
+    until(
+        lambda: any(one.waits and uuids[3] not in one.keys for one in reservations(four.host) or []),
+        "it has chosen anew",
+    )
+    blocker.leave()
+    job.result()
+
+
+def test_in_mig_mode_a_gpu_is_none_for_several(refused: Callable[..., str], cli: Cli, four: World) -> None:
+    four.run("mig", "enable", "-g", "0")
+    words = ("run", "--gpus", "2", "-g", "0,1", "--", "true")
+    assert "in MIG mode" in refused(*words, code="mig_enabled", exit_code=3, host=four.spec)
+    plan = cli("run", "-n", "--gpus", "3", "--", "true", host=four.spec).ok()
+    assert "GPUs 1, 2, 3" in plan.out
+
+
+def test_opportunistic_jobs_find_production_on_each_of_its_gpus(
+    real: Callable[..., Started], cli: Cli, four: World
+) -> None:
+    job = start(real, four, "--gpus", "2", "-g", "0,1", "--production", "web", "--", *ranks())
+    until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
+    for gpu in ("0", "1"):
+        plan = cli("run", "-n", "-g", gpu, "--opportunistic", "--for", "web", "--", "true", host=four.spec).ok()
+        assert "'web'" in plan.err + plan.out
+    elsewhere = cli("run", "-g", "2", "--opportunistic", "--for", "web", "--", "true", host=four.spec)
+    assert "'web' runs on another device" in elsewhere.lines("error")[0]
+    job.signal(signal.SIGINT)
+    job.process.wait(20)
+
+
+def test_a_job_is_bound_to_the_cpus_next_to_its_gpus(cli: Cli, four: World, tmp_path: Path) -> None:
+    out = tmp_path / "cpus"
+    ask = f"import os; open({str(out)!r}, 'w').write(str(sorted(os.sched_getaffinity(0))))"
+    assert cli("run", "--bind", "-g", "3", "--", sys.executable, "-c", ask, host=four.spec).code == 0
+    near = four.host.nvml.cpus(3)
+    assert near is not None
+    assert near != four.host.nvml.cpus(0) or os.cpu_count() == 1
+    assert out.read_text() == str(sorted(near))
+
+
+def test_where_the_cpus_are_unknown_nothing_is_bound(four: World) -> None:
+    admin.set_fault(four.spec, "not-supported", "0", "nvmlDeviceGetCpuAffinity")
+    host = four.host
+    device = select("0", host.nvml.sweep())[0]
+    with pytest.raises(NotSupported, match="does not say which CPUs"):
+        CpuBinding(host, (device,)).check()
+
+
+def test_gpus_that_are_connected_go_together() -> None:
+    world = World.new("sim:4xh200-nvl")
+    nvml = world.host.nvml
+    # A bridge connects two boards; the others meet in their CPU, or between the CPUs.
+    assert [nvml.closeness(0, other) for other in (1, 2, 3)] == [6, 0, 0]
+    assert nvml.closeness(2, 3) == 6
+    assert World.new(SPEC).host.nvml.closeness(0, 3) == 6
