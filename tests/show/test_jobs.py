@@ -64,6 +64,7 @@ def test_unknown_is_null_in_json_and_never_zero():
         "behind": [],
         "held_by": ["web", "batch-1", "5000"],
         "stopped": False,
+        "count": 1,
     }
 
 
