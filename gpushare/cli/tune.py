@@ -10,6 +10,7 @@ import typer
 
 from gpushare.cli.options import Command, gpus_of, settings
 from gpushare.errors import BadUsage, GpushareError
+from gpushare.job_command import JobCommand
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -270,8 +271,6 @@ _MUCH_SPREAD: Final = 0.05
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found, unless the search was ended early, and return it as the command's result."""
-    import shlex
-
     from gpushare.cli.options import others_note
     from gpushare.run.results import keep_tuned
     from gpushare.show.tune import tune_result
@@ -282,7 +281,6 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     if result.others:
         notes.append(others_note(result.others))
     failed = None
-    where = f"-g {device.selector}"
     if tuned is not None:
         try:
             data["file"] = str(keep_tuned(host, tuned))
@@ -291,11 +289,11 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
             failed = error
     _keep_profiles(host, device, options, result)
     if tuned is not None and failed is None:
-        notes += _apply(tuned, where)
+        notes += _apply(tuned, device.selector)
     elif result.stopped is not None:
         return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
     elif result.outcome.best is None:
-        pause = f"gpushare run --opportunistic --yield pause {where} -- {shlex.join(options.opportunistic)}"
+        pause = JobCommand(gpu=device.selector, opportunistic=True, yields="pause", program=options.opportunistic)
         notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
     return tune_result(data, notes, failed)
 
@@ -315,15 +313,14 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
                 keep_profile(host, device, command, profile)
 
 
-def _apply(tuned: Tuned, where: str) -> list[str]:
+def _apply(tuned: Tuned, gpu: str) -> list[str]:
     """Return the commands that use a result: both need no more options."""
     from gpushare.run.results import SLICES
 
     outside = ", outside MPS" if tuned.way == SLICES else ""
-    return [
-        f"start production{outside}: gpushare run --production {tuned.name} {where} -- {tuned.production}",
-        f"then the other: gpushare run --opportunistic --for {tuned.name} {where} -- {tuned.opportunistic}",
-    ]
+    production = JobCommand(gpu=gpu, production=tuned.name, program=tuned.production or "CMD")
+    other = JobCommand(gpu=gpu, opportunistic=True, target=tuned.name, program=tuned.opportunistic or "CMD")
+    return [f"start production{outside}: {production}", f"then the other: {other}"]
 
 
 def _uncertain(result: TuneResult, keep: float) -> list[str]:

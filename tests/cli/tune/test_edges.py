@@ -100,12 +100,12 @@ def test_what_it_says_to_run_names_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyP
     tell(monkeypatch)
     words = ("-g", "1", "--caps", "60")
     err = cli("tune", *PAIR, *QUICK, *words, host="sim:2xh200").err
-    assert f"run --production production -g 1 -- {JOB} --need 30" in err
-    assert f"run --opportunistic --for production -g 1 -- {JOB} --need 95" in err
+    assert f"run -g 1 --production production -- {JOB} --need 30" in err
+    assert f"run -g 1 --opportunistic --for production -- {JOB} --need 95" in err
     words = ("--production", f"{JOB} --need 95", *PAIR[2:], *QUICK, *words)
     answer = cli("tune", *words, host="sim:2xh200")
     assert answer.code == 7
-    assert "gpushare run --opportunistic --yield pause -g 1" in answer.err
+    assert "gpushare run -g 1 --opportunistic --yield pause" in answer.err
 
 
 def test_before_the_first_trial_there_is_nothing_to_show(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_the_curve_is_shown_and_the_result_kept_and_applied(cli: Cli, world: Wor
     assert data["best"]["opportunistic_share"] == pytest.approx(60 / 95, abs=0.005)
     assert {row["setting"] for row in data["curve"]} == {"cap 60 %, low priority", "cap 60 %"}
     assert (data["gpu_name"], data["driver"]) == ("NVIDIA H200", world.state.driver)
-    assert f"then the other: gpushare run --opportunistic --for web -g 0 -- {JOB} --need 95" in answer.err
+    assert f"then the other: gpushare run -g 0 --opportunistic --for web -- {JOB} --need 95" in answer.err
     kept = json.loads(Path(data["file"]).read_text())
     assert (kept["name"], kept["threads_percent"], kept["driver"]) == ("web", 60.0, world.state.driver)
     tuned = find_tuned(world.host, "web")

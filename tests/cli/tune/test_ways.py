@@ -38,8 +38,8 @@ def test_slices_are_found_kept_and_told_how_to_be_used(cli: Cli, world: World, m
     assert [one["way"] for one in answer.data["ways"]] == ["slices", "caps"]
     assert {one["way"] for one in answer.data["trials"]} == {"slices", "caps"}
     err = " ".join(answer.err.split())
-    assert f"start production, outside MPS: gpushare run --production web -g 0 -- {PAIR[1]}" in err
-    assert f"then the other: gpushare run --opportunistic --for web -g 0 -- {PAIR[3]}" in err
+    assert f"start production, outside MPS: gpushare run -g 0 --production web -- {PAIR[1]}" in err
+    assert f"then the other: gpushare run -g 0 --opportunistic --for web -- {PAIR[3]}" in err
     kept = find_tuned(world.host, "web")
     assert kept is not None
     assert (kept.way, kept.production_slice_us, kept.other_slice_us) == ("slices", 16000, 100)

@@ -1,0 +1,94 @@
+"""A job as the command that starts it: what advice, bench, tune, doctor and the exports print. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from gpushare.units import MIB, size_option
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.model import Priority
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCommand:
+    """What `gpushare run` is asked for, or with ``copies`` `gpushare farm`; a field has the name of its option.
+
+    ``str()`` gives the command line. Unset fields leave the default of the option.
+    """
+
+    # Words, or the text of a shell: ``python train.py > log``.
+    program: Sequence[str] | str = "CMD"
+    # A selector, or a variable of the shell: ``$CUDA_VISIBLE_DEVICES``.
+    gpu: str | None = None
+    gpus: int | None = None
+    copies: int | None = None
+    mig: str | None = None
+    production: str | None = None
+    metric: str | None = None
+    lower_is_better: bool = False
+    opportunistic: bool = False
+    # The production job that it spares.
+    target: str | None = None
+    # ``slices=200us``, ``caps=60``, ``pause``, ``swap``, ``requeue``.
+    yields: str | None = None
+    keep_percent: float | None = None
+    slice: str | None = None
+    weight: float | None = None
+    wait: bool = False
+    requeue: bool = False
+    swap: str | None = None
+    threads_percent: float | None = None
+    # Rounded up to whole MiB; "SIZE" where the reader is to choose it.
+    memory: int | Literal["SIZE"] | None = None
+    over: str | None = None
+    priority: Priority | None = None
+    container: str | None = None
+    name: str | None = None
+    detach: bool = False
+    root: bool = False
+
+    def options(self) -> list[str]:
+        """Return the options, quoted for a shell."""
+        words: list[str] = []
+        memory = self.memory
+        for option, value in (
+            ("--mig", self.mig),
+            ("-g", self.gpu),
+            ("--gpus", self.gpus),
+            ("--copies", self.copies),
+            ("--production", self.production),
+            ("--metric", self.metric),
+            ("--lower-is-better", self.lower_is_better),
+            ("--opportunistic", self.opportunistic),
+            ("--for", self.target),
+            ("--yield", self.yields),
+            ("--keep", None if self.keep_percent is None else f"{self.keep_percent:g}%"),
+            ("--slice", self.slice),
+            ("--weight", None if self.weight is None else f"{self.weight:.3g}"),
+            ("--wait", self.wait),
+            ("--requeue", self.requeue),
+            ("--swap", self.swap),
+            ("--threads", None if self.threads_percent is None else f"{self.threads_percent:g}"),
+            ("--memory", size_option(-(-memory // MIB) * MIB) if isinstance(memory, int) else memory),
+            ("--over", self.over),
+            ("--priority", None if self.priority is None else self.priority.title),
+            ("--container", self.container),
+            ("--name", self.name),
+            ("-d", self.detach),
+        ):
+            if value is True:
+                words.append(option)
+            elif value is not None and value is not False:
+                text = str(value)
+                words += [option, f'"{text}"' if text.startswith("$") else shlex.quote(text)]
+        return words
+
+    def __str__(self) -> str:
+        """Return the command line."""
+        program = self.program if isinstance(self.program, str) else shlex.join(self.program)
+        verb = "run" if self.copies is None else "farm"
+        return " ".join([*(["sudo"] if self.root else []), "gpushare", verb, *self.options(), "--", program])
