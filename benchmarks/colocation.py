@@ -72,7 +72,7 @@ from benchmarks.colocation_rows import (
 from benchmarks.colocation_table import render
 from benchmarks.gpu_channels import Mps, _pretended
 from benchmarks.gpu_script import xids
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.measure.pair import Window, p99_factor_interval
 from gpushare.measure.statistics import paired_ratio, percentile, ratio

@@ -23,8 +23,8 @@ from benchmarks.colocation_rows import (
     setting_of,
     targets,
 )
+from gpushare.base.units import counted
 from gpushare.timeslice.rules import Rule
-from gpushare.units import counted
 
 HEADING: Final = "## A production job next to another job, under every way"
 _BEFORE: Final = "## Start-up time"

@@ -374,7 +374,7 @@ class Run(Surprises):
 
     def refusal(self, pid: int) -> str:
         """Return the code of the error that a scan gives."""
-        from gpushare.errors import GpushareError
+        from gpushare.base.errors import GpushareError
 
         try:
             self.control.find(pid)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpushare.base.errors import GpushareError
 from gpushare.connect import connect
-from gpushare.errors import GpushareError
 
 NOBODY = 65534
 ROOT = Path(__file__).parents[1]

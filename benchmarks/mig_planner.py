@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from gpushare.base.model import GpuProcess
+from gpushare.base.units import MIB
 from gpushare.gpu_models import find_model
 from gpushare.mig import board
 from gpushare.mig.plan import MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_exact
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, standard_compute_profiles
 from gpushare.mig.wish import parse_wish
-from gpushare.model import GpuProcess
-from gpushare.units import MIB
 
 GOAL_MS = 50.0
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -1,8 +1,8 @@
 """How far a verb runs through the code: files, calls from room to room, classes that only carry values.
 
 Run from a checkout: ``python -m benchmarks.paths``. Each verb runs in this process on a simulated host, under a profile
-hook. The simulation itself (`gpushare/sim`) and the vocabulary at the top (errors, model, units, selection) are not
-counted as rooms; the output (`gpushare/show`) and the command line are.
+hook. The simulation itself (`gpushare/sim`) is not counted; the output (`gpushare/show`), the command line and the
+vocabulary (`gpushare/base`) are rooms like all others.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from types import FrameType
 from typing import Any, Final
 
 import gpushare
+from gpushare.base.values import dataclass
 from gpushare.cli import main
-from gpushare.values import dataclass
 
 PACKAGE: Final = Path(gpushare.__file__).resolve().parent
 
 
 @dataclass
 class _Sample:
-    """A class of `gpushare.values`, whose __init__ all of them share."""
+    """A class of `gpushare.base.values`, whose __init__ all of them share."""
 
 
 _INITS: Final = {_Sample.__init__.__code__}
+# The most pairs of rooms of which one imports from the other.
+MOST_ARROWS: Final = 149
 # The most files that a verb may run through (CONTRIBUTING.md, "How far a verb runs").
 GOALS: Final = {
     "status": None,
@@ -76,7 +78,7 @@ def _counted(path: str) -> str | None:
     if not path.startswith(str(PACKAGE)):
         return None
     name = path[len(str(PACKAGE)) + 1 :]
-    return None if name.startswith("sim/") or name in {"gpu_models.py", "values.py"} else name
+    return None if name.startswith("sim/") or name in {"gpu_models.py", "base/values.py"} else name
 
 
 @contextlib.contextmanager
@@ -90,7 +92,7 @@ def tracing() -> Iterator[Trace]:
         code = frame.f_code
         here = _counted(code.co_filename)
         if here is None:
-            # The __init__ of a dataclass is in no file, or in `gpushare.values` for all classes of that kind.
+            # The __init__ of a dataclass is in no file, or in `gpushare.base.values` for all classes of that kind.
             if code in _INITS or (code.co_name == "__init__" and code.co_filename == "<string>"):
                 one = type(frame.f_locals.get("self"))
                 if one.__module__.startswith("gpushare.") and ".sim." not in one.__module__:
@@ -183,11 +185,26 @@ def measured() -> list[dict[str, Any]]:
     return rows
 
 
+def arrows() -> set[tuple[str, str]]:
+    """Return which room imports from which, in functions and for types too."""
+    import grimp
+
+    graph = grimp.build_graph("gpushare")
+    pairs = ((module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module))
+    rooms = ((module.split(".")[1], other.split(".")[1]) for module, other in pairs if "." in module and "." in other)
+    return {(room, other) for room, other in rooms if room != other}
+
+
 def size() -> dict[str, int]:
     """Return how large the package is."""
     files = sorted(PACKAGE.rglob("*.py"))
     lines = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    return {"files": len(files), "lines": sum(lines), "median_lines": lines[len(lines) // 2]}
+    return {
+        "files": len(files),
+        "lines": sum(lines),
+        "median_lines": lines[len(lines) // 2],
+        "arrows": len(arrows()),
+    }
 
 
 def run() -> None:
@@ -198,6 +215,7 @@ def run() -> None:
         return
     whole = size()
     print(f"gpushare/: {whole['lines']} lines in {whole['files']} files, median {whole['median_lines']}")
+    print(f"rooms that import from another room: {whole['arrows']} pairs (goal: at most {MOST_ARROWS})")
     print(f"{'verb':<10} {'files':>6} {'goal':>5} {'crossings':>10} {'value classes':>14}  shapes of a MIG instance")
     for row in rows:
         goal = row["files_goal"] or "-"

@@ -37,6 +37,7 @@ from benchmarks.sharing_jobs import jobs
 from benchmarks.sharing_pause import pause
 from benchmarks.sharing_table import table
 from gpushare import __version__
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
@@ -46,7 +47,6 @@ from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.mps.limits import Limits
 from gpushare.run.plain import PlainShare
 from gpushare.run.share import Share, open_mps_share
-from gpushare.selection import select_one
 
 PARTS: Final = ("jobs", "pairs", "ways", "pause", "farm")
 PRETENDED_HOST: Final = "sim:2xh200"

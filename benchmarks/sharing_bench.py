@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.pairs import FARMS, PAIRS, Pair
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import WINDOW_SECONDS, Timeline, Window
@@ -20,7 +21,6 @@ from gpushare.measure.statistics import summarize
 from gpushare.mps.limits import Limits
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
-from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"
 # A rate alone is measured until half of its 95 % interval is at most this share of it, in at most ``MOST_ALONE`` windows.

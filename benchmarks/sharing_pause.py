@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from benchmarks.sharing_bench import RATE, Bench, Keep, alone_rate, now
-from gpushare.errors import NotFound
+from gpushare.base.errors import NotFound
 from gpushare.host.process import Processes
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Timeline

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import quoted
 from gpushare.host.host import Host, UserDirectory, local_host
 from gpushare.host.nvml import NvmlReader
-from gpushare.units import quoted
 
 _USERS_SECONDS = 1.0
 _users_seen: tuple[float, Sequence[UserDirectory]] | None = None

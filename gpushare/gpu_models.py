@@ -12,9 +12,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import MIB
 from gpushare.mig.profile import Engines, Placement, Profile, standard_compute_profiles
-from gpushare.units import MIB
 
 _CATALOGUE: Final = Path(__file__).resolve().parent / "data" / "gpu-models.json"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import IO, Any
 
-    from gpushare.errors import OperationFailed
+    from gpushare.base.errors import OperationFailed
 
 DONE = "done"
 _READY = b"ready\n"
@@ -63,7 +63,7 @@ class Guard:
     def _failed(self, why: object) -> OperationFailed:
         import shlex
 
-        from gpushare.errors import OperationFailed, system_error
+        from gpushare.base.errors import OperationFailed, system_error
 
         system = system_error(why) if isinstance(why, OSError) else None
         return OperationFailed(

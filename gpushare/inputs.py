@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpushare.errors import BadUsage, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, NoPermission, NotFound
 
 # A hundred times what any of our files needs.
 _MAX_BYTES: Final = 256 << 10

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from gpushare.units import MIB, size_option
-from gpushare.values import dataclass
+from gpushare.base.units import MIB, size_option
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
-    from gpushare.model import Priority
+    from gpushare.base.model import Priority
 
 
 @dataclass(frozen=True, kw_only=True)

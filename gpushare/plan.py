@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Final, TypeVar
 
-from gpushare.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
+from gpushare.base.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
+from gpushare.base.values import dataclass
 from gpushare.signals import undisturbed
-from gpushare.values import dataclass
 
 T = TypeVar("T")
 # The code of an error that names all that could not be restored, and the command for it.

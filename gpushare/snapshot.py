@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpushare.errors import GpushareError, or_none
+from gpushare.base.errors import GpushareError, or_none
+from gpushare.base.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice, VgpuSession
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
 from gpushare.host.users import has_records
-from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice, VgpuSession
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.base.model import Holder
     from gpushare.host.host import Host
     from gpushare.mig.ledger import NamedInstance
     from gpushare.mig.profile import Layout
-    from gpushare.model import Holder
     from gpushare.mps.daemons import FoundDaemon
 
 T = TypeVar("T")

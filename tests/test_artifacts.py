@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpushare import __version__
-from gpushare.errors import ExitCode
+from gpushare.base.errors import ExitCode
 from tools import generate
 from tools.pictures import pictures
 from tools.tree import command_tree

@@ -14,11 +14,11 @@ from benchmarks.sharing import PARTS, add_to, figures, main
 from benchmarks.sharing_bench import Bench
 from benchmarks.sharing_gpus import pieces
 from benchmarks.sharing_table import table
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure.search import Setting, Trial
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.tune import TrialReport
-from gpushare.selection import select_one
 
 RESULTS = sorted(Path(__file__).parents[1].joinpath("benchmarks").glob("results-*.json"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare import guard
-from gpushare.errors import OperationFailed
+from gpushare.base.errors import OperationFailed
 from gpushare.guard import DONE, Guard
 from tests.cli.drive import until
 

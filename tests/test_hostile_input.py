@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gpushare.advice.case import read_case
-from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut, system_error
+from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut, system_error
+from gpushare.base.units import parse_memory_limit, parse_pinned_limits, parse_seconds, parse_thread_percentage, quoted
 from gpushare.host.capabilities import parse as parse_capability
 from gpushare.host.cdi import _parsed as parsed_cdi
 from gpushare.host.machine import xids_in
@@ -26,7 +27,6 @@ from gpushare.measure.metric import number, parse_metric
 from gpushare.measure.recording import read_recording
 from gpushare.measure.ways import parse_copies, parse_ways
 from gpushare.run.jobs import JOBS
-from gpushare.units import parse_memory_limit, parse_pinned_limits, parse_seconds, parse_thread_percentage, quoted
 from tests.cli.conftest import Cli, cli, plain_environment  # noqa: F401
 
 LONG = "9" * 5000

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks.paths import MOST_ARROWS
 from gpushare.cli import VERBS
 
 PACKAGE = Path(__file__).resolve().parent.parent / "gpushare"
@@ -127,6 +128,18 @@ def test_no_two_files_import_each_other() -> None:
             edges.setdefault(found.importer, set()).add(found.module)
     assert len(edges) > 50
     assert circles(edges) == []
+
+
+def test_few_rooms_know_each_other() -> None:
+    """A room is a folder, or a file at the top. Each new arrow has to be paid for by one that goes."""
+    pairs = {
+        tuple(name.split(".")[1] for name in (each.importer, each.module) if "." in name)
+        for each in imports()
+        if each.module in FILES
+    }
+    arrows = {pair for pair in pairs if len(set(pair)) == 2}
+    assert len(arrows) > 50
+    assert len(arrows) <= MOST_ARROWS, sorted(arrows)
 
 
 def test_every_verb_has_its_file_and_names_its_domain() -> None:

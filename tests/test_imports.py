@@ -98,7 +98,7 @@ def test_status_loads_nothing_of_changes(sim_dir: Path) -> None:
 
 
 def test_no_class_of_a_start_compiles_its_methods(sim_dir: Path) -> None:
-    """`dataclasses` compiles up to seven methods for a class; `gpushare.values` none."""
+    """`dataclasses` compiles up to seven methods for a class; `gpushare.base.values` none."""
     code = (
         "import dataclasses, sys\nreal = dataclasses._process_class\n"
         "def noted(cls, init, *rest):\n"

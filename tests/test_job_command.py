@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
+from gpushare.base.model import Priority
 from gpushare.cli import root
 from gpushare.job_command import JobCommand
-from gpushare.model import Priority
 
 EVERYTHING = {
     "gpu": "0", "gpus": 2, "mig": "1g", "production": "serve", "metric": "rate=([0-9.]+)", "lower_is_better": True,

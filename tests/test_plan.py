@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import ExitCode, GpushareError, Interrupted, NoPermission, NotHeld, OperationFailed
+from gpushare.base.errors import ExitCode, GpushareError, Interrupted, NoPermission, NotHeld, OperationFailed
 from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
 
 

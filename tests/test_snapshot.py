@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import DriverNotLoaded
+from gpushare.base.model import Gpu, GpuProcess, Snapshot, TimeSlice
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import DriverNotLoaded
 from gpushare.host.host import Host
 from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
-from gpushare.model import Gpu, GpuProcess, Snapshot, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
-from gpushare.selection import select_one
 from gpushare.sim import admin
 from gpushare.sim.processes import user_name
 from gpushare.snapshot import BLIND, LastWork, Observer
@@ -205,7 +205,7 @@ def test_a_profile_that_does_not_tell_its_share_leaves_the_version(
 def test_a_gpu_that_is_lost_between_two_questions_does_not_end_the_look(
     sim_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpushare.errors import GpuLost
+    from gpushare.base.errors import GpuLost
     from gpushare.host.nvml import NvmlReader
 
     host = mps.new(sim_dir)

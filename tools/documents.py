@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gpushare.errors import ExitCode
+from gpushare.base.errors import ExitCode
 from tools.manual import ENVIRONMENT, EXIT_STATUS, FILES, argument_word
 from tools.terminal import PROJECT, Terminal, terminal
 from tools.tree import Node

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from gpushare import __version__
+from gpushare.base.errors import ExitCode
 from gpushare.cli import GROUPS, VERBS
 from gpushare.cli.help import EXAMPLES, typed
-from gpushare.errors import ExitCode
 from tools.tree import Argument, Node, Option
 
 EXIT_STATUS = {

@@ -64,8 +64,8 @@ def option_values(option: Option) -> tuple[str, ...]:
     """Return the values of an option: words, one of the ``@`` marks, or nothing."""
     from gpushare.advice.case import LIKE, NEEDS
     from gpushare.advice.ways import Way
+    from gpushare.base.model import Priority
     from gpushare.gpu_models import load_models
-    from gpushare.model import Priority
     from gpushare.run.container import ENGINES
     from gpushare.show.result import OutputFormat
 

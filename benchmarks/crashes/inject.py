@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from gpushare.errors import NoPermission, OperationFailed
+from gpushare.base.errors import NoPermission, OperationFailed
 from gpushare.host import capabilities
 from gpushare.sim import channels
 from gpushare.sim.checkpoint import NOT_PERMITTED, OPERATING_SYSTEM, SimulatedCheckpoint

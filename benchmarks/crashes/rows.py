@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from benchmarks.crashes.inject import PROGRAM as PROGRAM_STARTS
 from benchmarks.crashes.world import World
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.run.jobs import record_of, write_record
-from gpushare.selection import select_one
 from gpushare.sim import admin
 
 Words = Sequence[str]

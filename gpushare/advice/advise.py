@@ -12,7 +12,7 @@ from gpushare.advice.rules import Kind, Outcome, Verdict, verdicts, winner
 from gpushare.advice.situation import Situation, instances_sentence
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import CONCURRENT, LEAVING, Way
-from gpushare.units import GIB, format_bytes
+from gpushare.base.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

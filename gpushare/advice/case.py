@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from gpushare.errors import BadCombination, BadUsage
+from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.units import parse_memory_limit, parse_seconds, quoted
 from gpushare.inputs import Located, LocatedList, Mark, documents
-from gpushare.units import parse_memory_limit, parse_seconds, quoted
 
 T = TypeVar("T")
 

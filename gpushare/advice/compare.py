@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import Mechanism, Table, driver_branch
-from gpushare.model import ComputeMode
-from gpushare.units import format_bytes
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
-from gpushare.errors import NotFound
-from gpushare.units import counted
+from gpushare.base.errors import NotFound
+from gpushare.base.units import counted
 
 TITLES: Final = {
     "cuda": "CUDA error",

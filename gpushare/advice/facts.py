@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import driver_branch
-from gpushare.errors import GpushareError, NoPermission, NotSupported, or_none
+from gpushare.base.errors import GpushareError, NoPermission, NotSupported, or_none
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
     from gpushare.mig.profile import Layout
-    from gpushare.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
     from gpushare.snapshot import HostState
 
 # The first "Binary version" that speaks MPS v3 (R615, CUDA 13.4).

@@ -14,10 +14,10 @@ from gpushare.advice.rules import cannot_leave, short_now, verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
+from gpushare.base.model import ComputeMode, Priority, TimeSlice
+from gpushare.base.units import MIB
 from gpushare.mig.wish import merged, wish_of
-from gpushare.model import ComputeMode, Priority, TimeSlice
 from gpushare.mps.limits import Limits
-from gpushare.units import MIB
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload

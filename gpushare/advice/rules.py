@@ -16,9 +16,9 @@ from gpushare.advice.compare import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.table import Cell, Mechanism
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING, Way
-from gpushare.model import ComputeMode
-from gpushare.units import format_bytes
-from gpushare.values import dataclass
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import format_bytes
+from gpushare.base.values import dataclass
 
 When = Callable[[Situation], "bool | None"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Final
 
-from gpushare.errors import BadUsage
-from gpushare.units import format_bytes
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import format_bytes
 
 # 24 hours a day, 30 days; clouds and OpenCost count 730 hours a month.
 HOURS: Final = Decimal(720)

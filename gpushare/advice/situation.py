@@ -14,12 +14,12 @@ from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import mps_clients
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MIG, LEAVING, Way
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
-from gpushare.model import ComputeMode
-from gpushare.units import MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload

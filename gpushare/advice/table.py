@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from gpushare.errors import BadUsage
-from gpushare.units import quoted
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import quoted
 
 T = TypeVar("T")
 

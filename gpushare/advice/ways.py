@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Final
 
 from gpushare.advice.table import Mechanism
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 
 
 class Way(str, Enum):

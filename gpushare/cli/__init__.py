@@ -18,8 +18,8 @@ atexit.register(gc.freeze)
 
 import typer  # noqa: E402
 
+from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.cli import options as common  # noqa: E402
-from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.show.text import NotWritten, put  # noqa: E402
 from gpushare.signals import ended_by_exception  # noqa: E402
 
@@ -208,7 +208,7 @@ def _unexpected(error: Exception) -> int:
     if common.settings.debug:
         raise error
     if isinstance(error, OSError):
-        from gpushare.errors import system_error
+        from gpushare.base.errors import system_error
 
         refused = system_error(error)
         if refused is not None:
@@ -238,7 +238,7 @@ def _in_our_words(message: str) -> str:
     """Return a message of the parser in the style of ours, without names of Python types."""
     import re
 
-    from gpushare.units import quoted
+    from gpushare.base.units import quoted
 
     message = re.sub(r" \(Possible options: .*\)$", "", message)
     message = re.sub(r"'([^']{61,})'", lambda long: quoted(long[1]), message)

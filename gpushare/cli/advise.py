@@ -15,6 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperOption
 
+from gpushare.base.errors import (
+    BadCombination,
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    Interrupted,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    no_gpu,
+)
+from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
     AskingCommand,
@@ -28,19 +41,6 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import (
-    BadCombination,
-    BadUsage,
-    GpuLost,
-    GpushareError,
-    Interrupted,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-    no_gpu,
-)
-from gpushare.units import quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from gpushare.advice.measured import MeasuredAdvice
     from gpushare.advice.recipe import Change, Recipe
     from gpushare.advice.situation import Situation
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.metric import Metric
     from gpushare.mig.change import MigChange
     from gpushare.mig.ledger import MigLedger
     from gpushare.plan import Plan, Step
-    from gpushare.selection import Device
     from gpushare.show.result import Result
     from gpushare.snapshot import HostState
 
@@ -355,7 +355,7 @@ def _recover(host: Host) -> None:
 def _named(state: HostState, facts: HostFacts, gpu: str | None) -> GpuFacts | None:
     """Return the GPU or MIG instance that -g names; None without -g."""
     from gpushare.advice.facts import instance_facts
-    from gpushare.selection import select_one
+    from gpushare.base.selection import select_one
 
     if not facts.gpus:
         raise no_gpu()
@@ -580,7 +580,7 @@ def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
 def _without_context(used: int | None) -> int | None:
     """Return the memory of a process without its CUDA context, which the budget adds."""
     from gpushare.advice.situation import MPS_CONTEXT_BYTES
-    from gpushare.units import MIB
+    from gpushare.base.units import MIB
 
     return None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
 
@@ -689,7 +689,7 @@ def _nothing_to_set_up(advice: Advice) -> str:
 def _carried(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
     from gpushare.advice.recipe import Verb
-    from gpushare.selection import select_one
+    from gpushare.base.selection import select_one
 
     mig = next((one for one in changes if one.verb.value.startswith("mig ")), None)
     if mig is not None:
@@ -777,10 +777,10 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 def _later(host: Host, change: Change) -> Step:
     """Return the step of a change that follows another one; it is planned when it acts."""
+    from gpushare.base.selection import Device, select_one
     from gpushare.hostfile.file import MpsWish
     from gpushare.hostfile.steps import daemon_step, level_step
     from gpushare.mps.limits import Limits
-    from gpushare.selection import Device, select_one
 
     gpu = host.nvml.gpu(change.gpu)
     if change.level is not None:
@@ -885,7 +885,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
     why = _why_not(advice)
     if why is not None:
         return _measured_answer(unmeasured(advice, why, copies), None, notes, apply=apply)
-    from gpushare.selection import select_one
+    from gpushare.base.selection import select_one
 
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
+from gpushare.base.units import counted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
     HostFileArgument,
@@ -21,9 +24,6 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
-from gpushare.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
-from gpushare.units import counted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -60,10 +60,10 @@ def apply(
     goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
     (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in force from then on.
     """
+    from gpushare.base.units import parse_seconds
     from gpushare.hostfile.kept import limits_in
     from gpushare.hostfile.load import load, names_in
     from gpushare.mig.ledger import MigLedger
-    from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))

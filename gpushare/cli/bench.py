@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
+from gpushare.base.units import counted
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -22,18 +24,16 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 from gpushare.signals import Ended
-from gpushare.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.measure.bench import BenchRequest, Measurement, Prepared
     from gpushare.measure.metric import Metric
-    from gpushare.selection import Device
 
 
 _MOST_REPEATS = 100
@@ -120,9 +120,9 @@ def bench(
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else _picture(plot)
     before = None if compare is None else read_bench(compare)
+    from gpushare.base.selection import select_one
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.sizes import parse_sizes
-    from gpushare.selection import select_one
 
     asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
     asked = asked or parse_metric(None, latency=latency)
@@ -442,9 +442,9 @@ def planned(host: Host, device: Device, prepared: Prepared, command: str = "benc
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
     """Return the notes on a benchmark, from its document."""
+    from gpushare.base.units import format_copies
     from gpushare.cli.options import others_note
     from gpushare.show.bench import is_measured
-    from gpushare.units import format_copies
 
     missing: dict[str, list[int]] = {}
     for cell in data["cells"]:

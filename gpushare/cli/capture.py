@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, no_gpu
+from gpushare.base.units import quoted
 from gpushare.cli.options import Command, GpuOption, settings
-from gpushare.errors import BadUsage, no_gpu
-from gpushare.units import quoted
 
 
 def register(app: typer.Typer) -> None:
@@ -38,10 +38,10 @@ def capture(
     `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot
     express. Needs root for what only root sees: grants, and daemons of other users.
     """
+    from gpushare.base.selection import select
     from gpushare.hostfile.file import Exactness, text_of
     from gpushare.hostfile.live import captured
     from gpushare.hostfile.look import live_gpus
-    from gpushare.selection import select
     from gpushare.show.result import Result
     from gpushare.show.status import gpu_errors
     from gpushare.snapshot import HostState

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu
+from gpushare.base.units import quoted
 from gpushare.cli.options import Command, GpuOption, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, no_gpu
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +104,7 @@ def _facts(gpu: str | None) -> HostFacts:
 
     from gpushare.advice.compare import answering
     from gpushare.advice.facts import host_facts
-    from gpushare.selection import select
+    from gpushare.base.selection import select
     from gpushare.snapshot import HostState
 
     state = HostState(settings.connect())
@@ -256,7 +256,7 @@ def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
 
 
 def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
-    from gpushare.model import Gpu
+    from gpushare.base.model import Gpu
     from gpushare.show.status import gpu_errors
 
     return gpu_errors(Gpu(index=one.index, error=one.error) for one in (() if facts is None else facts.gpus))

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.host.host import home_directory
-from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

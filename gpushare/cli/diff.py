@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gpushare.base.errors import GpushareError
 from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
-from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     """
     import shlex
 
-    from gpushare.errors import ExitCode
+    from gpushare.base.errors import ExitCode
     from gpushare.hostfile.load import changed_limits, entries_of, load
     from gpushare.hostfile.look import live_gpus
     from gpushare.show.result import Result

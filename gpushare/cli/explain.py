@@ -11,9 +11,9 @@ from typing import IO, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.units import counted
 from gpushare.cli.options import Command, settings
-from gpushare.errors import BadUsage, NotFound, OperationFailed
-from gpushare.units import counted
 
 
 def register(app: typer.Typer) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.cli import metrics
 from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, settings
-from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
     from gpushare.export.containers import ContainerDevice
@@ -183,9 +183,9 @@ def mig_parted(
 
 def _share(gpu: str | None, file: str | None) -> ContainerDevice:
     """Return the one device that a container gets."""
+    from gpushare.base.selection import select_one
     from gpushare.export.containers import container_device
     from gpushare.export.description import describe_host
-    from gpushare.selection import select_one
     from gpushare.snapshot import HostState
 
     state = HostState(settings.connect())
@@ -369,9 +369,9 @@ def described(
 
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
     """
+    from gpushare.base.model import Sharing
+    from gpushare.base.selection import select
     from gpushare.export.description import describe_host
-    from gpushare.model import Sharing
-    from gpushare.selection import select
     from gpushare.snapshot import HostState
 
     for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
@@ -414,12 +414,12 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
 
 
 def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
+    from gpushare.base.model import Sharing
     from gpushare.export.description import wished
     from gpushare.hostfile.diff import check_fits, points
     from gpushare.hostfile.load import entries_of, load, placed
     from gpushare.hostfile.look import live_gpus
     from gpushare.mig.driver import MigReader
-    from gpushare.model import Sharing
 
     wanted, _ = load(path)
     matched = entries_of(wanted, state.gpus)

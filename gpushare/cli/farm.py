@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -20,17 +21,16 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.cli.run import action_of, connected
-from gpushare.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpushare.base.model import Gpu
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
     from gpushare.run.copies import Copy, FarmOptions, FarmResult
     from gpushare.run.job import MemoryWish
     from gpushare.run.results import BenchedCap
-    from gpushare.selection import Device
 
 
 def register(app: typer.Typer) -> None:
@@ -97,13 +97,13 @@ def farm(
     GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; after each start
     the farm goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     """
+    from gpushare.base.units import parse_seconds
     from gpushare.hostfile.kept import kept_limits
     from gpushare.mps.limits import Limits
     from gpushare.run.copies import FarmOptions
     from gpushare.run.job import parse_job_memory
     from gpushare.run.jobs import check_job_name
     from gpushare.run.program import RunOptions
-    from gpushare.units import parse_seconds
 
     if not command:
         raise BadUsage(
@@ -258,9 +258,9 @@ def _cap_by(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
     """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
+    from gpushare.base.units import format_copies
     from gpushare.run.copies import share_of_threads
     from gpushare.run.results import find_benched
-    from gpushare.units import format_copies
 
     said: set[str] = set()
 
@@ -293,9 +293,9 @@ def _cap_by(
 
 
 def _finished(result: FarmResult, options: FarmOptions) -> Any:
+    from gpushare.base.units import ranges
     from gpushare.mps.limits import client_memory
     from gpushare.show.run import farm_result
-    from gpushare.units import ranges
 
     errors = _failures(result)
     if result.unrecorded:
@@ -346,7 +346,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
 
 def _failures(result: FarmResult) -> list[GpushareError]:
     """Return one error for all copies that failed in the same way."""
-    from gpushare.units import ranges
+    from gpushare.base.units import ranges
 
     alike: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.cli.options import Command, note, settings
-from gpushare.errors import BadCombination, ExitCode
 from gpushare.signals import Ended
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
 
+from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
+from gpushare.base.units import quoted
 from gpushare.cli.options import Command, note, settings
-from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from gpushare.base.model import Snapshot
     from gpushare.host.host import Host
-    from gpushare.model import Snapshot
     from gpushare.show.prometheus import Reading
     from gpushare.snapshot import LastWork
 
@@ -130,11 +130,11 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
+    from gpushare.base.model import Sharing
     from gpushare.cli.status import with_memory
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import interrupted_change
-    from gpushare.model import Sharing
     from gpushare.mps.home import homes_in
     from gpushare.run.listing import listed_jobs
     from gpushare.run.pause import noted_pauses

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotSupported
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_files import wished
 from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gpushare.base.model import Gpu
     from gpushare.mig.places import Place
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.profile import Layout
     from gpushare.mig.wish import Wish
-    from gpushare.model import Gpu
 
 
 def add_env(group: typer.Typer) -> None:
@@ -182,7 +182,7 @@ def fits(
 
     Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
-    from gpushare.errors import ExitCode
+    from gpushare.base.errors import ExitCode
     from gpushare.mig.holders import no_plan_error
     from gpushare.mig.plan import MigPlan, Why
     from gpushare.mig.planner import plan_add
@@ -310,8 +310,8 @@ def capable(
     ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not list: their layouts
     are empty.
     """
+    from gpushare.base.selection import no_mig, select
     from gpushare.mig.layouts import layouts_of
-    from gpushare.selection import no_mig, select
 
     host = settings.connect()
     chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}

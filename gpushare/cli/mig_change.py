@@ -11,6 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import (
+    BadCombination,
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    InUse,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+)
+from gpushare.base.units import counted, quoted
 from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
@@ -29,21 +40,11 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
-from gpushare.errors import (
-    BadCombination,
-    BadUsage,
-    GpuLost,
-    GpushareError,
-    InUse,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-)
-from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
     from typer import Typer
 
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.mig.change import GpuChange, MigChange
     from gpushare.mig.grant import Naming
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.planner import Target
     from gpushare.mig.profile import Layout
-    from gpushare.model import Gpu
     from gpushare.plan import Plan, Step
     from gpushare.show.result import Result
 
@@ -62,8 +62,8 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
     On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
     """
+    from gpushare.base.selection import Device, no_mig, select_for_change
     from gpushare.mig.layouts import layouts_of
-    from gpushare.selection import Device, no_mig, select_for_change
 
     found = gpus_of(host)
     if named and gpu is None:
@@ -165,7 +165,7 @@ def need_mig_rights(host: Host) -> None:
     from gpushare.mig.driver import may_change
 
     if not may_change(host):
-        from gpushare.errors import NoPermission
+        from gpushare.base.errors import NoPermission
 
         raise NoPermission("changing MIG needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")
 
@@ -671,9 +671,9 @@ def _demanded(
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}, ()
+    from gpushare.base.selection import select
     from gpushare.cli.mig_files import absent_gpus, demands_of
     from gpushare.mig.layouts import layouts_of
-    from gpushare.selection import select
 
     elsewhere = absent_gpus(named, host)
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
 from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
-from gpushare.errors import BadCombination, BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
     Config,
@@ -25,11 +25,11 @@ from gpushare.mig.parted import (
 )
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.mig.profile import Layout
     from gpushare.mig.target import Difference, MigDevice
     from gpushare.mig.wish import Wish
-    from gpushare.model import Gpu
 
 
 def add_files(group: typer.Typer) -> None:
@@ -53,7 +53,7 @@ def check(
     With a file, each GPU must match its entry; a GPU without one is not compared, unless -g names it. --exact
     refuses it, as nvidia-mig-parted assert does. Exit code 0: all match; 7: not. Needs no root.
     """
-    from gpushare.errors import ExitCode
+    from gpushare.base.errors import ExitCode
     from gpushare.show.result import Result
 
     if bool(wish) == (file is not None) or (config is not None and file is None):
@@ -94,9 +94,9 @@ def export(
     GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
     second YAML document, which apply and check follow.
     """
+    from gpushare.base.selection import no_mig
     from gpushare.mig.driver import MigReader
     from gpushare.mig.parted import check_config_name, document, exported, file_text, placements
-    from gpushare.selection import no_mig
     from gpushare.show.result import Result
 
     check_config_name(name)
@@ -129,7 +129,7 @@ def _export_notes(gpus: Sequence[Gpu], layouts: Iterable[Layout]) -> list[str]:
 
 
 def _gpus(host: Host, text: str | None) -> list[Gpu]:
-    from gpushare.selection import select
+    from gpushare.base.selection import select
 
     found = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
     if not found:
@@ -271,7 +271,7 @@ def demands_of(
             code="no_gpu_of_config",
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
-        from gpushare.selection import no_mig
+        from gpushare.base.selection import no_mig
 
         raise no_mig(gpus)
     if not demands and named:
@@ -307,8 +307,8 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
 
 def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
     """Return the wish, given in words or by need."""
+    from gpushare.base.units import parse_memory_limit
     from gpushare.mig.wish import Need, Request, parse_wish
-    from gpushare.units import parse_memory_limit
 
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.base.units import counted
 from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
@@ -22,8 +24,6 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
-from gpushare.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +72,9 @@ def logs(
 
     The daemon logs each question of gpushare, such as those of `gpushare status -w`: they are left out, unless -v is given.
     """
+    from gpushare.base.selection import select_one
     from gpushare.mps.control import without_questions
     from gpushare.mps.home import home_of
-    from gpushare.selection import select_one
     from gpushare.show.result import Result
 
     host = settings.connect()
@@ -141,10 +141,10 @@ def env(
 
     gpushare does not watch these programs; `gpushare run` also checks that its program is attached.
     """
+    from gpushare.base.selection import select_one
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.home import client_environment
     from gpushare.mps.limits import Limits, check_memory
-    from gpushare.selection import select_one
     from gpushare.show.result import Result
 
     limits = Limits.typed(threads, memory, priority)
@@ -263,12 +263,12 @@ def start(
     Limits apply to each client process, not to a job: two processes with 4G can use 8G. A thread percentage
     caps the SMs that a client may use; it reserves none.
     """
+    from gpushare.base.selection import select_for_change
     from gpushare.cli.options import carried_out
     from gpushare.mps.home import own_home
     from gpushare.mps.limits import LimitOptions
     from gpushare.mps.start import plan_start
     from gpushare.plan import one_plan
-    from gpushare.selection import select_for_change
 
     wanted = LimitOptions(threads, memory, priority)
     host = settings.connect()
@@ -291,12 +291,12 @@ def set_limits(
 
     A running client keeps the limits that it started with, even where the driver accepts new ones for its server.
     """
+    from gpushare.base.selection import select_for_change
     from gpushare.cli.options import carried_out
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.limits import LimitOptions
     from gpushare.mps.set import plan_limits
     from gpushare.plan import one_plan
-    from gpushare.selection import select_for_change
 
     if threads is None and memory is None and priority is None:
         raise BadUsage("nothing to set", "give --threads, --memory or --priority", code="nothing_to_set")
@@ -334,13 +334,13 @@ def stop(
     """
     from dataclasses import replace
 
+    from gpushare.base.units import parse_seconds
     from gpushare.host.records import sweep_leftovers
     from gpushare.mps.stop import Stop, daemons_to_stop
     from gpushare.plan import Plan
     from gpushare.run.jobs import forget_ended
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
-    from gpushare.units import parse_seconds
 
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()

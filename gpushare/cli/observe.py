@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.units import counted
 from gpushare.cli.options import Command, GpuOption, note, settings
-from gpushare.errors import BadCombination, BadUsage
-from gpushare.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def observe(
     host = settings.connect()
     indexes = None
     if gpu is not None:
-        from gpushare.selection import select
+        from gpushare.base.selection import select
 
         devices = select(gpu, host.nvml.identities())
         indexes = [device.gpu.index for device in devices]
@@ -80,7 +80,7 @@ def observe(
             raise
     from dataclasses import replace
 
-    from gpushare.model import Gpu
+    from gpushare.base.model import Gpu
     from gpushare.show.status import gpu_errors, is_lost
 
     result = _result(recording, path)
@@ -92,8 +92,8 @@ def observe(
 
 
 def _times(seconds: str, interval: str) -> tuple[float, float]:
+    from gpushare.base.units import parse_seconds
     from gpushare.cli.status import interval as checked_interval
-    from gpushare.units import parse_seconds
 
     length, step = parse_seconds(seconds), checked_interval(interval)
     if length < step:
@@ -115,7 +115,7 @@ def _default_name() -> Path:
 @contextlib.contextmanager
 def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
     """Yield a progress callback: a bar on a terminal, else nothing."""
-    from gpushare.units import format_duration
+    from gpushare.base.units import format_duration
 
     if settings.quiet or not sys.stderr.isatty():
         note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from gpushare.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
+from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
+from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 from gpushare.show.text import NotWritten, one_line, put
 from gpushare.signals import Ended
-from gpushare.units import quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
     from gpushare.mps.home import DaemonHome
     from gpushare.plan import Loss, Plan, Step
     from gpushare.show.result import OutputFormat, Result
@@ -781,7 +781,7 @@ def percentage(option: str, text: str, *, example: str, hint: str, code: str) ->
     Raises:
         BadUsage: it is not from 0.1 to 100, or may as well be a share: ``0.97``.
     """
-    from gpushare.units import parse_thread_percentage
+    from gpushare.base.units import parse_thread_percentage
 
     try:
         percent = parse_thread_percentage(text)
@@ -798,7 +798,7 @@ def positive(option: str, text: str, example: str) -> float:
     Raises:
         BadUsage: it is none, or zero.
     """
-    from gpushare.units import parse_seconds
+    from gpushare.base.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds <= 0:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.cli.options import AskingCommand, carried_out, settings
-from gpushare.errors import BadCombination, BadUsage
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -87,8 +87,8 @@ def pause(
 
 
 def _seconds(text: str) -> float:
+    from gpushare.base.units import parse_seconds
     from gpushare.host.store import MOST_SECONDS
-    from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)
     if not 0.1 <= seconds <= MOST_SECONDS:

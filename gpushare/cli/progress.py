@@ -41,6 +41,6 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
 
 
 def _guess(seconds: float) -> str:
-    from gpushare.units import format_duration
+    from gpushare.base.units import format_duration
 
     return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))

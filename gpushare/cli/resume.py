@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.cli.options import ChangingCommand, settings
-from gpushare.errors import BadCombination, BadUsage, GpushareError
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

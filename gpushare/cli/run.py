@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperOption
 
+from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.units import quoted
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -22,8 +24,6 @@ from gpushare.cli.options import (
     percentage,
     settings,
 )
-from gpushare.errors import BadCombination, BadUsage
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -160,6 +160,7 @@ def run(
     Starts an MPS daemon if the GPU has none. Ctrl-C ends the program the safe way. The exit code is the program's own,
     or 128 + N if signal N ended it.
     """
+    from gpushare.base.units import parse_seconds
     from gpushare.mps.limits import Limits
     from gpushare.run.job import (
         DETACHED,
@@ -173,7 +174,6 @@ def run(
     )
     from gpushare.run.program import RunOptions
     from gpushare.run.start import JobStart
-    from gpushare.units import parse_seconds
 
     if not command:
         raise BadUsage(
@@ -361,8 +361,8 @@ def _queue(
     action = action_of(over)
     if wish is None and swap is None and not (wait or leaves):
         return None
+    from gpushare.base.units import parse_seconds
     from gpushare.run.queued import MemoryOptions
-    from gpushare.units import parse_seconds
 
     return MemoryOptions(
         action=action,

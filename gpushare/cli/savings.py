@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.cli.options import Command
-from gpushare.errors import BadCombination, BadUsage, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.advice.savings import Price, Savings, Work
@@ -58,8 +58,8 @@ def savings(
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
     from gpushare.advice.savings import savings as save
+    from gpushare.base.units import parse_memory_limit
     from gpushare.show.savings import savings_result
-    from gpushare.units import parse_memory_limit
 
     target = _number("--target-load", target_load, Decimal(100))
     cost = _price(price, instance, _number("--hours", hours, _MOST_HOURS))
@@ -116,7 +116,7 @@ def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | N
 
 def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
     from gpushare.advice.savings import MOST_GPUS, Work
-    from gpushare.units import parse_memory_limit
+    from gpushare.base.units import parse_memory_limit
 
     if gpus is None or load is None or gpu is not None:
         raise BadUsage(
@@ -134,9 +134,9 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
 
 
 def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
+    from gpushare.base.model import Gpu
+    from gpushare.base.selection import select
     from gpushare.measure.dcgm import read_measured
-    from gpushare.model import Gpu
-    from gpushare.selection import select
 
     recording = read_measured(read)
     there = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
@@ -178,7 +178,7 @@ def _capacity(uses: list[GpuUse]) -> int | None:
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
-    from gpushare.units import format_duration
+    from gpushare.base.units import format_duration
 
     notes = [
         f"loads are means of {recording.samples} samples in {format_duration(recording.seconds)}: record a typical period, long enough"

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import quoted
 from gpushare.cli.options import AskingCommand, Command, Group, consented, settings
-from gpushare.errors import BadUsage
-from gpushare.units import quoted
 
 Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
 
@@ -124,9 +124,9 @@ def list_hosts(
 
 
 def _models() -> Any:
+    from gpushare.base.units import format_bytes
     from gpushare.gpu_models import load_models
     from gpushare.show.result import Column, Result, Table
-    from gpushare.units import format_bytes
 
     rows = tuple(
         {
@@ -190,8 +190,8 @@ def _gpu_faults(gpu: dict[str, Any]) -> list[str]:
 
 
 def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
+    from gpushare.base.units import format_bytes
     from gpushare.show.result import Column, Table
-    from gpushare.units import format_bytes
 
     gpus = tuple(
         {
@@ -240,10 +240,10 @@ def reset(
     everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
 ) -> Any:
     """Delete a simulated host with its processes and state. Real programs on it are left alone."""
+    from gpushare.base.units import counted
     from gpushare.plan import Loss, Plan
     from gpushare.show.result import Result
     from gpushare.sim import admin
-    from gpushare.units import counted
 
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
@@ -287,10 +287,10 @@ def add(
     A holder is not in NVML's process lists, but keeps a GPU, or with --mig an instance, in use, as DCGM does:
     --holder --name nv-hostengine. With --memory it has allocations, as a profiler does.
     """
-    from gpushare.selection import select_one
+    from gpushare.base.selection import select_one
+    from gpushare.base.units import parse_memory_limit, parse_seconds
     from gpushare.show.result import Result
     from gpushare.sim import admin
-    from gpushare.units import parse_memory_limit, parse_seconds
 
     spec = spec_of(None)
     host = settings.connect()
@@ -373,9 +373,9 @@ def vgpu(
     vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
+    from gpushare.base.units import parse_memory_limit
     from gpushare.show.result import Result
     from gpushare.sim.admin import add_vgpu
-    from gpushare.units import parse_memory_limit
 
     name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
     return Result(command="sim vgpu", data={"uuid": name}, text=name)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage
 from gpushare.cli.options import Command, GpuOption, settings
-from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, GpuProcess, Snapshot
     from gpushare.host.host import Host
-    from gpushare.model import Gpu, GpuProcess, Snapshot
 
 
 # The interval of -w without a number.
@@ -124,7 +124,7 @@ def _without_reservations(gpu: Gpu) -> Gpu:
 
 
 def interval(text: str) -> float:
-    from gpushare.units import parse_seconds
+    from gpushare.base.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds < 0.1:
@@ -136,7 +136,7 @@ def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     """Return the snapshot with only the named GPUs and their daemons."""
     if gpu is None:
         return snapshot
-    from gpushare.selection import select
+    from gpushare.base.selection import select
 
     devices = select(gpu, snapshot.gpus)
     indexes = list(dict.fromkeys(device.gpu.index for device in devices))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.cli.options import AskingCommand, consented, say_step, settings
-from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
     from gpushare.run.stop import Stopped
@@ -79,8 +79,8 @@ def stop(
 
 
 def _seconds(text: str) -> float:
+    from gpushare.base.units import parse_seconds
     from gpushare.host.store import MOST_SECONDS
-    from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds > MOST_SECONDS:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
-from gpushare.errors import (
+from gpushare.base.errors import (
     BadCombination,
     BadUsage,
     GpushareError,
@@ -21,14 +20,15 @@ from gpushare.errors import (
     OperationFailed,
     or_none,
 )
+from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.ledger import Request
     from gpushare.memory.swap import Swap
-    from gpushare.selection import Device
 
 group = typer.Typer(
     cls=Group,
@@ -54,6 +54,7 @@ def out(job: JobArgument) -> Any:
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
+    from gpushare.base.units import format_bytes
     from gpushare.memory.room import room_kept
     from gpushare.memory.swap import (
         BACK,
@@ -70,7 +71,6 @@ def out(job: JobArgument) -> Any:
     )
     from gpushare.plan import Plan, Step
     from gpushare.run.jobs import consent_to, find_job, processes_to_swap
-    from gpushare.units import format_bytes
 
     host = settings.connect()
     found = find_job(host, job)
@@ -144,12 +144,12 @@ def back_in(
     Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
     nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
     """
+    from gpushare.base.units import format_bytes, parse_seconds
     from gpushare.hostfile.kept import kept_limits
     from gpushare.memory.ledger import Request
     from gpushare.memory.room import back_bytes
     from gpushare.memory.swap import BACK, LOST, check_continues, ended_swap, lost, taken_over
     from gpushare.plan import Plan, Step
-    from gpushare.units import format_bytes, parse_seconds
 
     if wait_timeout is not None and not wait:
         raise BadCombination("--timeout belongs to --wait", "gpushare swap in JOB --wait --timeout 10m")
@@ -192,7 +192,7 @@ def back_in(
 
 def _device_of(host: Host, swap: Swap) -> Device:
     """Return the GPU that a job comes back to. Raises NotFound, NotSupported."""
-    from gpushare.selection import Device
+    from gpushare.base.selection import Device
 
     # Not by `select`: a record that a user has written may say "all".
     gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
@@ -266,9 +266,9 @@ def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int,
 
 def listed() -> Any:
     """List the jobs that are out: this user's, and those that root has swapped out. Root sees those of all users."""
+    from gpushare.base.units import format_bytes
     from gpushare.memory.swap import BACK, swaps
     from gpushare.show.result import Column, Result, Table
-    from gpushare.units import format_bytes
 
     host = settings.connect()
     out = [one for one in swaps(host) if one.state != BACK]

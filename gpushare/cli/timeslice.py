@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError
+from gpushare.base.units import quoted
 from gpushare.cli.options import AskingCommand, ChangingCommand, Command, GpuOption, Group, gpus_of, settings
 from gpushare.cli.timeslice_keep import keep
-from gpushare.errors import BadCombination, BadUsage, GpushareError
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.plan import Plan
-    from gpushare.selection import Device
     from gpushare.show.result import Table
     from gpushare.timeslice.slices import Reading
 
@@ -46,7 +46,7 @@ def show(gpu: GpuOption = None) -> Any:
     what default means on this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
     milliseconds. MPS clients share the time-slice of their server.
     """
-    from gpushare.selection import select
+    from gpushare.base.selection import select
     from gpushare.show.result import Column, Result, Table
     from gpushare.show.status import gpu_errors, silent_word
 
@@ -107,7 +107,7 @@ def show(gpu: GpuOption = None) -> Any:
 
 
 def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    from gpushare.model import ComputeMode
+    from gpushare.base.model import ComputeMode
 
     notes = []
     without = [str(row["gpu"]) for row in rows if row["supported"] is False]
@@ -246,8 +246,8 @@ def set_level(
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
     lost at a reboot, and running programs may keep the old level.
     """
+    from gpushare.base.selection import select_for_change
     from gpushare.cli.options import carried_out
-    from gpushare.selection import select_for_change
     from gpushare.timeslice.policy import level_of, plan_level
 
     job = _job_of(job, pid)
@@ -275,9 +275,9 @@ def _job_of(job: str | None, pid: str | None) -> str | None:
 
 
 def _set_slice(text: str, job_text: str) -> Any:
+    from gpushare.base.units import parse_slice
     from gpushare.host.smi import parse_level
     from gpushare.timeslice.slices import check_slice, plan_slice
-    from gpushare.units import parse_slice
 
     if parse_level(text) is not None:
         raise BadCombination(
@@ -322,8 +322,8 @@ def reset(
 
     Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
     """
+    from gpushare.base.selection import select_for_change
     from gpushare.cli.options import carried_out
-    from gpushare.selection import select_for_change
     from gpushare.timeslice.policy import plan_reset
     from gpushare.timeslice.slices import plan_restore
 

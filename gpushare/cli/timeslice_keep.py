@@ -35,7 +35,7 @@ def keep(file: RulesOption = None) -> Any:
     wanted, policy = _read(path)
     if settings.dry_run:
         return _planned(policy, path)
-    from gpushare.errors import GpushareError
+    from gpushare.base.errors import GpushareError
     from gpushare.host.records import sweep_leftovers
     from gpushare.show.keep import Said
     from gpushare.timeslice.keep import keep as keep_slices
@@ -58,7 +58,7 @@ def keep(file: RulesOption = None) -> Any:
 
 
 def _read(path: str) -> tuple[HostFile, Policy]:
-    from gpushare.errors import BadUsage
+    from gpushare.base.errors import BadUsage
     from gpushare.hostfile.load import load_own, names_in
     from gpushare.timeslice.keep import Policy
 

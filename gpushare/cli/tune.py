@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.units import quoted
 from gpushare.cli.options import Command, gpus_of, settings
-from gpushare.errors import BadUsage, GpushareError
 from gpushare.job_command import JobCommand
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.measure.pair import TuneOptions
     from gpushare.measure.search import Judged, Search
     from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, WayResult
     from gpushare.run.results import Tuned
-    from gpushare.selection import Device
 
 
 def register(app: typer.Typer) -> None:
@@ -126,11 +126,11 @@ def tune(
     Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield pause.
     The peak memory of both jobs and what they use of the GPU are kept for run --wait.
     """
+    from gpushare.base.selection import select_one
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.pair import TuneOptions
     from gpushare.run.jobs import check_job_name
-    from gpushare.selection import select_one
 
     check_job_name(name)
     searched = _ways(ways, caps)
@@ -157,7 +157,7 @@ def tune(
 
 
 def _ways(text: str, caps: str | None) -> tuple[str, ...]:
-    from gpushare.errors import BadCombination
+    from gpushare.base.errors import BadCombination
     from gpushare.run.results import CAPS, SLICES
 
     found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
@@ -182,7 +182,7 @@ def _search(keep: str, p99: str | None, caps: str | None) -> Search:
 
 
 def _percentages(option: str, text: str | None, example: str) -> tuple[float, ...]:
-    from gpushare.units import parse_thread_percentage
+    from gpushare.base.units import parse_thread_percentage
 
     if text is None:
         return ()
@@ -195,7 +195,7 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
 
 
 def _window(text: str) -> float:
-    from gpushare.units import parse_seconds
+    from gpushare.base.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds < 0.1:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, TimedOut, cut
-from gpushare.model import Gpu, TimeSlice
+from gpushare.base.errors import GpushareError, TimedOut, cut
+from gpushare.base.model import Gpu, TimeSlice
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -13,10 +13,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
-from gpushare.doctor.mig import MIG_CHECKS
-from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
-from gpushare.errors import (
+from gpushare.base.errors import (
     BadUsage,
     DriverNotLoaded,
     GpushareError,
@@ -26,6 +23,11 @@ from gpushare.errors import (
     or_none,
     system_error,
 )
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice, device_key
+from gpushare.base.units import counted, format_bytes, format_duration
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
+from gpushare.doctor.mig import MIG_CHECKS
+from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.machine import Xid
@@ -33,23 +35,21 @@ from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice, device_key
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.policy import left_level
 from gpushare.timeslice.rules import KEEP_UNIT
-from gpushare.units import counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.base.model import GpuProcess
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
     from gpushare.host.store import RecordStore
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu
-    from gpushare.model import GpuProcess
 
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.

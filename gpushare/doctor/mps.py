@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpushare.base.errors import GpushareError, cut
+from gpushare.base.model import TimeSlice
+from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
-from gpushare.errors import GpushareError, cut
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
 from gpushare.host.machine import SHARED_MEMORY
 from gpushare.host.records import read_tail
 from gpushare.hostfile.look import unit_device
-from gpushare.model import TimeSlice
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
-from gpushare.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
-    from gpushare.model import Gpu, GpuProcess, MpsClient, MpsDaemon
+    from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon
     from gpushare.mps.daemons import FoundDaemon
 
 

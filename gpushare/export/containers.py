@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice, device_key
+from gpushare.base.selection import no_mig
+from gpushare.base.units import MIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
 from gpushare.mig.parted import Exported, document, file_text, parse_parted
-from gpushare.model import Gpu, Priority, Sharing, TimeSlice, device_key
-from gpushare.selection import no_mig
-from gpushare.units import MIB
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
+from gpushare.base.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
+from gpushare.base.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, MigInstance
     from gpushare.host.host import Host
     from gpushare.mig.profile import GpuInstance
-    from gpushare.model import Gpu, MigInstance
     from gpushare.snapshot import HostState
 
 

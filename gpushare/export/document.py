@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from gpushare.errors import InUse, NoPermission
+from gpushare.base.errors import InUse, NoPermission
 from gpushare.inputs import yaml_text
 
 

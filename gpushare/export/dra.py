@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.units import MIB, format_percent
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export, yaml_document
 from gpushare.export.k8s import deployment, verified
-from gpushare.model import Priority, Sharing, TimeSlice
-from gpushare.units import MIB, format_percent
 
 GROUP: Final = "resource.nvidia.com/v1beta1"
 DRIVER: Final = "gpu.nvidia.com"

@@ -10,11 +10,11 @@ import json
 import re
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.model import Priority, Sharing
+from gpushare.base.units import MIB, format_percent
 from gpushare.export.containers import ContainerDevice
 from gpushare.export.document import IMAGE, Document, Export
-from gpushare.model import Priority, Sharing
-from gpushare.units import MIB, format_percent
 
 FILE: Final = "task-definition.json"
 # Host memory that ECS keeps for the container.

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.units import MIB, format_bytes, format_percent, ranges
 from gpushare.export import containers
 from gpushare.export.description import GpuDescription, HostDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
 from gpushare.inputs import yaml_text
-from gpushare.model import Priority, Sharing, TimeSlice
-from gpushare.units import MIB, format_bytes, format_percent, ranges
 
 VERSION: Final = "v1"
 PREFIX: Final = "nvidia.com/"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gpushare.errors import BadCombination, BadUsage, NotSupported
+from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.model import Sharing, TimeSlice
+from gpushare.base.units import GIB, mps_memory, mps_memory_readback
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
 from gpushare.export.document import Document, Export, rendered
 from gpushare.export.k8s import DEFAULT_REPLICAS
-from gpushare.model import Sharing, TimeSlice
-from gpushare.units import GIB, mps_memory, mps_memory_readback
 
 STATE: Final = "/run/gpushare-slurm"
 

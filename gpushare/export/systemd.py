@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode, Priority, Sharing, device_key
+from gpushare.base.units import mps_memory, mps_memory_readback, mps_percentage
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.kept import KEPT
-from gpushare.model import ComputeMode, Priority, Sharing, device_key
 from gpushare.mps.home import (  # moved
     LIMIT_FILE,
     UNIT_RUNTIME,
@@ -22,7 +23,6 @@ from gpushare.mps.home import (  # moved
     unit_name,
 )
 from gpushare.timeslice.rules import KEEP_UNIT
-from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
 
 # The last file that held, as `gpushare apply` keeps it.
 FILE: Final = f"{SYSTEM_STATE_DIRECTORY}/{KEPT}"

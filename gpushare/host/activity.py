@@ -7,9 +7,9 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpuLost, GpushareError, NotFound
+from gpushare.base.errors import GpuLost, GpushareError, NotFound
+from gpushare.base.values import dataclass
 from gpushare.host.nvml import read_utilization
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader

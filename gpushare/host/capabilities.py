@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
-from gpushare.values import dataclass
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.values import dataclass
 
 # GPU instance id, and compute instance id; None is the node of the GPU instance itself.
 Place = tuple[int, int | None]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import NoPermission, NotSupported, OperationFailed
-from gpushare.units import check_depth
-from gpushare.values import dataclass
+from gpushare.base.errors import NoPermission, NotSupported, OperationFailed
+from gpushare.base.units import check_depth
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
 
 PROGRAM: Final = "nvidia-ctk"
 KIND: Final = "nvidia.com/gpu"

@@ -23,11 +23,11 @@ import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.nvml import NO_LIMIT
 from gpushare.host.process import container_of, read_proc
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader

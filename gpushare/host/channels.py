@@ -38,10 +38,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.typed import NOT_STORED, Count, Pid, Shown, parsed
+from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, real_uid
-from gpushare.typed import NOT_STORED, Count, Pid, Shown, parsed
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     import socket

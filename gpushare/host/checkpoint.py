@@ -16,7 +16,7 @@ import ctypes
 import threading
 from typing import Any, Final
 
-from gpushare.errors import NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
 
 LIBRARY: Final = "libcuda.so.1"
 SUCCESS: Final = 0

@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import OperationFailed
+from gpushare.base.errors import OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
 from gpushare.host.records import kept_mode, unwritable
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

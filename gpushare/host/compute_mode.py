@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
+from gpushare.base.model import ComputeMode
 from gpushare.host.smi import compute_mode_command
-from gpushare.model import ComputeMode
 from gpushare.plan import Step, setting_step
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 def compute_mode_step(

@@ -10,13 +10,13 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
+from gpushare.base.values import dataclass
 from gpushare.host.capabilities import Capabilities
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.process import Processes
 from gpushare.host.program import Programs
 from gpushare.host.smi import ComputePolicy
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)

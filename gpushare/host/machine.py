@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple, Protocol
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.host.process import MOST_OF_ENVIRONMENT, entries_of, read_proc
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file

@@ -14,7 +14,7 @@ from ctypes import Structure, byref, c_char_p, c_uint, c_ulonglong
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from gpushare.errors import (
+from gpushare.base.errors import (
     DriverNotLoaded,
     GpuLost,
     GpushareError,
@@ -26,7 +26,7 @@ from gpushare.errors import (
     OperationFailed,
     TimedOut,
 )
-from gpushare.model import ComputeMode, Gpu, GpuProcess, MigInstance
+from gpushare.base.model import ComputeMode, Gpu, GpuProcess, MigInstance
 
 # nvmlReturn_t (nvml.h), as literals because pynvml is imported later.
 NOT_SUPPORTED: Final = 3

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 # A process may have half a million open; do not let it make root read them all.
 _MOST_DESCRIPTORS: Final = 16 << 10

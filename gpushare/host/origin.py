@@ -12,9 +12,9 @@ import stat
 from collections.abc import Callable
 from typing import Final
 
+from gpushare.base.values import dataclass
 from gpushare.host.identity import identity_of
 from gpushare.host.process import container_of, read_proc
-from gpushare.values import dataclass
 
 _CGROUPS: Final = "/sys/fs/cgroup"
 # Enough for any glob; reading stops here, however long the command line is.

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
-from gpushare.units import quoted
-from gpushare.values import dataclass
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     import psutil

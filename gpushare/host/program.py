@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Final, NamedTuple, Protocol
 
-from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.base.values import dataclass
 from gpushare.host.process import every_stat
-from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

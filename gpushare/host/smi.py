@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import (
+from gpushare.base.errors import (
     DriverNotLoaded,
     GpuLost,
     GpushareError,
@@ -15,7 +15,7 @@ from gpushare.errors import (
     NvmlMissing,
     OperationFailed,
 )
-from gpushare.model import TimeSlice
+from gpushare.base.model import TimeSlice
 
 if TYPE_CHECKING:
     from gpushare.host.program import Completed, Pending, Programs

@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import GpushareError, or_none
-from gpushare.model import Gpu, VgpuSession
+from gpushare.base.errors import GpushareError, or_none
+from gpushare.base.model import Gpu, VgpuSession
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader

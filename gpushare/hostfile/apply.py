@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpuLost, NotFound, NotSupported
+from gpushare.base.errors import GpuLost, NotFound, NotSupported
+from gpushare.base.model import ComputeMode, Sharing, TimeSlice
+from gpushare.base.selection import Device
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
@@ -39,9 +41,7 @@ from gpushare.mig.ledger import names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
-from gpushare.model import ComputeMode, Sharing, TimeSlice
 from gpushare.plan import Loss, Plan, Step
-from gpushare.selection import Device
 from gpushare.snapshot import HostState
 
 if TYPE_CHECKING:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
+from gpushare.base.selection import Device, no_mig
+from gpushare.base.units import size_option
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, assignment_of, devices_of_layout
 from gpushare.mig.plan import NoPlan
@@ -13,10 +16,7 @@ from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout, Profile
 from gpushare.mig.target import MigDevice, difference
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits, check_memory
-from gpushare.selection import Device, no_mig
-from gpushare.units import size_option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,13 +34,13 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final
 
-from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NotFound
+from gpushare.base.model import Gpu, Sharing, TimeSlice
+from gpushare.base.units import format_slice, size_option
 from gpushare.inputs import Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
-from gpushare.model import Gpu, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import ProcessMatch, Rule
-from gpushare.units import format_slice, size_option
 
 VERSION: Final = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NotFound
+from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.records import read_bounded

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode, Gpu, Sharing, TimeSlice
 from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
 from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.shape import GpuShape
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.model import ComputeMode, Gpu, Sharing, TimeSlice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.units import size_option
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
@@ -21,11 +22,10 @@ from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import HINT, parse
 from gpushare.inputs import decoded, shown_as, text_of
 from gpushare.timeslice.rules import Names
-from gpushare.units import size_option
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
 
 
 def load(path: str) -> tuple[HostFile, str]:

@@ -7,22 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, or_none
+from gpushare.base.errors import GpushareError, InUse, or_none
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import mps_memory_readback, parse_memory_limit
 from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
 from gpushare.mig.grant import known_user, plan_reapply
 from gpushare.mig.profile import Layout
-from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, pipe_directory, pipe_users, unit_at
 from gpushare.mps.limits import Limits
-from gpushare.units import mps_memory_readback, parse_memory_limit
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, MpsDaemon, TimeSlice
     from gpushare.host.host import Host
     from gpushare.mig.ledger import NamedInstance
-    from gpushare.model import Gpu, MpsDaemon, TimeSlice
     from gpushare.mps.daemons import FoundDaemon
     from gpushare.snapshot import HostState
 

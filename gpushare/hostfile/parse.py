@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.units import parse_memory_limit
 from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
 from gpushare.inputs import Located, LocatedList, Mark, documents
-from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
-from gpushare.units import parse_memory_limit
 
 T = TypeVar("T")
 

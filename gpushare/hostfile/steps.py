@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
+from gpushare.base.model import MigInstance
+from gpushare.base.selection import Device
 from gpushare.host.program import missing_program
 from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
@@ -18,7 +20,6 @@ from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
 from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoking
 from gpushare.mig.ledger import NamedInstance, names_of
-from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
 from gpushare.mps.home import DaemonHome, DaemonRecord, let_in, own_home, pipe_users, start_command
@@ -27,14 +28,13 @@ from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out, deferred
-from gpushare.selection import Device
 from gpushare.timeslice.policy import plan_level
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, TimeSlice
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu, PlacedDevice
-    from gpushare.model import Gpu, TimeSlice
 
 
 def ask_levels(host: Host) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
+from gpushare.base.units import counted, format_bytes, format_copies
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Slices, failures
 from gpushare.measure.metric import Metric
 from gpushare.measure.slicer import Slicer
@@ -38,11 +39,10 @@ from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
-from gpushare.units import counted, format_bytes, format_copies
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 # A cell that failed this often is not tried again.

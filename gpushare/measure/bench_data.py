@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
@@ -21,7 +21,7 @@ from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
 
 if TYPE_CHECKING:
-    from gpushare.selection import Device
+    from gpushare.base.selection import Device
 
 
 # Within this of the best, and with overlapping intervals, the simpler way is as good.

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import gpushare
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.units import parse_memory_limit
 from gpushare.measure.metric import Metric, parse_metric
-from gpushare.units import parse_memory_limit
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 DEFAULT_SIZE: Final = 1024
 _MOST_SIZE: Final = 32768

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import quoted
 from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.slicer import PASSING
 from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.several import Group, Program
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.guard import Guard

@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from gpushare.errors import BadUsage, OperationFailed
+from gpushare.base.errors import BadUsage, OperationFailed
+from gpushare.base.units import MIB, format_bytes
 from gpushare.measure.recording import MARK, GpuSample, Header, RecordedGpu, Recording, Sample, Tally, read_recording
-from gpushare.units import MIB, format_bytes
 
 SM: Final = "DCGM_FI_PROF_SM_ACTIVE"
 UTILIZATION: Final = "DCGM_FI_DEV_GPU_UTIL"

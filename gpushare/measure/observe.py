@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from gpushare.errors import GpushareError, OperationFailed, no_gpu
+from gpushare.base.errors import GpushareError, OperationFailed, no_gpu
+from gpushare.base.model import Gpu, GpuProcess
+from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
 from gpushare.measure.recording import (
@@ -24,9 +26,7 @@ from gpushare.measure.recording import (
     Tally,
 )
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.model import Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.selection import Device
 from gpushare.snapshot import BLIND
 
 # How many processes that are gone are remembered, in case they come back.

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
+from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.search import Search
@@ -19,12 +20,11 @@ from gpushare.measure.usage import UsageMeter
 from gpushare.mps.limits import Limits
 from gpushare.run.results import CAPS, SLICES
 from gpushare.run.several import Program, Several, peak_memory
-from gpushare.units import counted, quoted
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.run.plain import PlainShare
-    from gpushare.selection import Device
 
 
 WINDOW_SECONDS: Final = 1.5

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.units import MIB, counted, format_bytes
 
 SCHEMA: Final = 1
 MARK: Final = "gpushare_recording"

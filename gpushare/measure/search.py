@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from gpushare.base.units import format_slice
 from gpushare.measure.statistics import deviation, mean, mean_known
 from gpushare.run.results import CAPS, SLICES
-from gpushare.units import format_slice
 
 
 @dataclass(frozen=True, kw_only=True)

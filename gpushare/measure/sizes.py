@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.errors import BadUsage
-from gpushare.units import quoted
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import quoted
 
 KIND: Final = "gpushare bench sizes"
 # Copies that together do less than this more than one copy take turns.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, OperationFailed
+from gpushare.base.errors import GpushareError, OperationFailed
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed
+from gpushare.base.model import Priority
 from gpushare.measure.pair import (
     OtherAlone,
     Others,
@@ -44,7 +45,6 @@ from gpushare.measure.slicer import Slicer
 from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
 from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, widened
 from gpushare.memory.peaks import Profile
-from gpushare.model import Priority
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
 from gpushare.run.plain import PlainShare
@@ -54,10 +54,10 @@ from gpushare.run.share import MpsShare, check_program, open_mps_share
 from gpushare.run.sliced import check_outside_mps
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.measure.search import Judged
     from gpushare.run.share import Share
-    from gpushare.selection import Device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
 
 if TYPE_CHECKING:
+    from gpushare.base.model import GpuProcess
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.model import GpuProcess
-    from gpushare.selection import Device
 
 # Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
 _INTERVAL_SECONDS: Final = 0.5

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import make_private_directory
 from gpushare.measure.copies import Launch
 from gpushare.mig.places import places_on
-from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.control import MpsControl, max_clients
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import client_environment
@@ -27,15 +28,14 @@ from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, lent_level, plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US
-from gpushare.units import format_slice, parse_slice, quoted
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.guard import Guard
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
     from gpushare.mps.kill import Meter
-    from gpushare.selection import Device
 
 
 QUEUE: Final = "queue"

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import parse_memory_limit
 from gpushare.measure.statistics import percentile
-from gpushare.units import parse_memory_limit
 
 _FLOAT_BYTES: Final = 4
 

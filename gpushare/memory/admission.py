@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 # With more jobs on one GPU than this, a bound replaces the exact sums of all their subsets.
 _MOST_EXACT: Final = 12

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Final, NamedTuple
 
-from gpushare.units import GIB
+from gpushare.base.units import GIB
 
 # Without one given, a turn is this many times as long as the measured switch: nine tenths of the time are work.
 TURN_FACTOR: Final = 9.0

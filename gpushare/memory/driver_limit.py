@@ -13,15 +13,15 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import MIB, format_bytes
+from gpushare.base.values import dataclass
 from gpushare.host.cgroups import JobCgroup, release
 from gpushare.host.records import sweep_cgroups
-from gpushare.units import MIB, format_bytes
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 FIRST_DRIVER: Final = 615
 # The last process of a program may still be ending.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.memory.peaks import Profile

@@ -15,18 +15,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode
+from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
 from gpushare.memory.swap import LOST, OUT, swaps
-from gpushare.model import MUCH_UNLISTED, ComputeMode
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import GpuProcess
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
-    from gpushare.model import GpuProcess
-    from gpushare.selection import Device
 
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.

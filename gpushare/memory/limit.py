@@ -16,20 +16,20 @@ import signal
 import time
 from typing import TYPE_CHECKING, Final, Literal
 
-from gpushare.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.units import MIB, format_apart, format_bytes
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.part import Part
-from gpushare.units import MIB, format_apart, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from gpushare.base.model import GpuProcess
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.ledger import Place
-    from gpushare.model import GpuProcess
     from gpushare.part import Watched
-    from gpushare.selection import Device
 
 MemoryAction = Literal["end", "warn", "pause"]
 LOOK_SECONDS: Final = 0.2

@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
+from gpushare.base.selection import Device
 from gpushare.host.capabilities import user_name
 from gpushare.host.store import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
-from gpushare.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
-from gpushare.selection import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

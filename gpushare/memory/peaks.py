@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from gpushare.base.typed import Percent, Within
+from gpushare.base.values import dataclass
 from gpushare.host.store import Kept, RecordStore
-from gpushare.typed import Percent, Within
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 # Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000

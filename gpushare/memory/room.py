@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
+from gpushare.base.model import ComputeMode, WaitingJob
+from gpushare.base.selection import Device, select, titles
+from gpushare.base.units import GIB, counted, format_bytes, format_duration
+from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.memory.harm import Command, There, in_words, order
 from gpushare.memory.ledger import (
@@ -33,14 +37,10 @@ from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 from gpushare.memory.together import best_together
-from gpushare.model import ComputeMode, WaitingJob
-from gpushare.selection import Device, select, titles
-from gpushare.units import GIB, counted, format_bytes, format_duration
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
 
 POLL_SECONDS: Final = 0.5
 # How often a waiting job looks for what it waits for.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
-from gpushare.errors import (
+from gpushare.base.errors import (
     GpushareError,
     InUse,
     NoPermission,
@@ -24,6 +24,9 @@ from gpushare.errors import (
     TimedOut,
     or_none,
 )
+from gpushare.base.typed import Count, JobName, Most, Pid, Shown, Within
+from gpushare.base.units import MIB, format_apart, format_bytes
+from gpushare.base.values import dataclass
 from gpushare.guard import DONE, Guard
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
@@ -31,9 +34,6 @@ from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
 from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.pause.record import paused_since
-from gpushare.typed import Count, JobName, Most, Pid, Shown, Within
-from gpushare.units import MIB, format_apart, format_bytes
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld
+from gpushare.base.model import ComputeMode, GpuProcess, Holder
+from gpushare.base.selection import Device, no_mig
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
@@ -21,15 +23,13 @@ from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders,
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
 from gpushare.mig.recover import begun_by, made_by, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
-from gpushare.model import ComputeMode, GpuProcess, Holder
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
-from gpushare.selection import Device, no_mig
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.profile import Layout
-    from gpushare.model import Gpu
 
 
 # The name in full, and as the kernel cuts it.

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.base.model import Gpu, MigInstance
+from gpushare.base.selection import Device
+from gpushare.base.units import counted
 from gpushare.host.capabilities import user_name
-from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
@@ -21,8 +23,6 @@ from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, homes_in, own_hom
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Loss, Step, carry_out
-from gpushare.selection import Device
-from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

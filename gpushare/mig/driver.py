@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpushare.errors import (
+from gpushare.base.errors import (
     GpushareError,
     InUse,
     NoPermission,
@@ -24,6 +24,8 @@ from gpushare.errors import (
     OperationFailed,
     TimedOut,
 )
+from gpushare.base.model import GpuProcess
+from gpushare.base.units import MIB
 from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, read_processes
 from gpushare.mig.profile import (
     ComputeInstance,
@@ -35,15 +37,13 @@ from gpushare.mig.profile import (
     Profile,
     standard_compute_profiles,
 )
-from gpushare.model import GpuProcess
-from gpushare.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gpushare.base.model import Gpu, MigInstance
     from gpushare.host.host import Host
     from gpushare.host.nvml import NvmlReader
-    from gpushare.model import Gpu, MigInstance
 
 
 # The code of an error for instances that the driver does not list.

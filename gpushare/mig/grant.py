@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
+from gpushare.base.units import quoted
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.mig.driver import MigReader
@@ -21,7 +22,6 @@ from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed,
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred, setting_step
-from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

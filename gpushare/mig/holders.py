@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.errors import GpushareError, InUse, NotSupported
+from gpushare.base.errors import GpushareError, InUse, NotSupported
+from gpushare.base.model import Holder
 from gpushare.mig.plan import NoPlan, Why
-from gpushare.model import Holder
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.capabilities import Place
     from gpushare.host.claims import Claim
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
     from gpushare.host.process import ProcessInfo
-    from gpushare.model import Gpu
 
 _PREFIX: Final = "/dev/nvidia"
 # `Holder.what` of a claim; the word is part of the JSON.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, NoPermission
+from gpushare.base.errors import GpushareError, NoPermission
 from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
 from gpushare.mig.holders import claimed_instances, instance_holders, look
@@ -17,10 +17,10 @@ from gpushare.mig.profile import Layout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpushare.base.model import Gpu, GpuProcess, Holder
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
     from gpushare.mig.profile import ComputeInstance, GpuInstance
-    from gpushare.model import Gpu, GpuProcess, Holder
 
 
 def layouts_of(

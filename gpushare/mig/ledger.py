@@ -26,14 +26,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.typed import Count, Pid
+from gpushare.base.values import dataclass
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, identity_of, lives
 from gpushare.host.records import clear_leftovers, open_lock, sync_directory, writing
 from gpushare.host.store import Elsewhere, Kept, RecordStore
 from gpushare.mig.shape import NOTHING, KeptShape, Proof, kept_shape, shape_from
-from gpushare.typed import Count, Pid
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

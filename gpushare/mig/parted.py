@@ -17,13 +17,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gpushare.errors import BadUsage, NotFound
+from gpushare.base.errors import BadUsage, NotFound
+from gpushare.base.model import Gpu
+from gpushare.base.selection import no_mig
 from gpushare.inputs import yaml_text
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import present
 from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
-from gpushare.model import Gpu
-from gpushare.selection import no_mig
 
 _REQUIRED: Final = ("devices", "mig-enabled")
 _KEYS: Final = (*_REQUIRED, "mig-devices", "device-filter")

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, or_none
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, or_none
+from gpushare.base.selection import Device, no_mig, select_for_change
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
-from gpushare.selection import Device, no_mig, select_for_change
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, MigInstance
     from gpushare.host.host import Host
     from gpushare.mig.profile import ComputeInstance, GpuInstance
-    from gpushare.model import Gpu, MigInstance
 
 _UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
 _IDS: Final = re.compile(r"\d+/\d+(/\d+)?", re.ASCII)

@@ -20,7 +20,8 @@ from itertools import combinations
 from operator import or_
 from typing import Final, NamedTuple
 
-from gpushare.errors import GpushareError, NotFound, NotSupported
+from gpushare.base.errors import GpushareError, NotFound, NotSupported
+from gpushare.base.model import GpuProcess, Holder
 from gpushare.mig.assign import Codes, Group, assign, codes_for
 from gpushare.mig.board import (
     Arrangement,
@@ -36,7 +37,6 @@ from gpushare.mig.board import (
 from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish, merged, resolve
-from gpushare.model import GpuProcess, Holder
 
 # -- one GPU: the cost of each way to serve a part of the wish on it ---------------------------------
 

@@ -12,8 +12,8 @@ from functools import cached_property, reduce
 from operator import or_
 from typing import Final, NamedTuple
 
-from gpushare.model import GpuProcess, Holder
-from gpushare.values import dataclass
+from gpushare.base.model import GpuProcess, Holder
+from gpushare.base.values import dataclass
 
 # The id of an instance that is to be created, or is in a record.
 NOT_THERE: Final = -1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.mig.daemons import forget_gone, recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant

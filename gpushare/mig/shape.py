@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, NamedTuple
 
+from gpushare.base.typed import Within
 from gpushare.mig.plan import GpuPlan, InstanceChange, whole
 from gpushare.mig.planner import gpu_plan, inside
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile, mask_of
-from gpushare.typed import Within
 
 
 @dataclass(frozen=True, kw_only=True)

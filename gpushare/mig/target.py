@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from gpushare.errors import BadUsage, NotFound
+from gpushare.base.errors import BadUsage, NotFound
+from gpushare.base.units import quoted
 from gpushare.mig.planner import Target
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 from gpushare.mig.wish import Wish, resolve
-from gpushare.units import quoted
 
 _IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
 _PLACE: Final = re.compile(r"(\d+g(?:\.\d+gb)?(?:[+-][a-z.]+)?):(\d{1,3})", re.ASCII)

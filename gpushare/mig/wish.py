@@ -23,10 +23,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.units import format_bytes, quoted
 from gpushare.mig.board import new_compute
 from gpushare.mig.profile import GpuInstance, Profile
-from gpushare.units import format_bytes, quoted
 
 _WORD: Final = re.compile(r"(?:(?P<compute>\d{1,3})c\.)?(?P<profile>[^:*]{1,40}?)(?::(?P<start>\d{1,4}))?", re.ASCII)
 _COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d{1,9})", re.ASCII)

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.model import Priority
+from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import Priority
+from gpushare.base.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
+from gpushare.base.values import dataclass
 from gpushare.mps.limits import VARIABLES, Limits
-from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer
+from gpushare.base.selection import select
+from gpushare.base.units import mps_memory, mps_memory_readback
+from gpushare.base.values import dataclass
 from gpushare.host.process import start_of
 from gpushare.host.program import missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
-from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer
 from gpushare.mps import control
 from gpushare.mps.control import (
     ClientRow,
@@ -31,15 +34,12 @@ from gpushare.mps.control import (
 )
 from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.mps.limits import Limits
-from gpushare.selection import select
-from gpushare.units import mps_memory, mps_memory_readback
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
     from gpushare.host.program import Programs
-    from gpushare.selection import Device
 
 
 # For all daemons together; one answers within 2 ms on an H200.

@@ -21,20 +21,20 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotHeld, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotHeld, NotSupported, OperationFailed
+from gpushare.base.model import ComputeMode, device_key
+from gpushare.base.typed import Count, Pid
+from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
-from gpushare.model import ComputeMode, device_key
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
-from gpushare.typed import Count, Pid
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 # States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
 # lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of ours that has no record.

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, MpsClient, MpsDaemon
     from gpushare.host.activity import Activity
     from gpushare.host.host import Host
-    from gpushare.model import Gpu, MpsClient, MpsDaemon
 
 
 DRAIN_BOUND_SECONDS: Final = 5.0

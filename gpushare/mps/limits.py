@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from gpushare.errors import BadUsage, NotFound
-from gpushare.model import Priority
-from gpushare.units import (
+from gpushare.base.errors import BadUsage, NotFound
+from gpushare.base.model import Priority
+from gpushare.base.units import (
     MIB,
     format_bytes,
     format_percent,
@@ -19,10 +19,10 @@ from gpushare.units import (
     quoted,
     size_option,
 )
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
-    from gpushare.selection import Device
+    from gpushare.base.selection import Device
 
 
 # The environment variables of a client, or of a daemon for its clients (NVIDIA's MPS guide).
@@ -258,7 +258,7 @@ def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> di
 
 
 def _resolve(values: Mapping[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
-    from gpushare.selection import select
+    from gpushare.base.selection import select
 
     if None in values:
         return {device.uuid: values[None] for device in devices}

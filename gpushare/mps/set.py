@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, NoPermission
+from gpushare.base.errors import GpushareError, NoPermission
+from gpushare.base.model import Priority
+from gpushare.base.units import format_bytes
 from gpushare.host.process import start_of
-from gpushare.model import Priority
 from gpushare.mps.control import (
     MpsControl,
     control_command,
@@ -22,11 +23,10 @@ from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.plan import Plan, Step
-from gpushare.units import format_bytes
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) -> list[Step]:

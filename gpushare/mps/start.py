@@ -7,22 +7,22 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import InUse, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import InUse, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import counted
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.process import start_of
-from gpushare.model import ComputeMode
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, own_home
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
-from gpushare.units import counted
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.program import Completed
-    from gpushare.selection import Device
 
 
 # Processes of other users that claim to be daemons: any user can start thousands.

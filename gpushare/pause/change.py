@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.units import counted, pid_of, quoted
+from gpushare.base.values import dataclass
 from gpushare.guard import Guard
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
@@ -32,8 +34,6 @@ from gpushare.pause.record import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.signals import held_back
-from gpushare.units import counted, pid_of, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NotFound
+from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
 from gpushare.pause.change import HELD, free, names_of

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.typed import Count, JobName, Most, Pid
+from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.identity import Identity
 from gpushare.host.store import Ahead, Kept, Past, RecordStore, wall_time
-from gpushare.typed import Count, JobName, Most, Pid
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

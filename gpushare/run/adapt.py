@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Final
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 LEAST_US: Final = 20
 MOST_US: Final = 2048

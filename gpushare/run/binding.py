@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.selection import Device, titles
+from gpushare.base.units import ranges
 from gpushare.part import Part
-from gpushare.selection import Device, titles
-from gpushare.units import ranges
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
-from gpushare.selection import Device, select, select_for_change
-from gpushare.units import quoted
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.selection import Device, select, select_for_change
+from gpushare.base.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpushare.model import Gpu
+    from gpushare.base.model import Gpu
 
 
 def is_any(gpu: str | None) -> bool:

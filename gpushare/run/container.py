@@ -20,12 +20,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
 from gpushare.part import Part
 from gpushare.run.plain import PlainWatch
 from gpushare.run.share import check_program
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

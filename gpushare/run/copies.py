@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Literal
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import MIB, quoted
+from gpushare.base.values import dataclass
 from gpushare.mps.limits import CONTEXT_BYTES, Limits
 from gpushare.run.end import GRACE_SECONDS
-from gpushare.units import MIB, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.errors import OperationFailed
+from gpushare.base.errors import OperationFailed
 from gpushare.memory.ledger import reservations
 from gpushare.run.job import DETACHED
 from gpushare.run.jobs import JOBS, PAST, check_name_free, made_name, output_path

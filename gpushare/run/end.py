@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound
+from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl

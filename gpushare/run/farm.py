@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.units import MIB, format_bytes, format_copies
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Lapses, Line, Patience, Place, Request, not_around, position, reservations
 from gpushare.memory.limit import JobMemory
@@ -41,12 +42,11 @@ from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs
 from gpushare.run.share import MpsShare
 from gpushare.signals import Wakeups
-from gpushare.units import MIB, format_bytes, format_copies
 
 if TYPE_CHECKING:
+    from gpushare.base.model import GpuProcess
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.model import GpuProcess
-    from gpushare.selection import Device
 
 
 _OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)

@@ -18,10 +18,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import InUse, NoPermission, OperationFailed
+from gpushare.base.errors import InUse, NoPermission, OperationFailed
+from gpushare.base.units import counted
+from gpushare.base.values import dataclass
 from gpushare.host.written_file import open_to_append
-from gpushare.units import counted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

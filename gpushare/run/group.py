@@ -20,8 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare import values
-from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
+from gpushare.base import values
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
+from gpushare.base.typed import Count, Pid
+from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import yama_scope
 from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
@@ -36,18 +38,16 @@ from gpushare.run.pause import Pauser
 from gpushare.run.progress import Progress
 from gpushare.run.roles import PauseForProduction
 from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, is_final
-from gpushare.typed import Count, Pid
-from gpushare.units import format_percent, format_slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.part import Watched
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Attachment
-    from gpushare.selection import Device
 
 
 # Next to a request of 5.6 ms, two trainings: 500 us 1.12x p99 and .59 in sum, 200 us 1.09x and .59 (H200); 1.25x and .49, 1.20x and

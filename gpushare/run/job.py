@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
-from gpushare.errors import BadCombination, BadUsage
-from gpushare.units import format_slice, parse_seconds, parse_thread_percentage, quoted
-from gpushare.values import dataclass
+from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.units import format_slice, parse_seconds, parse_thread_percentage, quoted
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.run.jobs import PrintedRate
@@ -168,7 +168,7 @@ class MemoryWish(NamedTuple):
         """Return it in bytes on a device with so much memory; None: that is not known."""
         if self.percent is None:
             return self.bytes
-        from gpushare.units import MIB
+        from gpushare.base.units import MIB
 
         return None if total_bytes is None else int(total_bytes * self.percent / 100) // MIB * MIB
 
@@ -176,7 +176,7 @@ class MemoryWish(NamedTuple):
 def parse_job_memory(text: str) -> MemoryWish:
     """Return the memory of a job: ``20G``, or ``80%`` of the GPU. Raises BadUsage."""
     if not text.strip().endswith("%"):
-        from gpushare.units import parse_memory_limit
+        from gpushare.base.units import parse_memory_limit
 
         return MemoryWish(parse_memory_limit(text))
     try:
@@ -202,8 +202,8 @@ def given_options(
 
 def slice_of(text: str) -> int:
     """Return the time-slice of ``--slice`` in microseconds. Raises BadUsage."""
+    from gpushare.base.units import parse_slice
     from gpushare.timeslice.slices import MOST_US, check_slice
-    from gpushare.units import parse_slice
 
     slice_us = check_slice(parse_slice(text))
     if slice_us > MOST_US:

@@ -11,23 +11,23 @@ import time
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, cut, or_none
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, cut, or_none
+from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
+from gpushare.base.units import counted, pid_of, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
 from gpushare.part import Part
 from gpushare.plan import Loss
-from gpushare.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
-from gpushare.units import counted, pid_of, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.swap import OnGpu
     from gpushare.part import Watched
-    from gpushare.selection import Device
 
 
 # The roles of `JobRecord`.

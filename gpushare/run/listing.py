@@ -6,30 +6,30 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import cut
+from gpushare.base.errors import cut
+from gpushare.base.model import LinePlace, ListedJob
+from gpushare.base.selection import Device, titles
+from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.swap import BACK, swaps
-from gpushare.model import LinePlace, ListedJob
 from gpushare.mps.control import is_server
 from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
 from gpushare.pause.record import paused_jobs
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, is_running
-from gpushare.selection import Device, titles
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from gpushare.base.model import GpuProcess, MpsClient, Snapshot, WaitingJob
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
     from gpushare.memory.ledger import Reservation
     from gpushare.memory.swap import Swap
-    from gpushare.model import GpuProcess, MpsClient, Snapshot, WaitingJob
     from gpushare.pause.record import PausedJob
     from gpushare.run.jobs import JobRecord
 

@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse
+from gpushare.base.errors import BadUsage, GpushareError, InUse
+from gpushare.base.model import Holder
+from gpushare.base.selection import Device, select
+from gpushare.base.units import counted, format_duration, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, take_claim
 from gpushare.mig.driver import processes_in
 from gpushare.mig.holders import claimed_instances, holder_of
 from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
-from gpushare.model import Holder
 from gpushare.mps.daemons import find_daemons
-from gpushare.selection import Device, select
 from gpushare.show.waiting import waiting_line
-from gpushare.units import counted, format_duration, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import MigInstance
     from gpushare.host.host import Host
     from gpushare.memory.ledger import Place as Entry
     from gpushare.memory.ledger import Reservation
-    from gpushare.model import MigInstance
 
 # The kernel cuts process names at 15 bytes.
 _MPS_PROCESS: Final = "nvidia-cuda-mps"

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Final
 
-from gpushare.errors import BadUsage, TimedOut
-from gpushare.units import quoted
+from gpushare.base.errors import BadUsage, TimedOut
+from gpushare.base.units import quoted
 
 _LONGEST_PATTERN: Final = 1000
 # No digit can match in two places: the time for a long row of digits would grow with its square.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.process import known

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.units import pid_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity
 from gpushare.host.records import opened_own
@@ -15,7 +16,6 @@ from gpushare.host.users import as_user
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import PAST, check_job_name, find_record, is_running, output_path
 from gpushare.run.listing import running_records
-from gpushare.units import pid_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

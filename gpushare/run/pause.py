@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.typed import Count, Pid
+from gpushare.base.values import dataclass
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known, start_of
@@ -25,15 +27,13 @@ from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
-from gpushare.typed import Count, Pid
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.base.selection import Device
     from gpushare.host.channels import Channels
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 LOCK_SECONDS: Final = 0.5

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.model import device_key
+from gpushare.base.selection import Device, titles
+from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
 from gpushare.mig.driver import processes_in
-from gpushare.model import device_key
 from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
-from gpushare.selection import Device, titles
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from gpushare.base.model import GpuProcess
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.model import GpuProcess
     from gpushare.plan import Step
 
 

@@ -14,8 +14,8 @@ from gpushare.run.jobs import find_record, is_running
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 _FAMILY_SECONDS: Final = 1.0

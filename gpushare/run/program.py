@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import GpushareError, NoPermission
+from gpushare.base.errors import GpushareError, NoPermission
+from gpushare.base.values import dataclass
 from gpushare.guard import DONE, Guard
 from gpushare.host.host import make_private_directory
 from gpushare.host.process import Streams, known, start_of
@@ -23,7 +24,6 @@ from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.signals import ENDING, Wakeups, handled
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

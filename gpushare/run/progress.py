@@ -13,9 +13,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Final
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.run.numbers import amount, bounded
-from gpushare.values import dataclass
 
 # A look reads no more than this. What a program prints faster than that is skipped.
 _MOST_BYTES: Final = 256 << 10

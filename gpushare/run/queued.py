@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, InUse, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, OperationFailed
+from gpushare.base.selection import titles
+from gpushare.base.units import MIB, format_bytes, format_duration
+from gpushare.base.values import dataclass
 from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import moved
@@ -33,19 +36,16 @@ from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
 from gpushare.run.swapping import ByHand, ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
-from gpushare.selection import titles
 from gpushare.show.waiting import waiting_line
-from gpushare.units import MIB, format_bytes, format_duration
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
     from gpushare.mps.limits import Limits
     from gpushare.run.program import RunOptions
-    from gpushare.selection import Device
 
 # A program that ran out of memory gets a fifth more.
 MORE: Final = 1.2

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from gpushare.base.typed import Count, JobName, Within
+from gpushare.base.values import dataclass
 from gpushare.host.store import Kept, RecordStore
-from gpushare.typed import Count, JobName, Within
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.selection import Device
 
 
 # The ways in which a production job and another one share a GPU: time-slices of their own outside MPS, or thread caps under MPS.

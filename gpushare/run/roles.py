@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.base.model import Priority
+from gpushare.base.units import MIB, format_bytes, pid_of, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity
-from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
@@ -19,19 +21,17 @@ from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running
 from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
 from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
-from gpushare.units import MIB, format_bytes, pid_of, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.base.model import Gpu
+    from gpushare.base.selection import Device
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
     from gpushare.part import Watched
     from gpushare.run.production import ProductionJob
-    from gpushare.selection import Device
 
 
 # Next to four different production jobs on an H200, this cap ended the harm wherever any cap did.

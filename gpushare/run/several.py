@@ -16,7 +16,8 @@ from dataclasses import field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import Streams, known, signal_known, start_of
 from gpushare.host.program import group_members
@@ -27,11 +28,11 @@ from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import MpsShare
 from gpushare.signals import Wakeups
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.base.selection import Device
     from gpushare.guard import Guard
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from gpushare.mps.limits import Limits
     from gpushare.run.plain import PlainShare
     from gpushare.run.share import Share
-    from gpushare.selection import Device
 
 
 def is_full(descriptor: int) -> bool:

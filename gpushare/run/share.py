@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.units import parse_pinned_limits, parse_thread_percentage, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
@@ -23,17 +25,15 @@ from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.plan import Plan, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
-from gpushare.units import parse_pinned_limits, parse_thread_percentage, quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpushare.base.model import GpuProcess
+    from gpushare.base.selection import Device
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.model import GpuProcess
     from gpushare.plan import Step
-    from gpushare.selection import Device
 
 
 # The daemon logs every conversation, so ask often only while a program is likely to create its context.

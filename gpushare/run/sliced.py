@@ -8,19 +8,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import format_slice
 from gpushare.host.smi import compute_mode_command
-from gpushare.model import ComputeMode
 from gpushare.part import Part
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, forget_ended, restore_slice, slice_records
-from gpushare.units import format_slice
 
 if TYPE_CHECKING:
+    from gpushare.base.selection import Device
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
     from gpushare.part import Watched
-    from gpushare.selection import Device
 
 
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.

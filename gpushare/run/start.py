@@ -15,17 +15,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
-from gpushare.selection import Device, select_for_change, select_one, titles
-from gpushare.units import counted, format_slice
-from gpushare.values import dataclass
+from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
+from gpushare.base.selection import Device, select_for_change, select_one, titles
+from gpushare.base.units import counted, format_slice
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
-    from gpushare.model import Gpu
     from gpushare.mps.limits import Limits
     from gpushare.part import Part
     from gpushare.run.job import MemoryWish, Role
@@ -193,8 +193,8 @@ class JobStart:
 
     def _queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
+        from gpushare.base.model import ComputeMode
         from gpushare.hostfile.kept import kept_limits
-        from gpushare.model import ComputeMode
         from gpushare.mps.limits import check_memory
         from gpushare.run.candidates import candidates, is_any, usable
         from gpushare.run.queued import MemoryOptions, Queued
@@ -579,12 +579,12 @@ class JobStart:
         process: SparedProcess | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
+        from gpushare.base.units import format_slice
         from gpushare.run.group import DEFAULT_US, AdaptedSlice, GroupSlice
         from gpushare.run.production import ProductionJob
         from gpushare.run.results import SLICES
         from gpushare.run.roles import PauseForProduction, spare
         from gpushare.run.share import MpsShare
-        from gpushare.units import format_slice
 
         spared = spare(self.host, device, options.limits, self.role.target, way=SLICES)
         tuned = spared.tuned
@@ -816,7 +816,7 @@ def _demand_one(host: Host, device: Device) -> None:
 
 def _words(limits: Limits) -> str:
     """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
-    from gpushare.units import format_bytes, format_percent
+    from gpushare.base.units import format_bytes, format_percent
 
     words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
     words += ["low priority"] if limits.priority else []

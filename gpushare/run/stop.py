@@ -12,7 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.selection import Device, titles
+from gpushare.base.units import format_duration, pid_of
+from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
@@ -31,14 +34,11 @@ from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.run.jobs import Job, PastJob, check_job_name, consent_to, forget_ended, job_names, keep_past
 from gpushare.run.listing import running_records
-from gpushare.selection import Device, titles
-from gpushare.units import format_duration, pid_of
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, GpuProcess
     from gpushare.host.host import Host
     from gpushare.memory.ledger import Reservation
-    from gpushare.model import Gpu, GpuProcess
     from gpushare.run.jobs import JobRecord
 
 T = TypeVar("T")

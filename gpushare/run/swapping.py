@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from gpushare.errors import GpushareError, InUse
+from gpushare.base.errors import GpushareError, InUse
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB, format_bytes, format_duration
+from gpushare.base.values import dataclass
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
 from gpushare.memory.ledger import (
@@ -47,14 +50,11 @@ from gpushare.memory.swap import (
 )
 from gpushare.part import Part
 from gpushare.run.jobs import find_job, processes_to_swap
-from gpushare.selection import Device, select
-from gpushare.units import GIB, format_bytes, format_duration
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.memory.limit import JobMemory
-    from gpushare.model import Gpu
     from gpushare.part import Watched
 
 _LOOK_SECONDS: Final = 0.5

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from gpushare.base.units import format_duration
+from gpushare.base.values import dataclass
 from gpushare.part import Part
-from gpushare.units import format_duration
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.run.production import ProductionJob

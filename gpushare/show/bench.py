@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.units import format_bytes, format_copies, quoted
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_bytes, format_copies, quoted
 
 # The winner of its number of copies, and each of several ways that are not told apart.
 _MARK, _TIED = "*", "~"

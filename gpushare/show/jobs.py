@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.errors import ExitCode
-from gpushare.model import ListedJob, Snapshot
+from gpushare.base.errors import ExitCode
+from gpushare.base.model import ListedJob, Snapshot
+from gpushare.base.units import format_bytes, format_percent, ranges
 from gpushare.show.result import Column, Result, Table, jsonable
 from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
-from gpushare.units import format_bytes, format_percent, ranges
 
 Row = Mapping[str, Any]
 

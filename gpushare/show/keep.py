@@ -7,16 +7,16 @@ import time
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
+from gpushare.base.units import counted, format_slice
 from gpushare.show.live import one_document
 from gpushare.show.render import resolve, write_error, write_notes
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure
 from gpushare.show.text import one_line, put
-from gpushare.units import counted, format_slice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpushare.errors import GpushareError
+    from gpushare.base.errors import GpushareError
     from gpushare.timeslice.keep import Event, Verdict
 
 _COMMAND = "timeslice keep"

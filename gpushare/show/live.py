@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.show.render import document_text, resolve, width_of, write_error, write_notes
 from gpushare.show.result import OutputFormat, Result, failure
 from gpushare.show.text import one_line, put

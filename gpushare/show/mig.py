@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from gpushare.base.model import Gpu
+from gpushare.base.units import format_bytes, ranges
+from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
-from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
 from gpushare.show.status import silent_word
-from gpushare.units import format_bytes, ranges
-from gpushare.values import dataclass
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
 _CELL: Final = 9

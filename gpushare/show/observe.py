@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpushare.base.units import format_bytes, format_duration
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_bytes, format_duration
 
 
 def observe_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpushare.base.units import counted
 from gpushare.plan import Plan, Step, taken
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import counted
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, cast
 
+from gpushare.base.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
-from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 
+    from gpushare.base.model import ListedJob
     from gpushare.mig.profile import GpuInstance, Layout
-    from gpushare.model import ListedJob
 
 Labels = Mapping[str, str]
 

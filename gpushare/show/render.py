@@ -10,10 +10,10 @@ import re
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
 from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -11,8 +11,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from typing import Any, Final
 
-from gpushare.errors import ExitCode, GpushareError, NeedsConsent
-from gpushare.values import dataclass
+from gpushare.base.errors import ExitCode, GpushareError, NeedsConsent
+from gpushare.base.values import dataclass
 
 SCHEMA: Final = 1
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import format_bytes, format_duration, format_percent, ranges
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.text import put, visible
-from gpushare.units import format_bytes, format_duration, format_percent, ranges
 
 if TYPE_CHECKING:
+    from gpushare.base.model import MpsClient
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.model import MpsClient
     from gpushare.mps.kill import Drain
     from gpushare.mps.limits import Limits
-    from gpushare.selection import Device
 
 _LINE_SECONDS: Final = 0.5
 

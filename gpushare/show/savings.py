@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from gpushare.base.units import format_bytes
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_bytes
 
 _VERDICTS: Final = {"fits": "fits", "above_target": "above the target", "no_headroom": "no headroom"}
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpushare.base.units import format_copies
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_copies
 
 
 def sizes_result(data: Mapping[str, Any], notes: Sequence[str] = (), **more: Any) -> Result:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
-from gpushare.model import (
+from gpushare.base.errors import ExitCode, GpuLost, GpushareError, OperationFailed
+from gpushare.base.model import (
     HIDDEN_DEVICES,
     MUCH_UNLISTED,
     Gpu,
@@ -18,8 +18,8 @@ from gpushare.model import (
     Snapshot,
     sharing_now,
 )
+from gpushare.base.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
-from gpushare.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
 
 Row = Mapping[str, Any]
 

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import format_slice
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_slice
 
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80

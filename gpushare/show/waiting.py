@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from gpushare.base.units import format_duration
 from gpushare.show.text import one_line
-from gpushare.units import format_duration
 
 # What a job waits for, how long it has (seconds), and how long it may: None for ever.
 Draw = Callable[[str, float, "float | None"], None]

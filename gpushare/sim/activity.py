@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from gpushare.base.units import MIB
 from gpushare.gpu_models import GiProfile
 from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
-from gpushare.units import MIB
 
 _RESERVED_MIB: Final = 512
 # DRAM bandwidth per SM utilization of our large matmul on an H200.

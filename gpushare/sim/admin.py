@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.units import GIB
+from gpushare.base.values import dataclass
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.process import ticks_now
@@ -31,8 +33,6 @@ from gpushare.sim.state import (
     parse_spec,
     state_root,
 )
-from gpushare.units import GIB
-from gpushare.values import dataclass
 
 _SHOW: Final = "see the host: gpushare sim show"
 
@@ -60,7 +60,7 @@ class ResetResult:
 
 def list_hosts() -> list[UsedHost]:
     """Return the simulated hosts of this user, by name."""
-    from gpushare.errors import GpushareError
+    from gpushare.base.errors import GpushareError
     from gpushare.host.records import read_bounded
 
     found = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gpushare.base.values import dataclass
 from gpushare.host.capabilities import Place
 from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedNode
-from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gpushare.errors import BadUsage, NotFound
+from gpushare.base.errors import BadUsage, NotFound
+from gpushare.base.typed import is_shown
+from gpushare.base.units import quoted
 from gpushare.host.capabilities import MADE_UP, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
-from gpushare.typed import is_shown
-from gpushare.units import quoted
 
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {

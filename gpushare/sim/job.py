@@ -31,6 +31,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from gpushare.base.units import parse_memory_limit
 from gpushare.gpu_models import model_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import identity_of
@@ -38,7 +39,6 @@ from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
-from gpushare.units import parse_memory_limit
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity, current
 from gpushare.sim import nvml_abi as abi

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import NoPermission, NotFound
+from gpushare.base.errors import NoPermission, NotFound
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import capability_minor, place_key, places_of

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from gpushare.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.gpu_models import NVML_PROFILE, GiProfile, GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
-from gpushare.values import dataclass
 
 _REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
 _NAMESPACE: Final = uuid.UUID("b1c58b0e-7b1f-5d0e-8f7a-5d4f0e9a2c33")

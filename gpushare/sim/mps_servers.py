@@ -8,9 +8,9 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 
+from gpushare.base.values import dataclass
 from gpushare.sim.devices import Device, daemon_devices
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer
-from gpushare.values import dataclass
 
 CONTROL = "control.log"
 SERVER = "server.log"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
 from typing import Any, Final, NamedTuple
 
+from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
-from gpushare.values import dataclass
 
 # "No GPU or compute instance" in nvmlProcessInfo_t.
 NO_INSTANCE: Final = 0xFFFFFFFF

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import NoPermission, NotFound
+from gpushare.base.errors import NoPermission, NotFound
+from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
 from gpushare.host.process import Announce, Processes, ProcessInfo, Spawned, Streams
@@ -27,7 +28,6 @@ from gpushare.sim.state import (
     now,
     on_gpu,
 )
-from gpushare.units import MIB
 
 if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from gpushare.base.values import dataclass
 from gpushare.gpu_models import GiProfile, model_of
 from gpushare.host.program import Completed
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, HandleKind, Refused, Target
 from gpushare.sim.state import SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance, StateFile
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.sim.activity import Resident

@@ -17,12 +17,12 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from gpushare.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.capabilities import MADE_UP
 from gpushare.host.identity import identity_of
 from gpushare.host.records import replace_file, writing
-from gpushare.values import dataclass
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305

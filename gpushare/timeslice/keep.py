@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.typed import Count, Pid
+from gpushare.base.units import format_slice
+from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.channels import Channels, Group
 from gpushare.host.identity import Identity, identity_of
@@ -26,15 +29,12 @@ from gpushare.host.store import Kept, RecordStore
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
-from gpushare.typed import Count, Pid
-from gpushare.units import format_slice
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
     from gpushare.host.channels import ChannelControl
     from gpushare.host.host import Host
     from gpushare.host.origin import Origin
-    from gpushare.model import Gpu
 
 LOOK_SECONDS: Final = 1.0
 # Time for calls to the driver in one look; one call may take longer, up to the limit of a scan.

@@ -8,21 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotSupported
+from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.typed import Count, Pid
+from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.smi import parse_level, set_argv
 from gpushare.host.store import Kept, RecordStore, any_lives
-from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
 from gpushare.plan import Plan, Step, carry_out, one_plan, roll_back, setting_step
-from gpushare.typed import Count, Pid
-from gpushare.units import quoted
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
+    from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
-    from gpushare.selection import Device
 
 NO_MILLISECONDS: Final = (
     "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "

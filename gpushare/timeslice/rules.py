@@ -14,13 +14,13 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from gpushare.base.units import format_slice
+from gpushare.base.values import dataclass
 from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
-from gpushare.units import format_slice
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from gpushare.model import Gpu
+    from gpushare.base.model import Gpu
 
 # The unit of `gpushare export systemd` that follows the rules.
 KEEP_UNIT: Final = "gpushare-timeslice.service"

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.typed import Count, JobName, Pid
+from gpushare.base.units import format_slice
+from gpushare.base.values import dataclass
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import SLICES, probed, slices_locked
 from gpushare.host.store import Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
-from gpushare.typed import Count, JobName, Pid
-from gpushare.units import format_slice
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels, Group

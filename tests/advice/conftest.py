@@ -11,8 +11,8 @@ from gpushare.advice.case import Case, workload_of
 from gpushare.advice.facts import GpuFacts, HostFacts, host_facts
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Table, load_table
+from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
-from gpushare.model import ComputeMode
 from gpushare.snapshot import HostState
 
 _FACTS: dict[str, HostFacts] = {}

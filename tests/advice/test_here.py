@@ -19,10 +19,10 @@ from gpushare.advice.compare import (
 )
 from gpushare.advice.facts import GpuFacts, HostFacts
 from gpushare.advice.table import Mechanism, load_table, mechanism_named, row_named
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import GIB
 from gpushare.mig.profile import Layout, Placement, Profile
-from gpushare.model import ComputeMode
-from gpushare.units import GIB
 
 TABLE = load_table()
 PROFILES = (

@@ -19,7 +19,7 @@ from gpushare.advice.situation import (
     equal_limit,
     limit_for,
 )
-from gpushare.units import GIB, MIB, parse_memory_limit, size_option
+from gpushare.base.units import GIB, MIB, parse_memory_limit, size_option
 from tests.advice.conftest import situation_of
 
 

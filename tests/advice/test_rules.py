@@ -23,10 +23,10 @@ from gpushare.advice.rules import (
     verdicts,
 )
 from gpushare.advice.ways import Way
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode, Holder, TimeSlice
+from gpushare.base.units import GIB
 from gpushare.mig.profile import ComputeInstance, GpuInstance
-from gpushare.model import ComputeMode, Holder, TimeSlice
-from gpushare.units import GIB
 from tests.advice.conftest import facts_of, situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.advice.savings import HOURS, MOST_GPUS, Price, Savings, Work, known_price, plain, savings
-from gpushare.errors import BadUsage
-from gpushare.units import GIB
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import GIB
 
 G4DN = Price(per_hour=Decimal("0.752"), hours=HOURS, source="the example")
 

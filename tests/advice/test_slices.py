@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.advice.situation import Share, slices_for
+from gpushare.base.units import GIB
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout
-from gpushare.units import GIB
 from tests.advice.conftest import facts_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from gpushare.advice.table import Mechanism, Table, driver_branch, load_table, table_of
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.inputs import documents
 
 MECHANISMS = (Mechanism.STREAMS, Mechanism.MPS, Mechanism.TIMESLICE, Mechanism.MIG, Mechanism.VGPU)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gpushare import __version__
+from gpushare.base.model import TimeSlice
+from gpushare.base.units import GIB
 from gpushare.cli import root
 from gpushare.cli.help import COMMON, EXAMPLES, GROUPS
-from gpushare.model import TimeSlice
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import ASKING, H200, Started, World, environment
 

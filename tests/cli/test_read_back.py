@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode, Priority, TimeSlice
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import GIB
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.smi import ComputePolicy
-from gpushare.model import ComputeMode, Priority, TimeSlice
 from gpushare.mps.control import MpsControl
 from gpushare.mps.limits import check_memory
-from gpushare.selection import Device, select_one
 from gpushare.timeslice.policy import plan_level
-from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 
 Cli = Callable[..., Answer]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from gpushare.base.units import MIB
 from gpushare.export.dra import GROUP
-from gpushare.units import MIB
 
 INTERVALS: Final = ("Default", "Short", "Medium", "Long")
 _QUANTITY: Final = re.compile(r"(\d{1,15})(Ki|Mi|Gi|Ti|k|M|G|T)?", re.ASCII)

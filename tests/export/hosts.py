@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.base.model import Sharing
+from gpushare.base.units import GIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Export
 from gpushare.export.k8s import PLUGIN_MAP
-from gpushare.model import Sharing
 from gpushare.mps.limits import Limits
-from gpushare.units import GIB
 from tests.export.dra_parameters import check_parameters
 from tests.export.plugin_config import from_config
 

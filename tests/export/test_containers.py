@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.model import Priority, Sharing, TimeSlice, device_key
+from gpushare.base.units import GIB
 from gpushare.export.containers import (
     COMPOSE_FILE,
     ContainerDevice,
@@ -19,8 +21,6 @@ from gpushare.export.containers import (
     docker_export,
 )
 from gpushare.export.description import HostDescription
-from gpushare.model import Priority, Sharing, TimeSlice, device_key
-from gpushare.units import GIB
 from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
 
 PIPE = "/run/gpushare/mps/gpu-0/pipe"

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.export.k8s import PluginSharing, check_mps, plugin_config, resource_of
 from gpushare.inputs import yaml_text
 from tests.export.plugin_config import Refused, from_config

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.units import GIB
 from gpushare.export.description import HostDescription
 from gpushare.export.dra import GROUP, claims_export
-from gpushare.model import Priority, Sharing, TimeSlice
-from gpushare.units import GIB
 from tests.export.dra_parameters import Refused, check_parameters
 from tests.export.hosts import all_loaded, check_kubernetes, gpu, host, loaded, mig, mps, t4s
 

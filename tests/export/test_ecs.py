@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.model import Priority, Sharing
+from gpushare.base.units import GIB
 from gpushare.export.containers import ContainerDevice
 from gpushare.export.ecs import FILE, ecs_export
-from gpushare.model import Priority, Sharing
-from gpushare.units import GIB
 from tests.export.hosts import gpu, mig, mps, text
 
 SHARE = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(25.0, memory_limit_bytes=4 * GIB)))

@@ -9,14 +9,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.units import GIB, MIB
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
 from gpushare.export.k8s import chart_export, of_node, operator_export
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
-from gpushare.model import Gpu, Priority, Sharing, TimeSlice
-from gpushare.units import GIB, MIB
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
 from tests.export.plugin_config import from_config
 

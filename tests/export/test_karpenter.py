@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import BadCombination, BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotSupported
+from gpushare.base.model import Sharing, TimeSlice
 from gpushare.export import k8s
 from gpushare.export.description import HostDescription
 from gpushare.export.karpenter import node_pool_export
-from gpushare.model import Sharing, TimeSlice
 from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, mps, t4s
 
 # Restated from the CRDs of kubernetes-sigs/karpenter v1.14: the members we write, and no others.

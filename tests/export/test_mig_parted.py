@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.model import Gpu, Sharing
 from gpushare.export.containers import FILE, layout_name, parted_export
 from gpushare.mig.parted import choose, parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
-from gpushare.model import Gpu, Sharing
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 

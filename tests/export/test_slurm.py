@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.units import MIB
 from gpushare.export.description import HostDescription
 from gpushare.export.document import Export
 from gpushare.export.slurm import slurm_export, slurm_order
-from gpushare.model import Priority, Sharing, TimeSlice
-from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 MIXED = host(

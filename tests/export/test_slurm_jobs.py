@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Sharing
 from gpushare.export.description import HostDescription
 from gpushare.export.slurm import STATE, slurm_export
-from gpushare.model import Sharing
 from tests.export.hosts import gpu, host, mps, text
 from tests.export.test_slurm import CUT, MIXED, UNEQUAL, detect, lines
 from tests.export.test_slurm_scripts import CONTROL, SMI

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Sharing
+from gpushare.base.units import MIB
 from gpushare.export.description import HostDescription
 from gpushare.export.document import apply_script
 from gpushare.export.slurm import STATE, slurm_export
 from gpushare.export.systemd import units_export
-from gpushare.model import Sharing
-from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mps, text
 
 HOST = host(

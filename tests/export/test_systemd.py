@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import BadUsage, ExitCode
+from gpushare.base.errors import BadUsage, ExitCode
+from gpushare.base.model import ComputeMode, Priority, Sharing
+from gpushare.base.units import MIB
 from gpushare.export.systemd import READY, units_export
-from gpushare.model import ComputeMode, Priority, Sharing
 from gpushare.mps.home import LIMIT_FILE
-from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 LIMITS = mps(33.3, memory_limit_bytes=3840 * MIB, priority=Priority.LOW, users=("alice",))

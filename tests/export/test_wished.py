@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.errors import NotFound, NotSupported
+from gpushare.base.errors import NotFound, NotSupported
+from gpushare.base.model import ComputeMode, Priority, Sharing, TimeSlice
+from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
 from gpushare.export.description import HostDescription, MigDescription, in_place, wished
 from gpushare.export.k8s import of_node
 from gpushare.gpu_models import find_model, profiles_of
 from gpushare.hostfile.parse import parse
-from gpushare.model import ComputeMode, Priority, Sharing, TimeSlice
-from gpushare.units import GIB
 from tests.export.hosts import check_kubernetes, gpu, host, mig, mps
 
 PROFILES = profiles_of(find_model("h100-80gb"))

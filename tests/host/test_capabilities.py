@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host import capabilities as module
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, parse, user_id, user_name
 

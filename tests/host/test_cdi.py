@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import Gpu, MigInstance
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host import cdi
 from gpushare.host.host import Host
-from gpushare.model import Gpu, MigInstance
 from gpushare.sim import admin, nvidia_ctk, open_simulated
 
 SPEC = "sim:2xa100-80gb"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.cgroups import PREFIX, Cgroups, JobCgroup
 from gpushare.host.host import Host
 from gpushare.host.identity import identity_of
 from gpushare.host.records import sweep_leftovers
 from gpushare.sim import admin
-from gpushare.units import GIB
 
 # Of a process that had our PID long ago: tests that run at the same time do not meet.
 GONE = f"{PREFIX}{os.getpid()}-1-0"

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.typed import parsed, plain
 from gpushare.connect import connect
-from gpushare.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
 from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer
@@ -27,7 +28,6 @@ from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, Si
 from gpushare.sim.job import pace_of
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
-from gpushare.typed import parsed, plain
 from tests.sim import mps
 
 SPEC = "sim:h200"

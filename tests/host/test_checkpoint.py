@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
 from gpushare.host import checkpoint as module
 from gpushare.host.checkpoint import Checkpoint
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.errors import NoPermission, OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import claims, identity
 from gpushare.host.claims import Claim, HeldClaim, live_claims, take_claim
 from gpushare.host.host import Host

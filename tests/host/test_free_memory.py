@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.host import machine
 from gpushare.host.machine import LocalMachine
-from gpushare.units import GIB
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission
 from gpushare.connect import connect
-from gpushare.errors import BadUsage, GpushareError, NoPermission
 from gpushare.host import host as host_module
 from gpushare.host.host import (
     SYSTEM_RUN_DIRECTORY,

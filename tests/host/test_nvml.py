@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.connect import connect
-from gpushare.errors import (
+from gpushare.base.errors import (
     DriverNotLoaded,
     ExitCode,
     GpuLost,
@@ -19,11 +18,12 @@ from gpushare.errors import (
     NvmlMissing,
     OperationFailed,
 )
+from gpushare.base.model import ComputeMode, Gpu
+from gpushare.base.units import GIB
+from gpushare.connect import connect
 from gpushare.gpu_models import load_models
 from gpushare.host.nvml import NO_LIMIT, NvmlReader, nvml_error
-from gpushare.model import ComputeMode, Gpu
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.sim import nvml_host
 
 

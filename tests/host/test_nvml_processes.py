@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import GpuProcess
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.nvml import NvmlReader
-from gpushare.model import GpuProcess
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.host.test_nvml import Altered
 from tests.sim import mps, nvml_host
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import pytest
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host.process import Processes
 from gpushare.host.program import Completed, Programs, merged_environment, program_path
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host import records
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
 from gpushare.mps import home as mps_aside

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.errors import OperationFailed
+from gpushare.base.errors import OperationFailed
 from gpushare.host import records
 from gpushare.host.records import (
     clear_leftovers,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.connect import connect
-from gpushare.errors import (
+from gpushare.base.errors import (
     DriverNotLoaded,
     GpuLost,
     GpushareError,
@@ -22,9 +21,10 @@ from gpushare.errors import (
     OperationFailed,
     TimedOut,
 )
+from gpushare.base.model import TimeSlice
+from gpushare.connect import connect
 from gpushare.host import smi
 from gpushare.host.program import Completed
-from gpushare.model import TimeSlice
 from gpushare.sim import admin
 
 CAPTURE = Path(__file__).parent.parent / "data" / "h200-r580" / "compute-policy-list.txt"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import NoPermission, OperationFailed
+from gpushare.base.typed import Count, Pid, Shown
+from gpushare.base.values import dataclass
 from gpushare.connect import connect
-from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import store as module
 from gpushare.host.host import Host, UserDirectory
 from gpushare.host.identity import Identity, boot_id, identity_of, pid_space, uptime
 from gpushare.host.store import Ahead, Kept, Past, RecordStore, any_lives, named_processes, wall_time
-from gpushare.typed import Count, Pid, Shown
-from gpushare.values import dataclass
 from tests.clock import step_the_clock
 
 ALICE, BOB = 4001, 4002

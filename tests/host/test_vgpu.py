@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.model import VgpuSession
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host import host as hosts
 from gpushare.host.vgpu import vgpu_sessions
-from gpushare.model import VgpuSession
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
-from gpushare.units import GIB
 
 SPEC = "sim:2xh200"
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import ComputeMode, Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.units import GIB, MIB
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.diff import mps_points, points
 from gpushare.hostfile.file import Entry, Exactness, InstanceWish, Match, MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
 from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import Layout
-from gpushare.model import ComputeMode, Gpu, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
-from gpushare.units import GIB, MIB
 from tests.mig.boards import instance, profiles_of
 
 UUID = "GPU-0"

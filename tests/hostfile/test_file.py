@@ -14,7 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.units import GIB, MIB
 from gpushare.hostfile.file import (
     Entry,
     Exactness,
@@ -27,10 +29,8 @@ from gpushare.hostfile.file import (
     text_of,
 )
 from gpushare.hostfile.parse import parse, read
-from gpushare.model import Gpu, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import ProcessMatch, Role, Rule
-from gpushare.units import GIB, MIB
 
 UUID = "GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e"
 FULL = """\

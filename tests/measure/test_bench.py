@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.errors import BadUsage, GpushareError, NotFound
+from gpushare.base.model import Gpu
+from gpushare.base.selection import Device
 from gpushare.cli.bench import bench_notes
-from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
 from gpushare.measure.bench_data import (
     Header,
@@ -28,8 +30,6 @@ from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
 from gpushare.measure.ways import ALONE, QUEUE, BenchWay, parse_ways
-from gpushare.model import Gpu
-from gpushare.selection import Device
 
 OUTSIDE = BenchWay(name=ALONE, kind=QUEUE)
 RATE = Metric(pattern="rate=(.+)")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.model import MigInstance
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure import bench_data
-from gpushare.model import MigInstance
 from gpushare.run.results import BenchedCap, find_benched, keep_benched
-from gpushare.selection import select_one
 
 # The best cap for four copies, which these tests speak of.
 FOUR = BenchedCap(copies=4, threads_percent=50.0, best=True, date="2026-11-21", driver=None)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import OperationFailed, TimedOut
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.host import Host
 from gpushare.measure.bench import BenchRequest, measure, prepare
 from gpushare.measure.copies import CopiesResult
 from gpushare.measure.metric import Metric, Printed, amount, bounded, number
 from gpushare.measure.pair import Timeline
 from gpushare.measure.ways import parse_ways
-from gpushare.selection import select_one
 from gpushare.show.bench import _figure
 from tests.cli.drive import alive
 

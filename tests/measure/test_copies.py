@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotFound
+from gpushare.base.errors import NotFound
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.usage import UsageMeter
-from gpushare.selection import Device
 from tests.cli.drive import alive
 from tests.measure.conftest import ENDLESS, Told, words
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.units import MIB
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import underused
-from gpushare.units import MIB
 
 START = 1_795_000_000
 # In the form of dcgm-exporter 4.5.

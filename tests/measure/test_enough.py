@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
 from gpushare.measure.search import Goal, Search, Setting, Trial
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, sure, tune
-from gpushare.selection import select_one
 from tests.measure.told_jobs import (
     Bursts,
     EndsEarly,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.measure.metric import Metric, Printed, amount, hopeless, number, parse_metric
 
 RATE = parse_metric(r"rate=(\S+)")

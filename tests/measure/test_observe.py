@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import DriverNotLoaded, GpushareError, NotFound, OperationFailed
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.cli.options import Ended
 from gpushare.connect import connect
-from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, OperationFailed
 from gpushare.host.activity import ActivityRecorder
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
@@ -21,10 +23,8 @@ from gpushare.measure.observe import Clock, Sampler, header_for, observe
 from gpushare.measure.recording import ProcessUse, Recording, RecordingFile, read_recording, workloads_of
 from gpushare.memory.peaks import find_profile
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedHostState, StateFile, parse_spec
-from gpushare.units import GIB
 from tests.host.test_nvml import Altered
 
 Events = Mapping[int, Callable[[], Any]]

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.units import GIB
 from gpushare.measure import recording as tallies
 from gpushare.measure.recording import (
     GpuSample,
@@ -35,7 +36,6 @@ from gpushare.measure.recording import (
 )
 from gpushare.measure.statistics import Histogram
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.units import GIB
 
 PERCENT = st.floats(min_value=0, max_value=100)
 HEADER = Header(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.errors import NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
-from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions, Window, neighbours
@@ -17,7 +18,6 @@ from gpushare.measure.statistics import Ratio, widened
 from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
-from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import ToldSeveral, tell
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.errors import InUse, NotSupported, OperationFailed
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
-from gpushare.errors import InUse, NotSupported, OperationFailed
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
@@ -17,7 +18,6 @@ from gpushare.measure.search import Goal, Search, Setting, sliced
 from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, Tuning, compare, tune
 from gpushare.mps.limits import Limits
 from gpushare.run.share import open_mps_share
-from gpushare.selection import Device, select_one
 from gpushare.sim.current import changing
 from gpushare.sim.state import DEFAULT_SLICE_US, StateFile
 from tests.measure.told_jobs import ToldSeveral, ToldSlicer, tell

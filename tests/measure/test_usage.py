@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.base.selection import Device
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.usage import UsageMeter
-from gpushare.selection import Device
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
-from gpushare.units import GIB
 
 SPEC = "sim:h200"
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.errors import BadUsage
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import BadUsage
 from gpushare.measure.ways import DEFAULT_WAYS, Reasons, parse_copies, parse_ways, reasons, sort_out
-from gpushare.selection import select_one
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
 

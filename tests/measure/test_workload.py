@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.selection import Device
 from gpushare.connect import connect
-from gpushare.errors import BadUsage, NotSupported
 from gpushare.measure import workload
 from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
 from gpushare.measure.workload import BACKENDS, Unusable, first_usable
-from gpushare.selection import Device
 from gpushare.sim.job import _parser as job_parser
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare, Share
 from gpushare.sim.job import Pace, _in_turn, _parser, _squeeze
 from gpushare.sim.state import SimulatedProcess
-from gpushare.units import GIB
 
 JOB = "gpushare.sim.job"
 # They print so often (seconds), and their rates scatter by this.

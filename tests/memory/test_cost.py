@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.units import GIB
 from gpushare.memory.cost import (
     HOST_MARGIN_BYTES,
     MEASURED,
@@ -16,7 +17,6 @@ from gpushare.memory.cost import (
     most_out_seconds,
     moved,
 )
-from gpushare.units import GIB
 
 
 def test_what_was_measured_is_returned_as_it_was() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory.driver_limit import take_limit, why_not
-from gpushare.selection import Device, select
 from gpushare.sim import admin
 from gpushare.sim.cgroups import FAULTS, SimulatedCgroups
-from gpushare.units import GIB
 
 SPEC = "sim:a100-80gb"
 

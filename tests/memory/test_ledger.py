@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from gpushare.base.errors import DriverNotLoaded, InUse, NoPermission, OperationFailed
+from gpushare.base.model import ComputeMode, Gpu, GpuProcess
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
-from gpushare.errors import DriverNotLoaded, InUse, NoPermission, OperationFailed
 from gpushare.host.claims import Claim, claim_directory
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
@@ -33,12 +36,9 @@ from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import best_first, client_limit, outlook, outlook_text, wait_for_room
 from gpushare.memory.swap import OUT, Image, Swap
-from gpushare.model import ComputeMode, Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.selection import Device, select
 from gpushare.show.waiting import Draw, waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
-from gpushare.units import GIB, MIB
 
 SPEC = "sim:2xa30"
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from gpushare.errors import GpushareError, OperationFailed
+from gpushare.base.errors import GpushareError, OperationFailed
+from gpushare.base.model import Gpu, GpuProcess, MigInstance
+from gpushare.base.selection import Device
+from gpushare.base.units import GIB, MIB
 from gpushare.host.identity import Identity
 from gpushare.host.process import ProcessInfo
 from gpushare.memory.limit import MARK, JobMemory, MemoryAction
-from gpushare.model import Gpu, GpuProcess, MigInstance
-from gpushare.selection import Device
-from gpushare.units import GIB, MIB
 
 
 class Told:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory import peaks
 from gpushare.memory.peaks import Known, Profile, digest_of, find_profile, keep_profile
-from gpushare.selection import Device, select
-from gpushare.units import GIB
 
 COMMAND = ("python", "train.py", "--key", "secret")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import GpuModel, find_model, load_models, profiles_of
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
-from gpushare.model import GpuProcess
 
 SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
 

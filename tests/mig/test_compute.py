@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import find_model
 from gpushare.mig.board import change_compute, make_room, new_compute
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
-from gpushare.model import GpuProcess
 from tests.mig.boards import SOMEBODY, instance, profiles_of
 
 PROFILES = {profile.name: profile for profile in profiles_of(find_model("h100"))}

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.model import ComputeMode, Gpu
+from gpushare.base.selection import Device
+from gpushare.base.units import GIB
 from gpushare.cli import main
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.gpu_models import model_of
 from gpushare.host import cdi
 from gpushare.mig import daemons
 from gpushare.mig.cdi import cdi_notes, refresh_steps
-from gpushare.model import ComputeMode, Gpu
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, home_of
 from gpushare.plan import Plan, Step, carry_out, roll_back
-from gpushare.selection import Device
 from gpushare.sim import admin, nvidia_ctk
 from gpushare.sim.activity import residents
 from gpushare.sim.library_mig import destroy_compute_instance
 from gpushare.sim.nvml_abi import Handle, HandleKind, Refused, Target
 from gpushare.sim.state import StateFile
-from gpushare.units import GIB
 from tests.cli.drive import CRASHED, World
 
 A100 = "sim:a100-80gb"

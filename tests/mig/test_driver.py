@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpushare.connect import connect
-from gpushare.errors import (
+from gpushare.base.errors import (
     ExitCode,
     GpushareError,
     InUse,
@@ -23,6 +22,7 @@ from gpushare.errors import (
     OperationFailed,
     TimedOut,
 )
+from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.mig import driver as changing
 from gpushare.mig.driver import MigChanges, MigReader, may_change

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import NoPermission, OperationFailed
+from gpushare.base.model import Gpu, Holder
 from gpushare.connect import connect
-from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import ProcessInfo
 from gpushare.mig.holders import REMEDIES, blocking, gpu_holders, instance_holders, look, remedy
-from gpushare.model import Gpu, Holder
 from gpushare.sim import admin
 
 A100 = "sim:a100-80gb"

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from gpushare.host import identity, store
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mig import ledger as mig_ledger

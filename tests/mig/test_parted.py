@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.base.model import Gpu
 from gpushare.gpu_models import profiles_of
 from gpushare.mig.parted import (
     PLACEMENTS,
@@ -33,7 +34,6 @@ from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import difference
 from gpushare.mig.wish import parse_wish
-from gpushare.model import Gpu
 from tests.mig.boards import MODELS, instance, layout
 
 A100 = 0x20B510DE

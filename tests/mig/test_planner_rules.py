@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.units import GIB
 from gpushare.mig.assign import Group, assign, codes_for
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
-from gpushare.units import GIB
 from tests.mig.boards import SOMEBODY, layout
 
 RTX = "rtx-pro-6000-blackwell-96gb"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from gpushare.mig import change
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.plan import Action

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gpushare.base.typed import parsed, plain
 from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
@@ -25,7 +26,6 @@ from gpushare.mig.shape import (
     shape_from,
     shape_of,
 )
-from gpushare.typed import parsed, plain
 from tests.mig.boards import SHAPES, SOMEBODY
 
 BOARDS = [profiles_of(model) for model in SHAPES]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import InUse, NotFound
+from gpushare.base.model import Gpu, GpuProcess, Holder
 from gpushare.connect import connect
-from gpushare.errors import InUse, NotFound
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import live_claims, take_claim
 from gpushare.host.process import Processes
@@ -23,7 +24,6 @@ from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import whole
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
-from gpushare.model import Gpu, GpuProcess, Holder
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from tests.cli.drive import World, environment

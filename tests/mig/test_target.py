@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, NotFound
+from gpushare.base.errors import BadUsage, NotFound
 from gpushare.mig.planner import Target
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import find_targets

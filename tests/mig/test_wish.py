@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import Need, Request, by_need, find_profile, merged, parse_wish, resolve, wish_of
-from gpushare.units import GIB
 from tests.mig.boards import MODELS, layout, profiles_of
 
 H100 = profiles_of(find_model("h100"))

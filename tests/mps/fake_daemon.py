@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
 from gpushare.host.program import Completed, Listener, Pending
 from gpushare.mps.control import MpsControl
 

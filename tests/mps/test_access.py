@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotFound, NotSupported
+from gpushare.base.errors import NotFound, NotSupported
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.mps.home import let_in, pipe_users

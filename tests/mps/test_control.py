@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.base.model import Priority
+from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed, TimedOut
 from gpushare.host.program import Completed, timed_out
-from gpushare.model import Priority
 from gpushare.mps import control as mps_control
 from gpushare.mps.control import MpsControl, Overview, ServerRow
 from gpushare.mps.limits import Limits
 from gpushare.sim import admin
-from gpushare.units import GIB, MIB
 from tests.mps.fake_daemon import CLOSING, Daemon, control
 from tests.sim import mps
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import MpsClient, Priority
+from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.model import MpsClient, Priority
 from gpushare.mps import daemons as host_mps
 from gpushare.mps.control import PROGRAM, MpsControl, start_environment
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 from gpushare.mps.limits import Limits
 from gpushare.sim import admin
-from gpushare.units import GIB, MIB
 
 SPEC = "sim:2xh200"
 

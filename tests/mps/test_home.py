@@ -18,10 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.base.model import Priority, device_key
+from gpushare.base.typed import parsed
 from gpushare.host import records
 from gpushare.host.identity import boot_id, pid_space
-from gpushare.model import Priority, device_key
 from gpushare.mps import home as mps_home
 from gpushare.mps.home import (
     AttachedClient,
@@ -31,7 +32,6 @@ from gpushare.mps.home import (
     homes_in,
 )
 from gpushare.mps.limits import Limits
-from gpushare.typed import parsed
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 GOOD = {"device_uuid": UUID, "pid": 7, "started": 1, "uid": 0}

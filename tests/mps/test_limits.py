@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.model import MpsDaemon, Priority
+from gpushare.base.model import MpsDaemon, Priority
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import GIB, MIB
 from gpushare.mps.limits import LimitOptions, Limits
-from gpushare.selection import Device, select_one
-from gpushare.units import GIB, MIB
 from tests.show.hosts import h100
 
 limits = st.builds(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import Activity
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.base.selection import Device
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.process import Processes, ProcessInfo
@@ -23,7 +24,6 @@ from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons, live_pid
 from gpushare.mps.home import DaemonRecord, home_of
 from gpushare.mps.stop import end_daemon, stop
 from gpushare.run.share import stop_if_last
-from gpushare.selection import Device
 from gpushare.sim import admin
 from tests.mps.fake_daemon import Daemon
 

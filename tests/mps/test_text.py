@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.units import GIB, MIB
 from gpushare.mps.control import ClientRow, parse_memory, parse_percentage, parse_pids, parse_ps
-from gpushare.units import GIB, MIB
 
 CAPTURE = Path(__file__).parent.parent / "data" / "h200-r580" / "mps-control.txt"
 HEADER = ("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity

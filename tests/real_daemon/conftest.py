@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.process import Processes
 from gpushare.host.program import Completed, Programs
 from gpushare.mps.control import PROGRAM, MpsControl, start_environment
-from gpushare.selection import Device, select_one
 
 PATH_VARIABLE = "GPUSHARE_TEST_MPS_CONTROL"
 REQUIRE_VARIABLE = "GPUSHARE_REQUIRE_REAL_DAEMON"

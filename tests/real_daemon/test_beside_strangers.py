@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.mps.home import home_of
@@ -15,7 +16,6 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
-from gpushare.selection import Device
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotFound, OperationFailed, TimedOut
+from gpushare.base.errors import NotFound, OperationFailed, TimedOut
+from gpushare.base.model import Priority
+from gpushare.base.units import MIB, mps_memory_readback
 from gpushare.host.program import Programs
-from gpushare.model import Priority
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
-from gpushare.units import MIB, mps_memory_readback
 from tests.real_daemon.conftest import daemons_below, start_by_hand, wait_until
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError, NotFound
+from gpushare.base.errors import GpushareError, NotFound
+from gpushare.base.model import ComputeMode
+from gpushare.base.selection import Device
+from gpushare.base.units import MIB
 from gpushare.host.host import Host
-from gpushare.model import ComputeMode
 from gpushare.mps import start
 from gpushare.mps.control import MpsControl, parse_memory
 from gpushare.mps.daemons import find_daemons, logged_limit, own_daemon
@@ -19,8 +21,6 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
-from gpushare.selection import Device
-from gpushare.units import MIB
 from tests.real_daemon.conftest import daemons_below, wait_until
 
 

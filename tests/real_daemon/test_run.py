@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from gpushare.base.selection import Device
 from gpushare.cli import main
 from gpushare.host.host import Host
 from gpushare.mps.home import home_of
-from gpushare.selection import Device
 from tests.real_daemon.conftest import wait_until
 
 

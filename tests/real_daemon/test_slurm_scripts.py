@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Sharing
+from gpushare.base.units import MIB
 from gpushare.export.slurm import STATE, slurm_export
-from gpushare.model import Sharing
-from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mps, text
 from tests.export.test_slurm_scripts import SMI, uuid
 from tests.real_daemon.conftest import daemons_below, wait_until

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.base.model import Mechanism, Priority, mechanism
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
-from gpushare.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.host import Host
-from gpushare.model import Mechanism, Priority, mechanism
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
 from gpushare.mps.home import home_of
@@ -21,9 +23,7 @@ from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
-from gpushare.selection import Device, select_one
 from gpushare.snapshot import Observer
-from gpushare.units import GIB, MIB
 from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
 
 LIMITS = Limits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.selection import Device, select_one
 from tests.run.told_program import Told
 
 

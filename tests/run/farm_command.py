@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpushare.base.selection import Device
+from gpushare.base.units import GIB
 from gpushare.run.copies import FarmOptions
-from gpushare.selection import Device
-from gpushare.units import GIB
 
 
 def shell(text: str) -> list[str]:

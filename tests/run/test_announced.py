@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from gpushare.host.process import Processes
 from tests.cli.drive import H200, World, alive, clear_up, environment, until
 

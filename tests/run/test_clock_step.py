@@ -6,13 +6,13 @@ import os
 
 import pytest
 
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.process import start_of
 from gpushare.run.group import Member, members, write_member
 from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, record_of, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
-from gpushare.selection import Device, select_one
 from tests.clock import step_the_clock
 
 OWN = os.getpid()

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
+from gpushare.base.units import GIB, MIB
 from gpushare.mps.limits import CONTEXT_BYTES
 from gpushare.run.copies import next_step, parse_lines, share_of_threads, size_of_others, together
-from gpushare.units import GIB, MIB
 
 counts = some.integers(0, 20)
 

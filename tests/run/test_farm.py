@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpushare.base.errors import BadUsage, NoPermission, NotFound
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB
 from gpushare.connect import connect
-from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
 from gpushare.run.copies import Copy, FarmOptions, command_of, share_of_threads
 from gpushare.run.farm import FarmReporter, farm
-from gpushare.selection import Device, select
-from gpushare.units import GIB
 from tests.cli.drive import until
 from tests.run.farm_command import shell, sized
 

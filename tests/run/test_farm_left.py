@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
+from gpushare.base.selection import Device
 from gpushare.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
 from gpushare.run.copies import Copy
 from gpushare.run.farm import FarmReporter, farm
 from gpushare.run.several import Several
-from gpushare.selection import Device
 from tests.cli.drive import alive, until
 from tests.run.farm_command import shell, sized
 

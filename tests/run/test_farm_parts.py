@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import InUse, NotFound
+from gpushare.base.model import Gpu
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import GIB
 from gpushare.connect import connect
-from gpushare.errors import InUse, NotFound
 from gpushare.memory.ledger import Request
-from gpushare.model import Gpu
 from gpushare.run import farm as module
 from gpushare.run.copies import Copy, FarmOptions
 from gpushare.run.farm import FarmReporter, farm
-from gpushare.selection import Device, select_one
-from gpushare.units import GIB
 from tests.run.farm_command import sized
 
 # -- one step of a farm ----------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.errors import InUse
+from gpushare.base.errors import InUse
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.run import farm_results
 from gpushare.run.copies import Copy
@@ -28,7 +29,6 @@ from gpushare.run.farm_results import (
     parse_ends,
     text_of_end,
 )
-from gpushare.selection import Device
 from tests.cli.drive import until
 from tests.run.farm_command import shell, sized
 

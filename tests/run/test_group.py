@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run import group
 from gpushare.run.group import GroupSlice, members, why_not
 from gpushare.run.share import MpsShare
-from gpushare.selection import Device
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
 

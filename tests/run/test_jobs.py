@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
 from gpushare.host.host import Host
 from gpushare.run import jobs
 from gpushare.run.jobs import (
@@ -23,7 +24,6 @@ from gpushare.run.jobs import (
     gpu_processes,
     write_record,
 )
-from gpushare.selection import select_one
 from gpushare.sim import admin
 
 SPEC = "sim:2xh200"

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
+from gpushare.base.selection import Device
 from gpushare.connect import connect
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.run.share import Attachment
-from gpushare.selection import Device
 from gpushare.sim import admin
 
 

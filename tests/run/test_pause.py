@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import NotSupported, TimedOut
+from gpushare.base.errors import NotSupported, TimedOut
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
@@ -21,7 +22,6 @@ from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
-from gpushare.selection import Device
 
 _IDLE = "import time; time.sleep(600)"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import TimedOut
-from gpushare.model import GpuProcess
+from gpushare.base.errors import TimedOut
+from gpushare.base.model import GpuProcess
 from gpushare.run import pause as pauser_module
 from gpushare.run import roles as module
 from gpushare.run.pause import Pacer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.model import GpuProcess
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import GpuProcess
 from gpushare.run import pause as pauser_module
 from gpushare.run.pause import resume_all
 from gpushare.run.roles import TICK_SECONDS

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import NoPermission
 from gpushare.connect import connect
-from gpushare.errors import NoPermission
 from gpushare.host.host import Host
 from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run import production as module
 from gpushare.run.jobs import JobRecord, write_record
 from gpushare.run.production import ProductionJob
-from gpushare.selection import Device
 from tests.run.told_program import OTHER, Told
 
 

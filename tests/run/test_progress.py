@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import GpushareError, TimedOut
+from gpushare.base.errors import GpushareError, TimedOut
 from gpushare.run.progress import Progress
 
 RATE = r"rate=([0-9.eE+-]+)"

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run.plain import PlainShare
 from gpushare.run.several import Program, Several
-from gpushare.selection import Device
 from tests.cli.drive import until
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gpushare.base.units import GIB
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Look, Turns
-from gpushare.units import GIB
 
 
 def look(

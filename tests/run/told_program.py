@@ -6,9 +6,9 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from gpushare.errors import GpushareError, NotFound
+from gpushare.base.errors import GpushareError, NotFound
+from gpushare.base.model import GpuProcess
 from gpushare.host.identity import Identity
-from gpushare.model import GpuProcess
 from gpushare.run.pause import LOCK_SECONDS, Pauser
 
 PID, CHILD, GRANDCHILD, OTHER = 10, 11, 12, 99

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import Device, select
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.claims import all_claims
 from gpushare.memory import ledger
 from gpushare.memory.ledger import PREFIX, Place, Request, line_of, reservations
-from gpushare.selection import Device, select
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.drive import World
 from tests.security.conftest import Stranger, gpushare
 from tests.security.test_locks_and_claims import start_ticks

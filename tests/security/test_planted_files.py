@@ -144,7 +144,7 @@ def test_a_planted_record_of_a_daemon_is_not_believed(kind: str, mallory: Strang
 @pytest.mark.parametrize("kind", ["strangers", "open", "link"])
 def test_a_run_directory_of_anothers_is_refused(kind: str, mallory: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment may name one (sudo -E): whose it is decides, not that root may write there."""
-    from gpushare.errors import NoPermission
+    from gpushare.base.errors import NoPermission
     from gpushare.host.host import local_run_directory, make_private_directory
 
     place = mallory.home / f"run-{kind}"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
+from gpushare.base.model import Gpu
 from gpushare.host.origin import MOST_OF_COMMAND, origin_of
 from gpushare.hostfile.load import load_own
 from gpushare.hostfile.parse import parse
-from gpushare.model import Gpu
 from gpushare.timeslice.rules import Names, decide
 from tests.security.conftest import Stranger
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotFound
+from gpushare.base.errors import NotFound
+from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.hostfile.load import keep_applied, kept_entries
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
-from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
 from gpushare.run.jobs import JobRecord, productions, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
-from gpushare.selection import Device
 from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
 from gpushare.timeslice.slices import RECORDS, SliceRecord, slice_records
 from tests.cli.drive import World

@@ -7,8 +7,8 @@ import io
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.connect import connect
-from gpushare.units import GIB
 from tests.cli.drive import World, alive
 from tests.security.conftest import Stranger, gpushare
 from tests.security.test_memory_ledger import claim

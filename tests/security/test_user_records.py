@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.typed import Count, Pid
+from gpushare.base.values import dataclass
 from gpushare.host import host, users
 from gpushare.host.host import UserDirectory
 from gpushare.host.identity import Identity, boot_id, pid_space
 from gpushare.host.store import Kept, RecordStore
 from gpushare.host.users import has_records, user_directories
-from gpushare.typed import Count, Pid
-from gpushare.values import dataclass
 from tests.security.conftest import Stranger
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpushare.model import (
+from gpushare.base.model import (
     ComputeMode,
     Gpu,
     GpuProcess,

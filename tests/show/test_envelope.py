@@ -12,8 +12,8 @@ import sys
 import pytest
 import yaml
 
-from gpushare.errors import DriverNotLoaded, ExitCode, OperationFailed
-from gpushare.model import ComputeMode, Mechanism
+from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
+from gpushare.base.model import ComputeMode, Mechanism
 from gpushare.show.render import csv_text, document, write, write_error
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure
 from gpushare.show.status import status_result
@@ -135,7 +135,7 @@ def test_machine_formats_import_no_heavy_module(output):
     """A script that polls must not pay for tables it never sees."""
     program = (
         "import sys, io\n"
-        "from gpushare.model import Gpu, Snapshot\n"
+        "from gpushare.base.model import Gpu, Snapshot\n"
         "from gpushare.show.render import write\n"
         "from gpushare.show.result import OutputFormat\n"
         "from gpushare.show.status import status_result\n"

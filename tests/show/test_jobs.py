@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.errors import ExitCode
-from gpushare.model import Gpu, LinePlace, ListedJob, Snapshot
+from gpushare.base.errors import ExitCode
+from gpushare.base.model import Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.show.jobs import jobs_result
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import way_text

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gpushare.errors import DriverNotLoaded
+from gpushare.base.errors import DriverNotLoaded
 from gpushare.show.live import screen_lines, watch
 from gpushare.show.render import FOLDED, TIGHT, result_lines
 from gpushare.show.result import OutputFormat

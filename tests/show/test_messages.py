@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.show.render import write_error, write_notes
 from gpushare.show.run import RunReport
 from tests.show.conftest import Screen

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from gpushare.errors import ExitCode, GpuLost, OperationFailed, TimedOut
-from gpushare.model import Gpu, MpsDaemon, Snapshot
+from gpushare.base.errors import ExitCode, GpuLost, OperationFailed, TimedOut
+from gpushare.base.model import Gpu, MpsDaemon, Snapshot
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import age, container_name, status_result, used_of_total
 from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import BadUsage, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, NotFound, NotSupported, OperationFailed
 from gpushare.host.process import Processes, wait_gone
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.base.errors import NotFound
+from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.errors import NotFound
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
-from gpushare.selection import select_one
 from gpushare.sim import admin
 
 SPEC = "sim:h200"

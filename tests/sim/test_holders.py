@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.sim import admin
 from gpushare.sim.machine import SimulatedCapabilities

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.gpu_models import find_model
 from gpushare.sim.mig import gpu_instance_id, occupied, place, remaining_capacity
 from gpushare.sim.state import SimulatedGpu, initial_state

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.gpu_models import NVML_PROFILE, GpuModel, find_model, load_models
 from gpushare.sim.mig import gpu_instance_id
 

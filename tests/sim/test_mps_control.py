@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import OperationFailed, TimedOut
+from gpushare.base.errors import OperationFailed, TimedOut
 from gpushare.sim import admin, mps_control, mps_servers
 from tests.sim import mps
 from tests.sim.mps import Mps

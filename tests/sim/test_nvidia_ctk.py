@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.cli import main
-from gpushare.errors import BadUsage, NotSupported
 from gpushare.host.program import Completed
 from gpushare.sim import admin, nvidia_ctk, open_simulated
 from gpushare.sim.state import SimulatedHostState

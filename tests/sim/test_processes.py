@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import Capabilities
 from gpushare.host.process import Processes, ProcessInfo, wait_gone
 from gpushare.host.program import Programs

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.gpu_models import GpuModel, load_models
 from gpushare.sim.state import canonical_spec, initial_state, parse_spec
 

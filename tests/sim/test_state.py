@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import NoPermission
+from gpushare.base.errors import NoPermission
 from gpushare.sim import admin, devices, open_simulated
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import Device

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpushareError, InUse, OperationFailed, TimedOut
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, InUse, OperationFailed, TimedOut
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.model import Gpu
 from gpushare.inputs import Mark
-from gpushare.model import Gpu
 from gpushare.timeslice.rules import (
     MOST_CHARACTERS,
     Decision,

@@ -412,7 +412,7 @@ def test_apply_of_several_lines_is_one_plan(cli: Any, there: str, words: Any, sp
 def test_apply_that_fails_half_way_takes_all_of_it_back(
     cli: Any, monkeypatch: pytest.MonkeyPatch, there: str, words: Any, spec: str, module: str
 ) -> None:
-    from gpushare.errors import OperationFailed
+    from gpushare.base.errors import OperationFailed
 
     cli(*there.split(), host=spec).ok()
     before = cli("capture", host=spec).ok().out

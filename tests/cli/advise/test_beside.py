@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
-from gpushare.model import ComputeMode
 from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 
 SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from gpushare.advice.facts import HostFacts, host_facts
+from gpushare.base.errors import DriverNotLoaded
+from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
-from gpushare.errors import DriverNotLoaded
 from gpushare.gpu_models import load_models
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader, cores_per_multiprocessor
-from gpushare.model import ComputeMode
 from gpushare.sim import admin, open_simulated
 from gpushare.snapshot import HostState
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
-from gpushare.model import ComputeMode
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, same, until, until_one_run_is_over
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.base.model import ComputeMode, Priority
+from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.hostfile.kept import KEPT, kept_limits
 from gpushare.mig.ledger import names_of
-from gpushare.model import ComputeMode, Priority
 from gpushare.mps.control import MpsControl
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
 

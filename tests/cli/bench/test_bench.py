@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.selection import select_one
+from gpushare.base.units import GIB
 from gpushare.cli import options
 from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
@@ -20,10 +22,8 @@ from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
 from gpushare.memory.peaks import Profile, digest_of, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
-from gpushare.selection import select_one
 from gpushare.show.bench import bench_result
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from tests.cli.conftest import H200, Cli
 
 WAYS = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "2", "--metric", "rate=(.+)")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import TimeSlice
+from gpushare.base.selection import Device
 from gpushare.measure.bench import Bench
-from gpushare.model import TimeSlice
-from gpushare.selection import Device
 from gpushare.sim.current import changing
 from gpushare.sim.state import StateFile
 from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import BadUsage
+from gpushare.base.model import ComputeMode, MpsDaemon
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination, Verdict
 from gpushare.doctor.mps import MOST_CLAIMS, foreign, mps_daemons
-from gpushare.errors import BadUsage
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
-from gpushare.model import ComputeMode, MpsDaemon
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import NOT_ASKED, FoundDaemon
 from gpushare.mps.home import home_of
@@ -269,10 +269,10 @@ def test_fault(cli: Cli, world: World, sim_dir: Path, ours: bool) -> None:
 
 
 def test_orphan(cli: Cli, world: World) -> None:
+    from gpushare.base.selection import select_one
     from gpushare.mps.limits import Limits
     from gpushare.mps.start import plan_start
     from gpushare.plan import carry_out
-    from gpushare.selection import select_one
 
     carry_out(plan_start(world.host, select_one("0", world.host.nvml.sweep()), Limits(), transient=True))
     found = checks(cli)["mps.orphan"]

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.selection import Device
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, environments
@@ -20,10 +22,8 @@ from gpushare.host.machine import LocalMachine, xids_in
 from gpushare.host.smi import ComputePolicy
 from gpushare.memory.swap import SWAPS, swaps
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.home import DaemonHome
 from gpushare.run.plain import plain_environment
-from gpushare.selection import Device
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -484,7 +484,7 @@ def test_the_gpu_of_an_xid_is_named(cli: Cli) -> None:
 
 
 def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.errors import GpuLost
+    from gpushare.base.errors import GpuLost
     from gpushare.host.nvml import NvmlReader
 
     def lost(*_: object) -> bool:

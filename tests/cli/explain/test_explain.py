@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpushare.advice.explain import Explanation, explain, explanations, own_codes
-from gpushare.errors import NotFound
+from gpushare.base.errors import NotFound
 from gpushare.host import channels
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.ledger import UNREADABLE

@@ -282,7 +282,7 @@ def test_a_gpu_in_mig_mode_without_devices(refused: Callable[..., str]) -> None:
 
 def test_a_lost_gpu_and_a_prohibited_one(refused: Callable[..., str]) -> None:
     world = World(T4S)
-    from gpushare.model import ComputeMode
+    from gpushare.base.model import ComputeMode
 
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     assert "timeslice set" in refused("export", "k8s", code="no_sharing", exit_code=3, host=T4S)
@@ -291,7 +291,7 @@ def test_a_lost_gpu_and_a_prohibited_one(refused: Callable[..., str]) -> None:
 
 
 def test_exclusive_gpus_are_whole(cli: Cli) -> None:
-    from gpushare.model import ComputeMode
+    from gpushare.base.model import ComputeMode
 
     for index in range(4):
         World(T4S).host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)

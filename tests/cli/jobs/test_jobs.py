@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import user_name
 from gpushare.run.jobs import PAST, PastJob, find_record, keep_past
 from gpushare.sim import admin
-from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 

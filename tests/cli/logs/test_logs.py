@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import select
 from gpushare.run.jobs import PAST, PastJob, output_path, record_of, write_record
 from gpushare.run.output import seek_lines
-from gpushare.selection import select
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, environment, until

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from prometheus_client import parser
 from prometheus_client.metrics_core import Metric
 
+from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.run.jobs import find_record
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families

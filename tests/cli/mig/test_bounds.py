@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gpushare.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.model import Gpu
+from gpushare.base.selection import select, select_one
+from gpushare.base.units import quoted
 from gpushare.mig.target import find_targets
 from gpushare.mig.wish import find_profile, parse_wish
-from gpushare.model import Gpu
-from gpushare.selection import select, select_one
-from gpushare.units import quoted
 from tests.cli.conftest import Cli
 
 NINES = "9" * 5000

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.base.errors import NotFound, NotSupported
 from gpushare.cli.mig_files import demands_of, read_config
 from gpushare.connect import connect
-from gpushare.errors import NotFound, NotSupported
 from gpushare.mig.parted import Demand
 from gpushare.mig.wish import parse_wish
 from gpushare.sim import admin

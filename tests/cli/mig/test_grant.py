@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.host.host import Host
 from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke

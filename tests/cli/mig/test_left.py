@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.errors import OperationFailed
 from gpushare.host import store
 from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
@@ -221,7 +221,7 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
 
 def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same list, of a change that did not die: somebody came into what it had made already."""
-    from gpushare.errors import OperationFailed
+    from gpushare.base.errors import OperationFailed
     from gpushare.mig import change
 
     host = World.new(A100)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.host import store
 from gpushare.host.nvml import NvmlReader
-from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
 from gpushare.sim.programs import SimulatedPrograms

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import GpushareError, TimedOut
+from gpushare.base.errors import GpushareError, TimedOut
 from gpushare.host.process import Processes
 from gpushare.mps.control import MpsControl
 from tests.cli.conftest import Cli

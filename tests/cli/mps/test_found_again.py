@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import TimedOut
+from gpushare.base.errors import TimedOut
+from gpushare.base.units import GIB, MIB
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
-from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.units import GIB, MIB
 from gpushare.mps.control import MpsControl
-from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 

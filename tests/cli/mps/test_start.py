@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.model import ComputeMode
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import GIB, MIB
 from gpushare.mps import start
 from gpushare.mps.control import MpsControl
-from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
 

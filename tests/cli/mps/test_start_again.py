@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotFound
-from gpushare.model import ComputeMode
+from gpushare.base.errors import NotFound
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import MIB
 from gpushare.mps.control import MpsControl
-from gpushare.units import MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 from tests.cli.mps.test_start import TWO, daemons
@@ -126,9 +126,9 @@ def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, m
 
 
 def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
+    from gpushare.base.selection import Device
     from gpushare.mps.limits import Limits
     from gpushare.mps.start import plan_start
-    from gpushare.selection import Device
 
     device = Device(gpu=world.host.nvml.sweep()[0])
     (step,) = [
@@ -144,9 +144,9 @@ def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
 def test_a_dead_daemon_of_ours_does_not_hide_a_shared_one(cli: Cli, world: World, sim_dir: Path) -> None:
     from dataclasses import replace
 
+    from gpushare.base.selection import Device
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.home import home_of
-    from gpushare.selection import Device
 
     cli("mps", "start").ok()
     device = Device(gpu=world.host.nvml.sweep()[0])

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.model import ComputeMode, MpsDaemon
+from gpushare.base.model import ComputeMode, MpsDaemon
+from gpushare.base.units import GIB
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -316,7 +316,7 @@ def test_another_users_daemon(refused: Callable[..., str], world: World) -> None
 
 
 def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int) -> None:
-    from gpushare.errors import NotFound
+    from gpushare.base.errors import NotFound
     from gpushare.mps.daemons import find_daemons
 
     (found,) = find_daemons(world.host, world.host.nvml.sweep(), deep=False)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.measure.recording import read_recording
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, environment, until
 

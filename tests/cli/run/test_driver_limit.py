@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.sim import admin
 from gpushare.sim.cgroups import FAULTS
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import CRASHED, H200, Started, World, until
 from tests.host.test_cgroups import real_tree

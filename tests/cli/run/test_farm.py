@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.selection import select_one
 from gpushare.measure.bench_data import KIND
 from gpushare.run.results import BenchedCap, keep_benched
-from gpushare.selection import select_one
 from tests.cli.drive import Answer, World
 
 Cli = Callable[..., Answer]

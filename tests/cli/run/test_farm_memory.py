@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import OperationFailed
+from gpushare.base.errors import OperationFailed
+from gpushare.base.units import GIB
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, until
 from tests.cli.run.test_memory import STRAY

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import InUse, OperationFailed
+from gpushare.base.errors import InUse, OperationFailed
+from gpushare.base.model import ComputeMode
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
-from gpushare.model import ComputeMode
 from gpushare.run.jobs import PRODUCTION, output_path, record_of, write_record
 from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
-from gpushare.selection import select
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, ROOT, Started, World, until
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import InUse, OperationFailed
+from gpushare.base.errors import InUse, OperationFailed
+from gpushare.base.model import GpuProcess
+from gpushare.base.selection import Device
+from gpushare.base.units import GIB, MIB
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
@@ -21,16 +24,13 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.ledger import Request, reservations
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.model import GpuProcess
 from gpushare.run import mig as run_mig
 from gpushare.run.jobs import records
 from gpushare.run.plain import PlainWatch
-from gpushare.selection import Device
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.library_mig import create_compute_instance, destroy_compute_instance
 from gpushare.sim.state import StateFile, parse_spec
-from gpushare.units import GIB, MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, Started, World, alive, until
 

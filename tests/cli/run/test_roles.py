@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.units import GIB
 from gpushare.host import store
 from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
-from gpushare.units import GIB
 from tests.cli.drive import Answer, Started, World, alive, until
 
 Cli = Callable[..., Answer]

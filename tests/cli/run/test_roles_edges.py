@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.run.jobs import JobRecord, write_record
-from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 
 Cli = Callable[..., Answer]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.units import MIB
+from gpushare.base.units import MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 

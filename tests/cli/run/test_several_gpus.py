@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.run.binding import CpuBinding
-from gpushare.selection import select
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import select
+from gpushare.base.units import GIB, parse_memory_limit
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
@@ -21,12 +23,10 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.swap import BACK, OUT, Swap, locked, swaps
 from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
-from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
 from gpushare.sim.state import SimulatedProcess
-from gpushare.units import GIB, parse_memory_limit
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 

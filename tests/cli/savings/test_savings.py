@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.measure.recording import GpuSample, Header, RecordedGpu, RecordingFile, Sample
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 
 EXAMPLE = (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.host import capabilities
 from gpushare.sim.faults import KINDS
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, Started, World, until
 
@@ -149,7 +149,7 @@ def test_wrong_add(
 
 
 def test_add_that_cuda_refuses(refused: Callable[..., str], world: World) -> None:
-    from gpushare.model import ComputeMode
+    from gpushare.base.model import ComputeMode
 
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
     assert "CUDA_ERROR_DEVICE_UNAVAILABLE" in refused("sim", "add", code="cuda_refused", exit_code=1)

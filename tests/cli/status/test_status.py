@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpushare.base.units import GIB
 from gpushare.cli import status
 from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 

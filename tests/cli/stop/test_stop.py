@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.host.identity import Identity
 from gpushare.run import stop as module
 from gpushare.run.jobs import find_record, record_of, write_record
-from gpushare.selection import select
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, environment, until
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpushare import guard
-from gpushare.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
+from gpushare.base.units import GIB
 from gpushare.host import store
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
@@ -26,7 +27,6 @@ from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Sw
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 

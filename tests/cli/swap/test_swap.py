@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.host import checkpoint as driver
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory import swap as module
@@ -17,7 +18,6 @@ from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.errors import InUse
+from gpushare.base.errors import InUse
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
 from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
 from gpushare.run.jobs import record_of, write_record
-from gpushare.selection import select
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import SimulatedHostState
-from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.errors import Interrupted, OperationFailed, TimedOut
+from gpushare.base.errors import Interrupted, OperationFailed, TimedOut
 from gpushare.host import channels
 from gpushare.host.channels import ChannelControl
 from gpushare.run.jobs import JobRecord, write_record

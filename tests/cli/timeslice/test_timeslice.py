@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.host.smi import ComputePolicy
-from gpushare.model import ComputeMode
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -244,8 +244,8 @@ def test_missing_smi(refused: Callable[..., str], world: World) -> None:
 
 
 def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
-    from gpushare.model import TimeSlice
-    from gpushare.selection import Device
+    from gpushare.base.model import TimeSlice
+    from gpushare.base.selection import Device
     from gpushare.timeslice.policy import plan_level
 
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.cli.options import Ended
 from gpushare.cli.tune import _search, _uncertain
-from gpushare.errors import OperationFailed
 from gpushare.measure.search import FINE, GRID, Goal, Search, Setting, Trial, outcome
 from gpushare.measure.tune import Tuning
 from gpushare.run.results import find_tuned

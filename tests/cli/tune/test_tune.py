@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.selection import select
+from gpushare.base.units import GIB
 from gpushare.memory.peaks import digest_of, find_profile
 from gpushare.run.results import find_tuned
-from gpushare.selection import select
-from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 from tests.measure.told_jobs import tell
 

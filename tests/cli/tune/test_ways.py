@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpushare.errors import NotSupported
+from gpushare.base.errors import NotSupported
 from gpushare.run.results import find_tuned
 from tests.cli.drive import Answer, World
 from tests.measure.told_jobs import ToldSlicer, tell

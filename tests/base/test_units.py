@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare import units
-from gpushare.errors import BadUsage, ExitCode
-from gpushare.units import GIB, KIB, MIB, TIB
+from gpushare.base import units
+from gpushare.base.errors import BadUsage, ExitCode
+from gpushare.base.units import GIB, KIB, MIB, TIB
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 NASTY = st.one_of(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gpushare.model import (
+from gpushare.base.model import (
     ComputeMode,
     Gpu,
     GpuProcess,

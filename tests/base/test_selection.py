@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
-from gpushare.model import Gpu, MigInstance
-from gpushare.selection import Device, select, select_for_change, select_one
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound
+from gpushare.base.model import Gpu, MigInstance
+from gpushare.base.selection import Device, select, select_for_change, select_one
 
 MIGS = (
     MigInstance(uuid="MIG-8443519f-29f1-5dd9-9d33-0a4c2b6f1c01", profile="1g.18gb", memory_total_bytes=18),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare import values
+from gpushare.base import values
 
 MAKERS: list[Callable[..., Any]] = [dataclasses.dataclass, values.dataclass]
 both = pytest.mark.parametrize("make", MAKERS, ids=["standard", "quick"])

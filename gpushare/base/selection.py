@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from gpushare.errors import BadUsage, GpuLost, NotFound, NotSupported, no_gpu
-from gpushare.model import Gpu, MigInstance
-from gpushare.units import quoted
-from gpushare.values import dataclass
+from gpushare.base.errors import BadUsage, GpuLost, NotFound, NotSupported, no_gpu
+from gpushare.base.model import Gpu, MigInstance
+from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import Final
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 
 class ComputeMode(IntEnum):

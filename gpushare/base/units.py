@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, cut
+from gpushare.base.errors import BadUsage, cut
 
 KIB: Final = 1024
 MIB: Final = 1024**2

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from gpushare.base.typed import NOT_STORED, Count, Most, Percent, Pid, Shown, Within, is_shown, parsed, plain
 from gpushare.host.store import RecordStore
-from gpushare.typed import NOT_STORED, Count, Most, Percent, Pid, Shown, Within, is_shown, parsed, plain
 
-PACKAGE = Path(__file__).resolve().parent.parent / "gpushare"
+PACKAGE = Path(__file__).resolve().parents[2] / "gpushare"
 
 
 def stores() -> list[RecordStore[Any]]:

@@ -1,0 +1,1 @@
+"""The vocabulary that every room uses: errors, value classes, units, the model of a host, the choice of devices."""
