@@ -213,6 +213,10 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
     return Loader
 
 
+class Flow(dict[Any, Any]):
+    """A mapping that `yaml_text` writes on one line: ``{index: 0}``."""
+
+
 def yaml_text(value: Any) -> str:
     """Return a value as YAML that all YAML 1.1 and 1.2 parsers read alike."""
     import yaml
@@ -231,4 +235,7 @@ def yaml_text(value: Any) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", said, style=style)
 
     Dumper.add_representer(str, text)
+    Dumper.add_representer(
+        Flow, lambda dumper, one: dumper.represent_mapping("tag:yaml.org,2002:map", one, flow_style=True)
+    )
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=10_000, allow_unicode=True))

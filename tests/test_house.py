@@ -188,7 +188,6 @@ def test_every_file_says_at_its_top_what_it_is() -> None:
 
 # Who reads JSON, and what it is. Records are read by their store alone.
 JSON_READERS = {
-    "gpushare.cli.capture": "the schema that gpushare brings along",
     "gpushare.gpu_models": "the catalogue that gpushare brings along",
     "gpushare.host.channels": "what its own helper answers",
     "gpushare.host.store": "records",

@@ -1,13 +1,15 @@
-"""Writes the manual pages, the completions, the pictures and the output in the documents.
+"""Writes the manual pages, the completions, the schema of gpushare.yaml, the pictures and the output in the documents.
 
 ``python -m tools.generate [--check] [DIRECTORY]``
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+from gpushare.hostfile.parse import schema
 from tools.completions import bash, fish, zsh
 from tools.documents import documents
 from tools.manual import manuals
@@ -25,6 +27,7 @@ def artifacts() -> dict[str, str]:
         "completions/gpushare.bash": bash(root),
         "completions/_gpushare": zsh(root),
         "completions/gpushare.fish": fish(root),
+        "gpushare/data/schemas/gpushare.yaml.json": json.dumps(schema(), indent=2) + "\n",
         **pictures(),
         **documents(root),
     }

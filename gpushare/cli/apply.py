@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,10 +80,11 @@ def apply(
             note(one)
         raise
     if settings.dry_run:
-        return _with_limits(_shown(rows, found, dry_run=True), host, wanted)
+        return _with_limits(_shown(rows, found, dry_run=True, undo=_way_back(host, rows)), host, wanted)
+    undo = None
     if any(row.steps for row in rows):
         _need_root(host, rows)
-        rows, found, notes = _carried(host, ledger, wanted, rows)
+        rows, found, notes, undo = _carried(host, ledger, wanted, rows)
         undone += notes
     found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
@@ -90,7 +92,8 @@ def apply(
         found = replace(
             found, notes=(*found.notes, *_forgotten(host, found), *_followed(host, wanted), *_limited(host, wanted))
         )
-    return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
+    result = _shown(rows, found, dry_run=False, undo=undo)
+    return _kept(host, text, result) if holds else result
 
 
 def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -180,8 +183,11 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 def _carried(
     host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_Row]
-) -> tuple[list[_Row], Matched, tuple[str, ...]]:
-    """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows."""
+) -> tuple[list[_Row], Matched, tuple[str, ...], str | None]:
+    """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows.
+
+    Returns the rows, the entries, notes, and the command that takes it all back.
+    """
     from gpushare.hostfile.load import entries_of
     from gpushare.mig.recover import recover
 
@@ -194,8 +200,34 @@ def _carried(
             found = entries_of(wanted, gpus_of(host))
             # Plan all before the first change: an error found now still changes nothing.
             rows = [_row(host, ledger, index, found, wanted) for index in found.entries]
+            _refuse(found.missing)
             if is_agreed(_whole(rows), agreed):
-                return [_done(host, ledger, row, found, agreed) for row in rows], found, notes
+                undo = _way_back(host, rows)
+                return [_done(host, ledger, row, found, agreed) for row in rows], found, notes, undo
+
+
+def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
+    """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it."""
+    from gpushare.hostfile.file import text_of
+    from gpushare.hostfile.live import captured
+    from gpushare.hostfile.load import before_path, keep_before, kept_file
+    from gpushare.hostfile.look import live_gpus
+    from gpushare.snapshot import HostState
+
+    changed = {row.gpu for row in rows if row.steps}
+    state = HostState(host)
+    file, _ = captured(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
+    if len(changed) != sum(len(one.match.values) for one in file.entries):
+        return None
+    kept = kept_file(host)
+    text = text_of(file if kept is None else replace(file, rules=kept.rules, memory=kept.memory))
+    try:
+        path = before_path(host, text) if settings.dry_run else keep_before(host, text)
+    except GpushareError:
+        # A full disk does not keep the host from being set up.
+        return None
+    names = any(row.plan is not None and row.plan.change.names for row in rows)
+    return shlex.join(["gpushare", "apply", "-f", str(path), *(["-y"] if names else [])])
 
 
 def _whole(rows: Sequence[_Row]) -> Plan:
@@ -309,20 +341,20 @@ def _in_force(row: _Row) -> str:
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
-def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
-    from gpushare.show.plan import plan_result
+def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | None) -> Result:
+    from gpushare.show.plan import plan_result, undone
 
     errors = [row.error for row in rows if row.error is not None] + list(found.missing)
     if errors and len(errors) == len(rows) + len(found.missing) == 1:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
     notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
-    whole = replace(_whole(rows), steps=tuple(steps), notes=tuple(dict.fromkeys(notes)))
+    whole = replace(_whole(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {}
     result = plan_result("apply", whole, dry_run=dry_run, **empty)
     if any(row.done for row in rows):
-        result = replace(result, done=tuple((_in_force(row), None) for row in rows if row.done))
+        result = replace(result, done=undone([_in_force(row) for row in rows if row.done], undo))
     gpus = [
         {
             "gpu": row.gpu,

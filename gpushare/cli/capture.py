@@ -39,7 +39,7 @@ def capture(
     express. Needs root for what only root sees: grants, and daemons of other users.
     """
     from gpushare.base.selection import select
-    from gpushare.hostfile.file import Exactness, text_of
+    from gpushare.hostfile.file import Exactness, document_of, text_of
     from gpushare.hostfile.live import captured
     from gpushare.hostfile.look import live_gpus
     from gpushare.show.result import Result
@@ -47,9 +47,9 @@ def capture(
     from gpushare.snapshot import HostState
 
     if schema:
-        from gpushare.hostfile.parse import schema_text
+        from gpushare.hostfile.parse import schema as host_file_schema
 
-        return Result(command="capture", data=json.loads(schema_text()), text=schema_text().rstrip("\n"))
+        return Result(command="capture", data=host_file_schema(), text=json.dumps(host_file_schema(), indent=2))
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
         raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")
@@ -69,18 +69,12 @@ def capture(
         file = replace(file, memory=kept.memory)
         notes = [*notes, "the limits of users (memory) are those of the file that was applied last"]
     notes = [*notes, *_AT_BOOT]
-    text, errors = text_of(file), gpu_errors(gpus.values())
+    errors = gpu_errors(gpus.values())
     return Result(
         command="capture",
-        data=_data(text),
-        text=text.rstrip("\n"),
+        data=document_of(file),
+        text=text_of(file).rstrip("\n"),
         notes=tuple(notes),
         errors=errors,
         exit_code=1 if errors else 0,
     )
-
-
-def _data(text: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(text)

@@ -302,25 +302,30 @@ def recover(
     ledger = MigLedger(host)
     if not settings.dry_run:
         sweep_leftovers(host)
-    done, notes = (_forgotten(host, ledger), ()) if forget else _recovered(host, ledger)
+    undo: str | None = None
+    notes: tuple[str, ...] = ()
+    if forget:
+        done = _forgotten(host, ledger)
+    else:
+        done, undo, notes = _recovered(host, ledger)
     if done:
         text = "\n".join(done)
     elif ledger.running():
         text = "another change is running"
     else:
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
-    data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done)}
-    shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, None),)}
+    data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done), "undo": undo}
+    shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, undo),)}
     return Result(command="mig recover", data=data, notes=notes, **shown)
 
 
-def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what was done, and what of earlier changes is not restored yet."""
-    from gpushare.mig.recover import not_restored, recover
+def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
+    from gpushare.mig.recover import not_restored, recover, way_forward
 
     left = ledger.interrupted()
     if ledger.running() or (left is None and not ledger.not_restored()):
-        return (), ()
+        return (), None, ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
         again = (f"{one.seen}; it would be tried again" for one in not_restored(host, ledger))
@@ -333,7 +338,7 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], tuple[st
     if lost and not done:
         hints = dict.fromkeys(one.remedy for one in lost)
         raise OperationFailed("; ".join(one.seen for one in lost), "; ".join(hints), code="not_restored")
-    return done, tuple(map(str, lost))
+    return done, None if left is None or lost else way_forward(host, left), tuple(map(str, lost))
 
 
 def _foreseen(host: Host, left: ChangeRecord) -> str:

@@ -620,7 +620,10 @@ HungAfter = Annotated[
     ),
 ]
 HostFileArgument = Annotated[
-    str | None, typer.Argument(metavar="[FILE]", help="gpushare.yaml, version 1; - is stdin.", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="[FILE]", help="gpushare.yaml, version 1; - is stdin. [default: ./gpushare.yaml]", show_default=False
+    ),
 ]
 HostFileOption = Annotated[
     str | None, typer.Option("-f", "--file", metavar="FILE", help="The same as FILE.", show_default=False)
@@ -628,14 +631,19 @@ HostFileOption = Annotated[
 
 
 def host_file(argument: str | None, option: str | None, verb: str) -> str:
-    """Return the path that is given as an argument or as an option.
+    """Return the path that is given as an argument or as an option; ``gpushare.yaml`` of the working directory if none is.
 
     Raises:
-        BadUsage: none or both are given.
+        BadUsage: both are given, or none and there is no such file.
+        NoPermission: as `default_path`.
     """
     if argument is not None and option is not None:
         raise BadUsage("there are two files", f"give one: gpushare {verb} {quoted(option)}", code="two_sources")
     path = option if argument is None else argument
+    if path is None:
+        from gpushare.hostfile.load import default_path
+
+        path = default_path()
     if path is None:
         raise BadUsage(
             "missing file", f"give one: gpushare {verb} gpushare.yaml; gpushare capture writes one", code="usage"

@@ -22,8 +22,7 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     - match: {user: alice}
       limit: 40G
 
-Of several entries for one GPU the most specific wins: uuid, index, model, all. `schema.json` accepts the same files as
-`parse.py`; a test keeps them in step.
+Of several entries for one GPU the most specific wins: uuid, index, model, all.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.model import Gpu, Sharing, TimeSlice
 from gpushare.base.units import format_slice, size_option
-from gpushare.inputs import Mark, yaml_text
+from gpushare.inputs import Flow, Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import ProcessMatch, Rule
@@ -146,44 +145,38 @@ class HostFile:
 # -- writing ---------------------------------------------------------------------------------------
 
 
+def document_of(file: HostFile) -> dict[str, object]:
+    """Return a file as YAML has it; `parse.read` reads back the same."""
+    entries = [{"match": _match(one.match), one.sharing.value: _sharing(one)} for one in file.entries]
+    document: dict[str, object] = {"version": VERSION, "gpus": entries}
+    if file.rules:
+        document["slices"] = [{"match": _process_match(rule.match), **_outcome(rule)} for rule in file.rules]
+    if file.memory:
+        document["memory"] = [
+            {"match": _only("user", one.users) or "all", "limit": size_option(one.limit_bytes)} for one in file.memory
+        ]
+    return document
+
+
 def text_of(file: HostFile) -> str:
-    """Return the text of a file; `parse` reads back the same."""
-    lines = [f"version: {VERSION}", "gpus:" if file.entries else "gpus: []"]
-    for one in file.entries:
-        # Keep the match on one line: people search for it.
-        lines.append(f"  - match: {_flow(_match(one.match))}")
-        lines += [f"    {line}" for line in yaml_text({one.sharing.value: _sharing(one)}).splitlines()]
-    lines += ["slices:"] if file.rules else []
-    for rule in file.rules:
-        lines.append(f"  - match: {_flow(_process_match(rule.match))}")
-        lines += [f"    {line}" for line in yaml_text(_outcome(rule)).splitlines()]
-    lines += ["memory:"] if file.memory else []
-    for limit in file.memory:
-        users = limit.users[0] if len(limit.users) == 1 else list(limit.users)
-        lines.append(f"  - match: {_flow({'user': users} if limit.users else 'all')}")
-        lines.append(f"    limit: {size_option(limit.limit_bytes)}")
-    return "\n".join(lines) + "\n"
+    """Return the text of a file."""
+    return yaml_text(document_of(file))
 
 
-def _flow(value: object) -> str:
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
-    return str(text).removesuffix("...\n").strip()
+def _only(key: str, values: Sequence[object]) -> Flow:
+    """Return a mapping with one key, and one value or a list, on one line: people search for it."""
+    return Flow({key: values[0] if len(values) == 1 else list(values)} if values else {})
 
 
 def _match(match: Match) -> object:
-    if match.by is Exactness.ALL:
-        return "all"
     values = [int(value) if match.by is Exactness.INDEX else value for value in match.values]
-    return {match.by.title: values[0] if len(values) == 1 else values}
+    return "all" if match.by is Exactness.ALL else _only(match.by.title, values)
 
 
 def _process_match(match: ProcessMatch) -> object:
-    found: dict[str, object] = {}
+    found = Flow()
     for key, values in match.given().items():
-        written = [int(one) if key == "gpu" and one.isdecimal() else one for one in values]
-        found[key] = written[0] if len(written) == 1 else written
+        found |= _only(key, [int(one) if key == "gpu" and one.isdecimal() else one for one in values])
     return found or "all"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.base.units import size_option
@@ -18,14 +20,19 @@ from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
+from gpushare.hostfile.form import HINT
 from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
-from gpushare.hostfile.parse import HINT, parse
+from gpushare.hostfile.parse import parse
 from gpushare.inputs import decoded, shown_as, text_of
 from gpushare.timeslice.rules import Names
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.host.host import Host
+
+
+DEFAULT: Final = "gpushare.yaml"
+_MOST_BEFORE: Final = 8
 
 
 def load(path: str) -> tuple[HostFile, str]:
@@ -181,14 +188,54 @@ def applied_path(host: Host) -> Path:
 
 
 def keep_applied(host: Host, text: str) -> Path:
-    """Keep the text of an applied file, atomically and durably; return the path.
-
-    The same text is not written again: at boot the disk may be full or read-only.
+    """Keep the text of an applied file for the next boot; return the path.
 
     Raises:
         NoPermission, OperationFailed: it cannot be written (code ``not_kept``); the earlier one stays.
     """
-    path = applied_path(host)
+    return _keep(host, applied_path(host), text)
+
+
+def before_path(host: Host, text: str) -> Path:
+    """Return where the state before an apply is kept: each has its own file, so that its undo stays right."""
+    return host.state_directory / f"before-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
+
+
+def keep_before(host: Host, text: str) -> Path:
+    """Keep the state before an apply, and of earlier ones the last few; return the path. Errors as `keep_applied`."""
+    path = _keep(host, before_path(host, text), text)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+        for old in sorted(path.parent.glob("before-*.yaml"), key=lambda one: -one.lstat().st_mtime)[_MOST_BEFORE:]:
+            old.unlink()
+    return path
+
+
+def default_path() -> str | None:
+    """Return ``gpushare.yaml``, if it is in the working directory.
+
+    Raises:
+        NoPermission: this is root, and another than root or the caller of sudo may have written it (``untrusted_file``).
+    """
+    if not os.path.lexists(DEFAULT):
+        return None
+    trusted = {0, int(os.environ.get("SUDO_UID", "0")) if os.environ.get("SUDO_UID", "0").isdecimal() else 0}
+    for path in (".", DEFAULT) if os.geteuid() == 0 else ():
+        found = os.lstat(path)
+        if found.st_uid not in trusted or found.st_mode & 0o022 or stat.S_ISLNK(found.st_mode):
+            raise NoPermission(
+                f"other users may have written ./{DEFAULT}, so root does not take it unasked",
+                f"see who may: ls -ld . {DEFAULT}; if it is right, name it: -f {DEFAULT}",
+                code="untrusted_file",
+            )
+    return DEFAULT
+
+
+def _keep(host: Host, path: Path, text: str) -> Path:
+    """Write a file of the state directory, atomically and durably.
+
+    The same text is not written again: at boot the disk may be full or read-only.
+    """
     with contextlib.suppress(OSError, ValueError):
         if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
             return path

@@ -269,6 +269,15 @@ def is_complete(host: Host, change: ChangeRecord) -> bool:
         return False
 
 
+def way_forward(host: Host, change: ChangeRecord) -> str | None:
+    """Return the command that does an interrupted change after all, which takes its undo back; None: it is done already."""
+    if is_complete(host, change):
+        return None
+    index = _indexes(host)
+    shapes = [replace(gpu, index=index[gpu.uuid]) for gpu in change.after if gpu.uuid in index]
+    return "; ".join(map(as_command, shapes)) or None
+
+
 def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words."""
     done, would = [], "would be " if dry_run else ""

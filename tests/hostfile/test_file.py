@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 
 import jsonschema
@@ -28,7 +26,7 @@ from gpushare.hostfile.file import (
     matched,
     text_of,
 )
-from gpushare.hostfile.parse import parse, read
+from gpushare.hostfile.parse import parse, read, schema
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import ProcessMatch, Role, Rule
 
@@ -372,7 +370,7 @@ def test_a_merged_mapping_counts_where_it_stands() -> None:
 
 # -- the JSON Schema ---------------------------------------------------------------------------------
 
-SCHEMA = json.loads(resources.files("gpushare.hostfile").joinpath("schema.json").read_text(encoding="utf-8"))
+SCHEMA = schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 NUMBERS = (0, 1, 1.0, 2.5, -1, 101, 10**30, float("inf"))
 WORDS = [

@@ -99,7 +99,9 @@ def test_capture_reset_apply_gives_the_same(cli: Cli, write: Write) -> None:
 
 def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
     answer = cli("apply", "-f", write(MIXED), host=EIGHT).ok()
-    assert answer.out.splitlines() == [
+    *lines, undo = answer.out.splitlines()
+    assert undo.startswith("undo: gpushare apply -f ")
+    assert lines == [
         "GPU 0: exclusive",
         "GPU 1: timeslice: level long",
         "GPU 2: mps: threads 25 %, memory 4.0 GiB, priority low per client",
@@ -303,6 +305,54 @@ def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Callable[..., s
     for verb in ("apply", "diff"):
         assert "missing file" in refused(verb, code="usage", exit_code=2)
         assert "there are two files" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
+
+
+def test_an_apply_is_taken_back_by_its_undo(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mig: [{wish: 3g.40gb, name: train}, 1g.10gb]", index=0)), host=TWO).ok()
+    before = cli("capture", host=TWO).ok().out
+    planned = cli("apply", "-f", write(one("mps: {threads: 25}", index=0)), "-n", host=TWO, output="json").ok()
+    answer = cli("apply", "-f", write(one("mps: {threads: 25}", index=0)), "-y", host=TWO, output="json").ok()
+    undo = answer.data["undo"].split()
+    assert planned.data["undo"] == answer.data["undo"]
+    assert undo[:3] == ["gpushare", "apply", "-f"]
+    again = cli(*undo[1:], host=TWO, output="json").ok()
+    assert cli("capture", host=TWO).ok().out == before
+    # The first undo is still right, and the undo of the undo is another file.
+    assert again.data["undo"].split()[3] != undo[3]
+    assert "-y" in again.data["undo"].split()
+
+
+def test_gpus_that_are_not_there_are_refused_before_the_first_step(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- {match: {index: 9}, timeslice: long}\n")
+    answer = cli("apply", "-f", path, host=TWO)
+    assert answer.code == 6
+    assert "this host has no GPU 9" in answer.err
+    assert World(TWO).state.gpus[0].time_slice == 0
+
+
+def test_the_file_of_the_directory_is_the_default(
+    cli: Cli, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    file = tmp_path / "gpushare.yaml"
+    file.write_text(one("timeslice: long"))
+    file.chmod(0o644)
+    assert cli("diff", host=TWO).code == 7
+    cli("apply", host=TWO).ok()
+    assert World(TWO).state.gpus[0].time_slice == 3
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("SUDO_UID", str(os.getuid()))
+    cli("diff", host=TWO).ok()
+    for path, mode in ((file, 0o666), (tmp_path, 0o777)):
+        path.chmod(mode)
+        assert "other users may have written ./gpushare.yaml" in refused("diff", code="untrusted_file", exit_code=4)
+        path.chmod(0o755)
+    monkeypatch.setenv("SUDO_UID", "4242")
+    if os.getuid():
+        refused("diff", code="untrusted_file", exit_code=4)
+    file.unlink()
+    refused("diff", code="usage", exit_code=2)
 
 
 def test_capture_says_how_to_survive_a_reboot(cli: Cli) -> None:

@@ -1,0 +1,269 @@
+"""The forms of a YAML file: each reads a value, with line and column in its errors, and has the JSON Schema of what it reads. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from gpushare.base.errors import BadUsage
+from gpushare.inputs import Located, LocatedList, Mark
+
+T = TypeVar("T")
+
+HINT: Final = "write one from the current state: gpushare capture > gpushare.yaml"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value, its place in the file, and what messages call it."""
+
+    raw: Any
+    mark: Mark
+    what: str
+    shown: str
+
+    def wrong(self, problem: str, hint: str = HINT, *, at: Mark | None = None) -> BadUsage:
+        return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint, code="bad_file")
+
+    def is_not(self, meaning: str) -> BadUsage:
+        return self.wrong(f"is {self.short}, not {meaning}")
+
+    @property
+    def short(self) -> str:
+        if isinstance(self.raw, dict | list):
+            return "a mapping" if isinstance(self.raw, dict) else "a list"
+        return repr(self.raw)[:60] if self.raw is not None else "empty"
+
+    @property
+    def key(self) -> str:
+        return self.what.strip("'")
+
+    def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
+        """Return the values of a mapping by key."""
+        if not isinstance(self.raw, dict):
+            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._as_mapping())
+        located = self.raw if isinstance(self.raw, Located) else Located()
+        for key in self.raw:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+                hint = f"did you mean '{close[0]}'?" if close else f"its keys: {', '.join(known)}"
+                raise self.wrong(f"has an unknown key '{str(key)[:40]}'", hint, at=located.keys_at.get(key))
+        for key in need:
+            if key not in self.raw:
+                raise self.wrong(f"lacks the key '{key}'")
+        return {
+            key: Value(value, located.values_at.get(key, self.mark), f"'{key}'", self.shown)
+            for key, value in self.raw.items()
+        }
+
+    def _as_mapping(self) -> str:
+        """Return a hint how to write it as a mapping."""
+        if self.raw is None and self.key == "mps":
+            return "for a daemon without limits write: mps: {}"
+        if self.key == "match" and not isinstance(self.raw, bool | None):
+            which = ("some GPUs", [0, 1]) if isinstance(self.raw, list) else ("one GPU", self.raw)
+            return f"for {which[0]} write: match: {{index: {which[1]}}}; for all: match: all"
+        return HINT
+
+    def items(self) -> list[Value]:
+        """Return the items of a list."""
+        if not isinstance(self.raw, list):
+            scalar = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
+            hint = f"write it as a list: {self.key}: [{self.raw}]" if scalar else HINT
+            if isinstance(self.raw, dict) and self.key == "mig" and self.raw:
+                # The form of mig-parted.
+                words = ", ".join(f"{key}*{count}" for key, count in self.raw.items())[:80]
+                hint = f"write it as a list: mig: [{words}]"
+            raise self.wrong(f"is {self.short}, not a list", hint)
+        places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
+        return [
+            Value(
+                item,
+                places[number] if number < len(places) else self.mark,
+                f"item {number + 1} of {self.what}",
+                self.shown,
+            )
+            for number, item in enumerate(self.raw)
+        ]
+
+
+@dataclass(frozen=True)
+class Form(Generic[T]):
+    """One form: reads a value, or raises BadUsage (code ``bad_file``); ``schema`` accepts what it reads."""
+
+    read: Callable[[Value], T]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    def about(self, description: str) -> Form[T]:
+        """Return it with a description for editors."""
+        return Form(self.read, {**self.schema, "description": description})
+
+
+def text(pattern: str, meaning: str) -> Form[str]:
+    """Return the form of a text that matches a pattern."""
+    return converted(pattern, meaning, str)
+
+
+def converted(pattern: str, meaning: str, convert: Callable[[str], T]) -> Form[T]:
+    """Return the form of what a text that matches a pattern stands for; ``convert`` may raise BadUsage."""
+
+    def read(value: Value) -> T:
+        if not isinstance(value.raw, str) or re.search(pattern, value.raw) is None:
+            raise value.is_not(meaning)
+        try:
+            return convert(value.raw)
+        except BadUsage:
+            raise value.is_not(meaning) from None
+
+    return Form(read, {"type": "string", "pattern": pattern})
+
+
+def choice(known: Mapping[str, T]) -> Form[T]:
+    """Return the form of one of some words, each with what it stands for."""
+
+    def read(value: Value) -> T:
+        if not isinstance(value.raw, str) or value.raw not in known:
+            raise value.is_not(f"one of: {', '.join(known)}")
+        return known[value.raw]
+
+    return Form(read, {"enum": list(known)})
+
+
+def number(least: float, most: float, meaning: str, convert: Callable[[float], T]) -> Form[T]:
+    """Return the form of a number."""
+
+    def read(value: Value) -> T:
+        good = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
+        if not good or not least <= value.raw <= most:
+            raise value.is_not(meaning)
+        return convert(value.raw)
+
+    return Form(read, {"type": "number", "minimum": least, "maximum": most})
+
+
+def whole(least: int, most: int) -> Form[int]:
+    """Return the form of a whole number."""
+    meaning = f"a whole number from {least} to {most}"
+
+    def read(value: Value) -> int:
+        found = number(least, most, meaning, float).read(value)
+        if not found.is_integer():
+            raise value.is_not(meaning)
+        return int(found)
+
+    return Form(read, {"type": "integer", "minimum": least, "maximum": most})
+
+
+def constant(wanted: object, problem: str) -> Form[Any]:
+    """Return the form of one value; the error of another says ``problem``."""
+
+    def read(value: Value) -> Any:
+        if value.raw != wanted or isinstance(value.raw, bool) is not isinstance(wanted, bool):
+            raise value.wrong(problem)
+        return wanted
+
+    return Form(read, {"const": wanted})
+
+
+def yes_or_no() -> Form[bool]:
+    """Return the form of true and false."""
+
+    def read(value: Value) -> bool:
+        if not isinstance(value.raw, bool):
+            raise value.wrong("is neither true nor false")
+        return value.raw
+
+    return Form(read, {"type": "boolean"})
+
+
+def several(item: Form[T], *, most: int | None = None, merge: str = "", unique: bool = True) -> Form[tuple[T, ...]]:
+    """Return the form of a list; ``merge`` says how to write more than ``most`` items shorter.
+
+    The items of a ``unique`` list differ, and there is at least one.
+    """
+
+    def read(value: Value) -> tuple[T, ...]:
+        items = value.items()
+        if most is not None and len(items) > most:
+            raise value.wrong(f"has {len(items)} items, more than {most}", merge)
+        found: list[T] = []
+        for each in items:
+            one = item.read(each)
+            if unique and one in found:
+                raise each.wrong(f"is given twice: {each.short}")
+            found.append(one)
+        if unique and not found:
+            raise value.wrong("is empty")
+        return tuple(found)
+
+    bounds = {"minItems": 1, "uniqueItems": True} if unique else {}
+    bounds |= {} if most is None else {"maxItems": most}
+    return Form(read, {"type": "array", "items": item.schema, **bounds})
+
+
+def one_or_several(item: Form[T]) -> Form[tuple[T, ...]]:
+    """Return the form of a value, or a list of them."""
+    many = several(item)
+    return Form(
+        lambda value: many.read(value) if isinstance(value.raw, list) else (item.read(value),),
+        {"oneOf": [item.schema, many.schema]},
+    )
+
+
+def either(short: Form[Any], long: Form[T], build: Callable[[Any, Value], T]) -> Form[T]:
+    """Return the form of a text, or number, that stands for a mapping: ``build`` makes the same of it."""
+
+    def read(value: Value) -> T:
+        return long.read(value) if isinstance(value.raw, dict) else build(short.read(value), value)
+
+    return Form(read, {"oneOf": [short.schema, long.schema]})
+
+
+def all_or(long: Form[T], everything: T) -> Form[T]:
+    """Return the form of a mapping, or the word ``all``."""
+    word = choice({"all": everything})
+    return Form(
+        lambda value: word.read(value) if isinstance(value.raw, str) else long.read(value),
+        {"oneOf": [{"const": "all"}, long.schema]},
+    )
+
+
+def mapping(
+    keys: Mapping[str, Form[Any]],
+    build: Callable[[Mapping[str, Any], Value], T],
+    *,
+    need: Sequence[str] = (),
+    one_of: Sequence[str] = (),
+    example: str = HINT,
+    check: Callable[[Value, Mapping[str, Value]], None] = lambda *_: None,
+    schema: Mapping[str, Any] | None = None,
+) -> Form[T]:
+    """Return the form of a mapping; ``build`` gets the values that are there, by key.
+
+    Of the keys ``one_of`` exactly one is there; ``example`` is the hint of that error. ``check`` raises for what two keys
+    together may not be, before their values are read; ``schema`` says the same.
+    """
+
+    def read(value: Value) -> T:
+        fields = value.fields(tuple(keys), need)
+        ways = [key for key in fields if key in one_of]
+        if one_of and len(ways) != 1:
+            words = " and ".join(ways) or "none"
+            raise value.wrong(f"has {words}: it needs exactly one of {', '.join(one_of)}", example)
+        check(value, fields)
+        return build({key: form.read(fields[key]) for key, form in keys.items() if key in fields}, value)
+
+    return Form(
+        read,
+        {
+            "type": "object",
+            "additionalProperties": False,
+            **({"required": [*need]} if need else {}),
+            "properties": {key: form.schema for key, form in keys.items()},
+            **({"oneOf": [{"required": [key]} for key in one_of]} if one_of else {}),
+            **(schema or {}),
+        },
+    )
