@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.base.errors import GpushareError, TimedOut, cut
 from gpushare.base.model import Gpu, TimeSlice
@@ -50,15 +53,32 @@ class Check:
         """Return a check that could not be made."""
         return cls(id=id, verdict=Verdict.SKIP, seen=seen, gpu=gpu)
 
-    @classmethod
-    def warning(cls, id: str, seen: str, *, why: str, remedy: str, gpu: int | None = None) -> Check:  # noqa: A002
-        """Return a finding that may be intended, or does harm only later."""
-        return cls(id=id, verdict=Verdict.WARN, seen=seen, why=why, remedy=remedy, gpu=gpu)
 
-    @classmethod
-    def failure(cls, id: str, seen: str, *, why: str, remedy: str, gpu: int | None = None) -> Check:  # noqa: A002
-        """Return a finding that breaks something now."""
-        return cls(id=id, verdict=Verdict.FAIL, seen=seen, why=why, remedy=remedy, gpu=gpu)
+class _Filler(string.Formatter):
+    """Fills in values: ``{path!q}`` is quoted for a shell."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        return shlex.quote(str(value)) if conversion == "q" else super().convert_field(value, conversion)
+
+
+@functools.cache
+def findings() -> Mapping[str, Mapping[str, str]]:
+    """Return the rows of ``data/doctor-checks.yaml``."""
+    from importlib.resources import files
+
+    import yaml
+
+    text = files("gpushare").joinpath("data/doctor-checks.yaml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
+    return rows
+
+
+def finding(name: str, gpu: int | None = None, **values: Any) -> Check:
+    """Return what a row of ``data/doctor-checks.yaml`` says with these values filled in."""
+    row, fill = findings()[name], _Filler()
+    verdict = Verdict.FAIL if "fail" in row else Verdict.WARN
+    seen, why, remedy = (fill.format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
+    return Check(id=name.partition(" ")[0], verdict=verdict, seen=seen, why=why, remedy=remedy, gpu=gpu)
 
 
 def remedy_of(error: GpushareError) -> str:

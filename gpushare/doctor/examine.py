@@ -25,7 +25,7 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice, device_key
 from gpushare.base.units import counted, format_bytes, format_duration
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, finding, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from gpushare.host.store import RecordStore
     from gpushare.hostfile.file import Entry
     from gpushare.hostfile.live import LiveGpu
+    from gpushare.memory.swap import Swap
 
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
@@ -61,13 +62,7 @@ def persistence(seen: Examination) -> Iterator[Check]:
     modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
     off = [index for index, on in modes.items() if on is False]
     for index in off:
-        yield Check.warning(
-            "gpu.persistence",
-            seen=f"persistence mode is off on GPU {index}",
-            gpu=index,
-            why="the first program on an idle GPU waits seconds for the driver, and nvidia-smi is slow",
-            remedy="sudo systemctl enable --now nvidia-persistenced",
-        )
+        yield finding("gpu.persistence", index)
     if any(on is None for on in modes.values()):
         yield Check.skipped("gpu.persistence", seen="the driver does not report the persistence mode")
     elif modes and not off:
@@ -98,13 +93,7 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     ]
     for gpu in left:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
-        yield Check.warning(
-            "gpu.compute_mode",
-            gpu=gpu.index,
-            seen=f"GPU {gpu.index} is in compute mode {mode} and no MPS daemon serves it",
-            why="at most one program can use it at a time; often left over from an MPS daemon",
-            remedy=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
-        )
+        yield finding("gpu.compute_mode", gpu.index, mode=mode)
     if seen.gpus and not left:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
@@ -124,13 +113,7 @@ def xids(seen: Examination) -> Iterator[Check]:
     bad = sorted({(xid.number, xid.pci) for xid in found if xid.number in BAD_XIDS})
     for number, pci in bad:
         gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
-        yield Check.warning(
-            "gpu.xid",
-            gpu=None if gpu is None else gpu.index,
-            seen=f"Xid {number} of the GPU at {pci} since boot",
-            why="until it is reset, all programs that share this GPU may fail",
-            remedy=f"gpushare explain 'Xid {number}'",
-        )
+        yield finding("gpu.xid", None if gpu is None else gpu.index, number=number, pci=pci)
     if not bad:
         yield Check.passed("gpu.xid", seen=_of_programs(found))
 
@@ -180,24 +163,14 @@ def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator
             for uuid in _UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
-    why = "CUDA finds no device (error 100)"
     shown = _shown(seen, by_value)
     for variable, uuid in shown:
-        mig = uuid.startswith("MIG-")
-        yield Check.warning(
-            "mig.environment" if mig else "gpu.environment",
-            seen=f"{variable} names {uuid}, which does not exist, in {_who(seen, by_value[variable, uuid])}",
-            why=why + (", and an instance of another size may come back with that UUID" if mig else ""),
-            remedy="restart it with a device that exists: "
-            + ('eval "$(gpushare mig env NAME)", or gpushare run --mig NAME' if mig else "nvidia-smi -L"),
+        kind = "mig" if uuid.startswith("MIG-") else "gpu"
+        yield finding(
+            f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes(seen, by_value[variable, uuid])
         )
     if len(by_value) > len(shown):
-        yield Check.warning(
-            "gpu.environment",
-            seen=f"{' or '.join(_DEVICES)} names {len(by_value) - len(shown)} more that do not exist",
-            why=why,
-            remedy="restart them with a device that exists: nvidia-smi -L",
-        )
+        yield finding("gpu.environment more", number=len(by_value) - len(shown))
 
 
 def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
@@ -223,12 +196,7 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
     for uuid in dict.fromkeys(waiting.values()):
         pids = [pid for pid, one in waiting.items() if one == uuid and pid not in running] if uuid in meant else []
         if pids:
-            yield Check.warning(
-                "mig.environment",
-                seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, pids)}",
-                why="a MIG UUID stands for a place, not a size: programs get other memory and other SMs",
-                remedy='restart it with the current device: eval "$(gpushare mig env NAME)"',
-            )
+            yield finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
 
 
 def _names_mig(environment: Mapping[str, str]) -> bool:
@@ -273,22 +241,11 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
         ours = not seen.host.root or pid == os.getpid()
         if pipe and not _means_none(seen, pipe) and there.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
-    why = "CUDA silently runs without MPS: on the whole GPU, without limits"
     shown = _shown(seen, by_value)
     for pipe in shown:
-        yield Check.warning(
-            "mps.environment",
-            seen=f"{_PIPE}={cut(pipe, MOST_SHOWN)}, where no daemon listens, in {_who(seen, by_value[pipe])}",
-            why=why,
-            remedy="start the daemon first: gpushare mps start; or let gpushare check it: gpushare run -- CMD",
-        )
+        yield finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes(seen, by_value[pipe]))
     if len(by_value) > len(shown):
-        yield Check.warning(
-            "mps.environment",
-            seen=f"{_PIPE} has {counted(len(by_value) - len(shown), 'more value')} where no daemon listens",
-            why=why,
-            remedy="see where the daemons listen: gpushare mps status",
-        )
+        yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
 
 
 def _means_none(seen: Examination, pipe: str) -> bool:
@@ -306,7 +263,7 @@ def _places(path: str, *, ours: bool) -> set[str]:
     return {plain, os.path.realpath(path)} if ours else {plain}
 
 
-def _who(seen: Examination, pids: list[int]) -> str:
+def _processes(seen: Examination, pids: list[int]) -> str:
     if os.getpid() in pids:
         # gpushare inherits what the shell exports; the shell's own /proc entry shows only what it was started with.
         others = len(pids) - 1
@@ -316,7 +273,6 @@ def _who(seen: Examination, pids: list[int]) -> str:
 
 
 _AT_MOST: Final = 3
-_KEEP: Final = "gpushare capture > gpushare.yaml; sudo gpushare apply -f gpushare.yaml"
 
 
 def drift(seen: Examination) -> Iterator[Check]:
@@ -325,25 +281,14 @@ def drift(seen: Examination) -> Iterator[Check]:
     if seen.nvml_error is not None or not seen.host.root:
         return
     if seen.wanted_error is not None:
-        yield Check.warning(
-            "host.file",
-            seen=f"the file that was applied last is no longer valid: {seen.wanted_error.message}",
-            why="gpushare.service applies it at boot, and will fail",
-            remedy=f"keep the current state: {_KEEP}",
-        )
+        yield finding("host.file", error=seen.wanted_error)
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept) if kept else ():
-        said = _said(seen, live)
-        if said:
+        differences = _differences(seen, live)
+        if differences:
             wrong = True
-            yield Check.warning(
-                "host.drift",
-                gpu=live.gpu.index,
-                seen=f"GPU {live.gpu.index} is not as it was applied: {said}",
-                why="a reboot resets modes, time-slices, daemons and MIG, and undoes changes made by hand",
-                remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep the current state: {_KEEP}",
-            )
+            yield finding("host.drift", live.gpu.index, differences=differences, file=applied_path(seen.host))
     if kept and not wrong:
         yield Check.passed(
             "host.drift",
@@ -351,13 +296,14 @@ def drift(seen: Examination) -> Iterator[Check]:
         )
 
 
-def _said(seen: Examination, live: LiveGpu) -> str:
+def _differences(seen: Examination, live: LiveGpu) -> str:
     try:
-        found = [str(one) for one in points(live, seen.wanted[live.gpu.index], seen.wanted) if one.found != "unknown"]
+        differences = points(live, seen.wanted[live.gpu.index], seen.wanted)
     except GpushareError as error:
         return error.message
-    more = f"; and {len(found) - _AT_MOST} more" if len(found) > _AT_MOST else ""
-    return "; ".join(found[:_AT_MOST]) + more
+    texts = [str(point) for point in differences if point.found != "unknown"]
+    more = f"; and {len(texts) - _AT_MOST} more" if len(texts) > _AT_MOST else ""
+    return "; ".join(texts[:_AT_MOST]) + more
 
 
 Wanted = Callable[[Sequence["Gpu"]], tuple[Mapping[int, "Entry"], GpushareError | None]]
@@ -387,12 +333,7 @@ def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
             found.append(Check.skipped("doctor.unseen", seen=f"'{name}' could not be checked: {error.message}"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other checks are shown
             found.append(
-                Check.warning(
-                    "doctor.unseen",
-                    seen=f"'{name}' failed: {type(error).__name__}: {cut(str(error), MOST_SHOWN)}",
-                    why="the result of this check is unknown; this is an error in gpushare",
-                    remedy="please report it, with this line: gpushare doctor -o json",
-                )
+                finding("doctor.unseen", check=name, error=f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}")
             )
     return found
 
@@ -413,47 +354,25 @@ def _kept(examination: Examination, name: str) -> Iterator[None]:
 def _nvml(seen: Examination) -> Iterator[Check]:
     error = seen.nvml_error
     if isinstance(error, NvmlMissing):
-        yield Check.failure(
-            "nvml.library",
-            seen=error.message,
-            why="no GPU can be found",
-            remedy=error.hint,
-        )
+        yield finding("nvml.library", error=error)
         return
     yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is installed")
     if error is not None:
         mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
-        identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch
-        yield Check.failure(identifier, seen=error.message, why="no GPU can be used", remedy=error.hint)
+        yield finding("driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch, error=error)
         return
     yield Check.passed("driver.loaded", seen=f"driver {seen.driver or 'of unknown version'}")
     if not seen.gpus:
-        yield Check.failure(
-            "gpu.present",
-            seen="the driver sees no GPU",
-            why="there is nothing to share",
-            remedy="lspci | grep -i nvidia",
-        )
+        yield finding("gpu.present")
     for gpu in seen.gpus:
         if gpu.error is not None:
-            yield Check.failure(
-                "gpu.answers",
-                seen=gpu.error,
-                gpu=gpu.index,
-                why="a lost GPU comes back only with a reset or a reboot",
-                remedy="sudo dmesg | grep -i xid",
-            )
+            yield finding("gpu.answers", gpu.index, error=gpu.error)
 
 
 def _smi(seen: Examination) -> Iterator[Check]:
     host = seen.host
     if host.programs.find(NVIDIA_SMI) is None:
-        yield Check.failure(
-            "smi.program",
-            seen="nvidia-smi is not installed",
-            why="it is the only way to read and set the time-slice",
-            remedy="install the driver's utilities (nvidia-utils, nvidia-smi)",
-        )
+        yield finding("smi.program")
         return
     if seen.nvml_error is not None:
         yield Check.skipped("smi.program", seen="nvidia-smi is installed; it was not run because NVML does not answer")
@@ -461,12 +380,7 @@ def _smi(seen: Examination) -> Iterator[Check]:
     try:
         seen.levels = host.policy.read()
     except GpushareError as error:
-        yield Check.failure(
-            "smi.program",
-            seen=error.message,
-            why="the time-slice cannot be read",
-            remedy=remedy_of(error),
-        )
+        yield finding("smi.program failed", error=error, remedy=remedy_of(error))
         return
     yield Check.passed(
         "smi.program",
@@ -484,31 +398,16 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
     try:
         home_of(path, "GPU-00000000").check_path()
     except BadUsage as error:
-        yield Check.failure(
-            "run.path",
-            seen=error.message,
-            why="an MPS daemon dies silently when it starts",
-            remedy="export GPUSHARE_RUN_DIR=/tmp/$USER (a short directory of your own)",
-        )
+        yield finding("run.path", error=error)
         return
     try:
         if path.exists():
             make_private_directory(path)
         elif not os.access(nearest, os.W_OK):
-            yield Check.warning(
-                "run.directory",
-                seen=f"{path} does not exist and {nearest} is not writable",
-                why="no MPS daemon can be started",
-                remedy="export GPUSHARE_RUN_DIR to a short directory of your own",
-            )
+            yield finding("run.directory missing", path=path, parent=nearest)
             return
     except GpushareError as error:
-        yield Check.failure(
-            "run.directory",
-            seen=error.message,
-            why="users who may write there can take the place of an MPS daemon",
-            remedy=error.hint,
-        )
+        yield finding("run.directory", error=error)
         return
     homes = len(homes_in([path]))
     yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} recorded)")
@@ -526,23 +425,13 @@ def _permissions(seen: Examination) -> Iterator[Check]:
     nodes = [f"/dev/{name}" for name in ("nvidiactl", "nvidia0")]
     closed = [node for node in nodes if os.path.exists(node) and not os.access(node, os.R_OK | os.W_OK)]
     if closed and not seen.host.is_simulated:
-        yield Check.failure(
-            "device.nodes",
-            seen=f"no access to {', '.join(closed)}",
-            why="no CUDA program of this user can use the GPU",
-            remedy=f"ls -l {' '.join(closed)}; id",
-        )
+        yield finding("device.nodes", nodes=", ".join(closed), arguments=" ".join(closed))
 
 
 def _pid_namespace(seen: Examination) -> Iterator[Check]:
     host = seen.host.processes.namespace_is_host()
     if host is False:
-        yield Check.warning(
-            "pid.namespace",
-            seen="this PID namespace is not the host's",
-            why=BLIND,
-            remedy="docker run --pid=host ...",
-        )
+        yield finding("pid.namespace", why=BLIND)
     elif host:
         yield Check.passed("pid.namespace", seen="the host's PID namespace")
     else:
@@ -574,26 +463,23 @@ def _records(seen: Examination) -> Iterator[Check]:
         unread = records.unread(seen.host)
         # Nobody's bad records hide those of others.
         counts: Counter[int] = Counter()
-        for path, uid, why in unread:
+        for path, uid, reason in unread:
             number += 1
             counts[uid] += 1
             if counts[uid] > _AT_MOST:
                 continue
-            whose = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
-            yield Check.warning(
+            owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
+            yield finding(
                 "records.unread",
-                seen=f"{records.what}, {path}{whose}, is not believed: {why}",
-                why="no command sees what it was about",
+                kind=records.what,
+                path=path,
+                owner=owner,
+                reason=reason,
                 remedy=_remedy(seen.host, records, path, uid),
             )
         for uid, count in counts.items():
             if count > _AT_MOST:
-                yield Check.warning(
-                    "records.unread",
-                    seen=f"{count - _AT_MOST} more of these records of {user_name(uid)} are not believed",
-                    why="no command sees what they were about",
-                    remedy="first the ones that are named",
-                )
+                yield finding("records.unread more", number=count - _AT_MOST, user=user_name(uid))
     if not number:
         yield Check.passed("records.unread", seen="every record can be read")
 
@@ -634,21 +520,11 @@ def _pauses(seen: Examination) -> Iterator[Check]:
         age = uptime() - job.since
         if not job.kept(seen.host):
             wrong = True
-            yield Check.warning(
-                "pause.guard",
-                seen=f"{job.title} is paused, and {'the gpushare run that paused it' if job.by_run else 'its guard'}"
-                " is gone",
-                why="its channels stay off the GPU, and nothing resumes it in time",
-                remedy=remedy,
-            )
+            keeper = "the gpushare run that paused it" if job.by_run else "its guard"
+            yield finding("pause.guard", job=job, keeper=keeper, remedy=remedy)
         elif age > _LONG_PAUSE_SECONDS and job.until is None and not job.by_run:
             wrong = True
-            yield Check.warning(
-                "pause.long",
-                seen=f"{job.title} has been paused for {counted(int(age // 86400), 'day')}",
-                why="it does no work and keeps its GPU memory",
-                remedy=remedy,
-            )
+            yield finding("pause.long", job=job, age=counted(int(age // 86400), "day"), remedy=remedy)
     if jobs and not wrong:
         yield Check.passed(
             "pause.guard", seen=f"{counted(len(jobs), 'job')} with a record of a pause, each with its guard"
@@ -662,61 +538,37 @@ _ON_ITS_WAY_SECONDS: Final = 600.0
 
 def _swaps(seen: Examination) -> Iterator[Check]:
     """Check that no swapped job is lost, half out, or forgotten."""
-    from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, swaps
+    from gpushare.memory.swap import BACK, swaps
 
-    found = [one for one in swaps(seen.host) if one.state != BACK]
-    wrong = False
-    for one in found:
-        age = uptime() - one.since
-        # `since` is when it left; the record was written again when it began to come back.
-        with contextlib.suppress(OSError):
-            age = age if one.state == OUT else time.time() - one.path.stat().st_mtime
-        finding: Check | None = None
-        if one.state == LOST:
-            finding = Check.failure(
-                "swap.lost",
-                seen=f"{one.title} is lost: the driver could not put it back on the GPU",
-                why="the driver never repeats a failed restore, so the job cannot continue",
-                remedy=f"end it: {'' if one.keeper_uid is None else 'sudo '}kill -9 {' '.join(str(each.pid) for each in one.images)}",
-            )
-        elif one.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
-            finding = Check.warning(
-                "swap.interrupted",
-                seen=f"{one.title} has been {one.state} for {counted(int(age // 60), 'minute')}",
-                why="a swap takes seconds: gpushare and its guard have died",
-                remedy=_as_keeper(one.keeper_uid, one.path, f"swap in {one.pid}"),
-            )
-        elif one.state == OUT and age > _LONG_OUT_SECONDS:
-            finding = Check.warning(
-                "swap.long",
-                seen=f"{one.title} has been out of the GPU for {counted(int(age // 86400), 'day')}",
-                why="it does no work and keeps its host memory",
-                remedy=f"{_as_keeper(one.keeper_uid, one.path, f'swap in {one.pid}')}; or end it",
-            )
-        if finding is not None:
-            wrong = True
-            yield finding
-    if found and not wrong:
-        yield Check.passed("swap.lost", seen=f"{counted(len(found), 'job')} swapped out, none lost")
+    jobs = [job for job in swaps(seen.host) if job.state != BACK]
+    wrong = [check for job in jobs if (check := _swap(job)) is not None]
+    yield from wrong
+    if jobs and not wrong:
+        yield Check.passed("swap.lost", seen=f"{counted(len(jobs), 'job')} swapped out, none lost")
+
+
+def _swap(job: Swap) -> Check | None:
+    from gpushare.memory.swap import LEAVING, LOST, OUT, RETURNING
+
+    age = uptime() - job.since
+    # `since` is when it left; the record was written again when it began to come back.
+    with contextlib.suppress(OSError):
+        age = age if job.state == OUT else time.time() - job.path.stat().st_mtime
+    if job.state == LOST:
+        kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
+        return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
+    remedy = _as_keeper(job.keeper_uid, job.path, f"swap in {job.pid}")
+    if job.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
+        return finding("swap.interrupted", job=job, age=counted(int(age // 60), "minute"), remedy=remedy)
+    if job.state == OUT and age > _LONG_OUT_SECONDS:
+        return finding("swap.long", job=job, age=counted(int(age // 86400), "day"), remedy=remedy)
+    return None
 
 
 def _cgroups(seen: Examination) -> Iterator[Check]:
     """Check that no cgroup is left of a job whose gpushare was killed."""
-    for one in seen.host.open_cgroups().left():
-        if one.populated():
-            yield Check.warning(
-                "memory.cgroup",
-                seen=f"programs of a gpushare that was killed run on in {one.path}, under its limit of memory",
-                why="nothing watches them, and nothing ends them",
-                remedy=f"see which: cat {one.path}/cgroup.procs; then end them: sudo kill PID",
-            )
-        else:
-            yield Check.warning(
-                "memory.cgroup",
-                seen=f"{one.path} is left of a gpushare that was killed",
-                why="nothing is in it; the next change by gpushare as root removes it",
-                remedy=f"sudo rmdir {one.path}",
-            )
+    for cgroup in seen.host.open_cgroups().left():
+        yield finding("memory.cgroup" if cgroup.populated() else "memory.cgroup empty", path=cgroup.path)
 
 
 # They have every GPU open on many hosts, and no memory there. The kernel keeps 15 characters of a name.
@@ -746,26 +598,23 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
     held = [gpu for gpu in again if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED]
     opened = seen.host.processes.open_files("/dev/nvidia") if held else None
     for gpu in held:
-        listed = {one.pid for one in gpu.processes or ()}
+        listed = {process.pid for process in gpu.processes or ()}
         node = seen.host.nvml.minor_number(gpu.index)
         holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
         pids = sorted(set(holders) - listed - {os.getpid()})
-        who = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
+        titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
         suspects = [pid for pid in pids if not _keeps_no_memory(seen, pid)][:_AT_MOST]
         if suspects:
             remedy = f"end what has it open: kill {' '.join(map(str, suspects))}"
         elif opened is not None and not opened.complete:
             remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if node is None else node}"
         else:
-            remedy = (
-                f"when nothing runs on it: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
-            )
-        yield Check.warning(
+            remedy = f"when it is idle: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
+        yield finding(
             "gpu.unlisted_memory",
-            gpu=gpu.index,
-            seen=f"{format_bytes(gpu.unlisted_bytes)} of GPU {gpu.index} are held by no process that the driver lists"
-            + (f"; open in {who}" if who else ""),
-            why="a process that ended badly, or one that the driver does not list, keeps this memory from everybody",
+            gpu.index,
+            size=format_bytes(gpu.unlisted_bytes),
+            holders=f"; open in {titles}" if titles else "",
             remedy=remedy,
         )
     if seen.answering and not held and all(gpu.unlisted_bytes is not None for gpu in seen.answering):
@@ -782,30 +631,28 @@ def _idle(seen: Examination) -> Iterator[Check]:
         return
     now = time.time()
     for gpu in seen.answering:
-        still = [
-            one
-            for one in gpu.processes or ()
-            # Of clients of MPS and under MIG nothing is known.
-            if one.compute and one.sm_percent == 0 and (one.memory_used_bytes or 0) > MUCH_UNLISTED
-        ]
-        work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if still else None  # type: ignore[misc]
+        # Of clients of MPS and under MIG nothing is known.
+        idle = [process for process in gpu.processes or () if process.compute and process.sm_percent == 0]
+        idle = [process for process in idle if (process.memory_used_bytes or 0) > MUCH_UNLISTED]
+        work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if idle else None  # type: ignore[misc]
         if work is None:
             continue
-        for one in still:
-            info = seen.host.processes.describe(one.pid)
+        for process in idle:
+            info = seen.host.processes.describe(process.pid)
             if info is None or info.started_at is None:
                 continue
-            worked = max(work.get(one.pid, 0.0), info.started_at)
+            worked = max(work.get(process.pid, 0.0), info.started_at)
             if now - worked < _IDLE_SECONDS:
                 continue
-            since = f"for {format_duration(now - worked)}" if one.pid in work else "for as long as the driver remembers"
-            yield Check.warning(
+            listed = process.pid in work
+            since = f"for {format_duration(now - worked)}" if listed else "for as long as the driver remembers"
+            yield finding(
                 "gpu.idle_memory",
-                gpu=gpu.index,
-                seen=f"process {process_title(seen, one.pid)} holds {format_bytes(one.memory_used_bytes)} of GPU "
-                f"{gpu.index} and has not worked there {since}",
-                why="nobody else can have this memory meanwhile",
-                remedy=_out_of_the_way(seen, one, info),
+                gpu.index,
+                process=process_title(seen, process.pid),
+                size=format_bytes(process.memory_used_bytes),
+                since=since,
+                remedy=_out_of_the_way(seen, process, info),
             )
 
 
@@ -831,23 +678,10 @@ def _rules(seen: Examination) -> Iterator[Check]:
 
     kept, record = kept_file(seen.host), keep_record(seen.host)
     rules = 0 if kept is None else len(kept.rules)
-    remedy = (
-        f"sudo systemctl enable --now {KEEP_UNIT}; gpushare export systemd writes it; or: sudo gpushare timeslice keep"
-    )
     if record is not None and not record.runs and record.processes:
-        yield Check.warning(
-            "timeslice.rules",
-            seen=f"gpushare timeslice keep was killed, and {counted(len(record.processes), 'process')} may still have its slices",
-            why="nothing puts them back before the processes end",
-            remedy=remedy,
-        )
+        yield finding("timeslice.rules killed", number=counted(len(record.processes), "process"), unit=KEEP_UNIT)
     elif rules and (record is None or not record.runs):
-        yield Check.warning(
-            "timeslice.rules",
-            seen=f"{counted(rules, 'rule')} for time-slices in {applied_path(seen.host)}, and no gpushare timeslice keep runs",
-            why="without it the rules have no effect",
-            remedy=remedy,
-        )
+        yield finding("timeslice.rules", number=counted(rules, "rule"), file=applied_path(seen.host), unit=KEEP_UNIT)
     elif record is not None and record.runs:
         number = counted(len(record.processes), "process")
         yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {record.pid}), for {number}")
@@ -860,14 +694,8 @@ def _levels(seen: Examination) -> Iterator[Check]:
         before = left_level(seen.host, gpu, level)
         if before is None or level is None:
             continue
-        verb = "reset" if before is TimeSlice.DEFAULT else f"set {before.title}"
-        yield Check.warning(
-            "timeslice.level",
-            gpu=gpu.index,
-            seen=f"GPU {gpu.index} still has the time-slice level {level.title} of a bench that was killed; before it was {before.title}",
-            why="nothing sets it back before a reboot",
-            remedy=f"sudo gpushare timeslice {verb} -g {gpu.index}",
-        )
+        command = "reset" if before is TimeSlice.DEFAULT else f"set {before.title}"
+        yield finding("timeslice.level", gpu.index, now=level, before=before, command=command)
 
 
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (

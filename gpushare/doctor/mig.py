@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.base.units import counted
-from gpushare.doctor.check import Check, Examination
+from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
 from gpushare.mig.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
@@ -39,10 +38,9 @@ def modes(seen: Examination) -> Iterator[Check]:
             yield check
     for left in _left(seen, ledgers):
         wrong = True
-        yield Check.failure(
+        yield finding(
             left.id,
             seen=left.seen + (f", at: {left.at}" if left.at else ""),
-            why="instances, names and grants are half changed",
             remedy=left.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
         )
     on = [gpu for gpu in seen.answering if gpu.mig_enabled]
@@ -60,13 +58,7 @@ def _left(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]
 
 def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     if gpu.mig_enabled is not None and gpu.mig_pending not in {None, gpu.mig_enabled}:
-        yield Check.warning(
-            "mig.pending",
-            gpu=gpu.index,
-            seen=f"MIG mode of GPU {gpu.index} is {_word(gpu.mig_enabled)}, and {_word(gpu.mig_pending)} after the next reset",
-            why="the GPU was in use when the mode was changed; the next reset or reboot completes the change",
-            remedy=f"sudo nvidia-smi --gpu-reset -i {gpu.index} (first end the processes that use it)",
-        )
+        yield finding("mig.pending", gpu.index, now=_word(gpu.mig_enabled), next=_word(gpu.mig_pending))
     if not gpu.mig_enabled:
         return
     try:
@@ -74,22 +66,10 @@ def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     except GpushareError:
         return
     if not instances:
-        yield Check.warning(
-            "mig.empty",
-            gpu=gpu.index,
-            seen=f"MIG is enabled on GPU {gpu.index}, which has no instance",
-            why="no CUDA program can use the GPU: CUDA error 100",
-            remedy=f"gpushare mig profiles -g {gpu.index}; then sudo gpushare mig create -g {gpu.index} PROFILE, or mig disable",
-        )
-    for one in instances:
-        if not one.compute:
-            yield Check.warning(
-                "mig.bare",
-                gpu=gpu.index,
-                seen=f"GPU instance {one.id} ({one.profile.name}:{one.start}) on GPU {gpu.index} has no compute instance",
-                why="it occupies its slices, and no program can use it",
-                remedy=f"sudo nvidia-smi mig -i {gpu.index} -gi {one.id} -cci",
-            )
+        yield finding("mig.empty", gpu.index)
+    for instance in instances:
+        if not instance.compute:
+            yield finding("mig.bare", gpu.index, instance=instance)
 
 
 def _word(on: object) -> str:
@@ -119,13 +99,8 @@ def _renamed(seen: Examination, name: str) -> Check | None:
         if error.code == "no_compute_instance":
             # Reported as mig.bare.
             return None
-        return Check.warning(
-            "mig.name",
-            gpu=None if error.gpu is None or not error.gpu.isdigit() else int(error.gpu),
-            seen=error.message,
-            why="an instance of another size may have its place and its MIG UUID, and run programs that meant this one",
-            remedy=error.hint,
-        )
+        index = int(error.gpu) if error.gpu is not None and error.gpu.isdigit() else None
+        return finding("mig.name", index, error=error)
     except GpushareError:
         return None
     return None
@@ -136,28 +111,16 @@ def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
 
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
-    why = "every user of this machine can run in the instance"
+    users = ", ".join(named.users)
     try:
         steps = plan_reapply(seen.host, [named])
     except NotSupported as error:
-        yield Check.warning(
-            "mig.grant",
-            gpu=index,
-            seen=f"{named.name} is granted to {', '.join(named.users)}, and {error.message}",
-            why=why,
-            remedy=error.hint,
-        )
+        yield finding("mig.grant refused", index, named=named, users=users, error=error)
         return
     except GpushareError:
         return
     if steps:
-        yield Check.warning(
-            "mig.grant",
-            gpu=index,
-            seen=f"{named.name} is granted to {', '.join(named.users)}, and open to others again",
-            why=f"{why}: a grant ends with the instance, when the driver is reloaded, and at a reboot",
-            remedy=f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}",
-        )
+        yield finding("mig.grant", index, named=named, users=users)
 
 
 def holders(seen: Examination) -> Iterator[Check]:
@@ -176,12 +139,8 @@ def holders(seen: Examination) -> Iterator[Check]:
             seen_text = f"{blocking(found)} {_has(found)} GPU {gpu.index} open, and must end before MIG is enabled"
             yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
         elif found:
-            yield Check.warning(
-                "mig.holders",
-                gpu=gpu.index,
-                seen=f"{blocking(found)} {_has(found)} GPU {gpu.index} open without a context",
-                why="an instance that is held cannot be destroyed, and the GPU's MIG mode cannot be changed",
-                remedy=f"before a MIG change: {remedy(found) or 'end it'}",
+            yield finding(
+                "mig.holders", gpu.index, holders=f"{blocking(found)} {_has(found)}", remedy=remedy(found) or "end it"
             )
 
 
@@ -204,11 +163,11 @@ def containers(seen: Examination) -> Iterator[Check]:
         return
     by_path = {spec.path: spec for spec in cdi.find_specs(seen.host)}
     for wrong in cdi.stale(seen.host, seen.gpus):
-        yield Check.warning(
+        yield finding(
             "cdi.stale",
-            seen=f"{wrong.path} {cdi.describe(wrong)}",
-            why="a container that asks for a GPU by CDI gets none, or the wrong one",
-            remedy=f"sudo {' '.join(cdi.refresh_command(by_path.get(wrong.path)))}",
+            path=wrong.path,
+            fault=cdi.describe(wrong),
+            command=" ".join(cdi.refresh_command(by_path.get(wrong.path))),
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, cut
 from gpushare.base.model import TimeSlice
 from gpushare.base.units import MIB, counted, format_bytes
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, finding, process_title, remedy_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
 from gpushare.host.machine import SHARED_MEMORY
@@ -41,12 +41,7 @@ def mps_programs(seen: Examination) -> Iterator[Check]:
     for name, identifier in ((control.PROGRAM, "mps.control"), (control.SERVER_PROGRAM, "mps.server")):
         path = seen.host.programs.find(name)
         if path is None:
-            yield Check.warning(
-                identifier,
-                seen=f"{name} is not installed",
-                why="there is no MPS without it",
-                remedy="install it: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
-            )
+            yield finding(identifier, program=name)
         elif name == control.PROGRAM:
             yield _control(seen, path)
         else:
@@ -57,8 +52,7 @@ def _control(seen: Examination, path: str) -> Check:
     try:
         seen.mps_version = control.probe_version(seen.host.programs)
     except GpushareError as error:
-        why = "no MPS daemon can be started, asked or stopped"
-        return Check.failure("mps.control", seen=error.message, why=why, remedy=remedy_of(error))
+        return finding("mps.control failed", error=error, remedy=remedy_of(error))
     known = f"binary version {seen.mps_version}" if seen.mps_version else "before driver 580"
     return Check.passed("mps.control", seen=f"{path}, {known}")
 
@@ -90,54 +84,24 @@ def _user(daemon: MpsDaemon) -> str:
 
 
 def _daemon(found: FoundDaemon) -> Check:
-    daemon, stop = found.daemon, f"gpushare mps stop -g {found.daemon.device_uuid}"
+    daemon, gpu = found.daemon, found.daemon.gpu_index
+    stop = f"gpushare mps stop -g {daemon.device_uuid}"
     if found.record is not None and found.record.interrupted:
-        return Check.warning(
-            "mps.interrupted",
-            gpu=daemon.gpu_index,
-            seen=f"the MPS daemon of {found.record.device_uuid} is being started, or its start was interrupted",
-            why="its limits may not be set, and a compute mode that it changed is still to be restored",
-            remedy=f"gpushare mps stop -g {found.record.device_uuid}",
-        )
+        return finding("mps.interrupted", gpu, uuid=found.record.device_uuid)
     if daemon.ours and daemon.pid is None:
-        return Check.warning(
-            "mps.stale",
-            gpu=daemon.gpu_index,
-            seen=f"an MPS daemon died and left its files in {found.home.directory if found.home else daemon.pipe_directory}",
-            why="they name its limits, and a compute mode that is still to be restored",
-            remedy=stop,
+        return finding(
+            "mps.stale", gpu, directory=found.home.directory if found.home else daemon.pipe_directory, stop=stop
         )
     if daemon.error is not None:
-        return Check(
-            id="mps.answers",
-            verdict=Verdict.FAIL if daemon.ours else Verdict.WARN,
-            gpu=daemon.gpu_index,
-            seen=daemon.error,
-            why="no program can join it",
-            remedy=f"gpushare mps logs -g {daemon.device_uuid}; {stop} --force"
-            if daemon.ours
-            else "sudo gpushare mps status",
-        )
+        return finding("mps.answers" if daemon.ours else "mps.answers other", gpu, daemon=daemon, stop=stop)
     fault = next((server.pid for server in daemon.servers if server.status == "FAULT"), None)
     if fault is not None:
-        return Check.failure(
-            "mps.fault",
-            gpu=daemon.gpu_index,
-            seen=f"MPS server {fault} is in state FAULT",
-            why="its clients have lost their contexts; new ones are refused (CUDA error 807) until all of them have ended",
-            remedy=f"{stop} --force" if daemon.ours else "end its clients",
-        )
+        return finding("mps.fault", gpu, pid=fault, remedy=f"{stop} --force" if daemon.ours else "end its clients")
     if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
-        return Check.warning(
-            "mps.orphan",
-            gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} was started by a run that has ended",
-            why="nothing will stop it",
-            remedy=stop,
-        )
+        return finding("mps.orphan", gpu, daemon=daemon, stop=stop)
     whose = "of gpushare" if daemon.ours else f"of another owner ({_user(daemon)}, {daemon.pipe_directory})"
     clients = counted(len(daemon.clients), "client")
-    return Check.passed("mps.daemons", f"MPS daemon {daemon.pid} {whose} answers, {clients}", daemon.gpu_index)
+    return Check.passed("mps.daemons", f"MPS daemon {daemon.pid} {whose} answers, {clients}", gpu)
 
 
 # The default /dev/shm of a container; its CUDA programs need some of it too.
@@ -154,12 +118,7 @@ def needs(seen: Examination) -> Iterator[Check]:
     if space is None:
         yield Check.skipped("mps.shm", seen="the size of /dev/shm is unknown")
     elif space.total <= _LITTLE_SHARED_MEMORY or space.free < _LITTLE_SHARED_MEMORY // 4:
-        yield Check.warning(
-            "mps.shm",
-            seen=f"{SHARED_MEMORY} has {format_bytes(space.total)}, {format_bytes(space.free)} free",
-            why="an MPS server shares memory with its clients there: without room it fails to open its SHM segment",
-            remedy="sudo mount -o remount,size=8G /dev/shm; of a container: docker run --shm-size=8g, or --ipc=host",
-        )
+        yield finding("mps.shm", total=format_bytes(space.total), free=format_bytes(space.free))
     else:
         yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
     for found in seen.believed:
@@ -172,14 +131,12 @@ def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
     limit = seen.host.machine.descriptor_limit(daemon.pid or 0)
     failed = re.search(r"failed to (?:create|open)[^\n]* SHM segment", log_tail(daemon, "server.log"))
     if failed or (limit is not None and limit < _FEW_DESCRIPTORS):
-        told = "unknown" if limit is None else str(limit)
-        yield Check.warning(
+        yield finding(
             "mps.descriptors",
-            gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} may have {told} open files"
-            + (", and its server could not open an SHM segment" if failed else ""),
-            why="each client needs several, and the next ones are refused; NVIDIA advises 16384",
-            remedy="gpushare mps stop, then: ulimit -n 16384; gpushare mps start (in a unit: LimitNOFILE=16384)",
+            daemon.gpu_index,
+            daemon=daemon,
+            limit="unknown" if limit is None else limit,
+            failed=", and its server could not open an SHM segment" if failed else "",
         )
 
 
@@ -191,24 +148,14 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
         return
     mode = seen_pipe.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        yield Check.warning(
-            "mps.directory",
-            gpu=daemon.gpu_index,
-            seen=f"everybody may write into {pipe} (mode {stat.S_IMODE(mode):o})",
-            why="any user can replace the daemon's socket with their own",
-            remedy=f"sudo chmod 0755 {shlex.quote(str(pipe))}",
-        )
+        yield finding("mps.directory", daemon.gpu_index, pipe=pipe, mode=stat.S_IMODE(mode))
     # 'users' of a gpushare.yaml closes it on purpose; the directories above must still be open.
     chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
     first = pipe.parent if chosen else pipe
     closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
     if closed is not None:
-        yield Check.warning(
-            "mps.reach",
-            gpu=daemon.gpu_index,
-            seen=f"only its owner may enter {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
-            why="programs of other users and in containers cannot reach the daemon: they run without MPS, or fail",
-            remedy=f"sudo chmod o+x {shlex.quote(str(closed))}",
+        yield finding(
+            "mps.reach", daemon.gpu_index, closed=closed, way="" if closed == pipe else f", on the way to {pipe}"
         )
 
 
@@ -224,15 +171,9 @@ def _closed(directory: Path, root: Path) -> Path | None:
 
 def _log(daemon: MpsDaemon) -> Iterator[Check]:
     path = Path(daemon.log_directory or "/nonexistent") / "control.log"
-    found = _own(path)
-    if found is not None and stat.S_ISREG(found.st_mode) and found.st_size > _LARGE_LOG:
-        yield Check.warning(
-            "mps.log",
-            gpu=daemon.gpu_index,
-            seen=f"{path} has grown to {format_bytes(found.st_size)}",
-            why="every question to the daemon adds lines, and nothing rotates it",
-            remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
-        )
+    status = _own(path)
+    if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
+        yield finding("mps.log", daemon.gpu_index, path=path, size=format_bytes(status.st_size))
 
 
 def _own(path: Path) -> os.stat_result | None:
@@ -267,13 +208,7 @@ def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[s
     text, uuid = environment.get(MEMORY_VARIABLE), daemon.device_uuid
     if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
         return
-    yield Check.warning(
-        "mps.limits_dropped",
-        gpu=daemon.gpu_index,
-        seen=f"client {client.pid} has {MEMORY_VARIABLE}={cut(text, MOST_SHOWN)}, and sees one GPU only",
-        why="an entry for a GPU that it does not see drops all its memory limits, including the server's",
-        remedy="restart it with only 0=SIZE: gpushare run --memory SIZE -- CMD",
-    )
+    yield finding("mps.limits_dropped", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
 
 
 def _names_other(entry: str, uuid: str) -> bool:
@@ -287,13 +222,7 @@ def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping
     # Another user may have set thousands of digits, which int() refuses.
     digits = text.lstrip("0") or "0"
     if text.isascii() and text.isdigit() and (len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS):
-        yield Check.warning(
-            "mps.connections",
-            gpu=daemon.gpu_index,
-            seen=f"client {client.pid} has {_CONNECTIONS}={cut(text, MOST_SHOWN)}",
-            why="a GPU has few connections: fewer clients fit, and the next one gets CUDA error 809",
-            remedy=f"restart it without: unset {_CONNECTIONS}",
-        )
+        yield finding("mps.connections", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
 
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
@@ -301,12 +230,8 @@ def daemon_environment(seen: Examination) -> Iterator[Check]:
     for found in seen.believed:
         text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(THREADS_VARIABLE)
         if text is not None and not _is_percentage(text):
-            yield Check.warning(
-                "mps.threads_ignored",
-                gpu=found.daemon.gpu_index,
-                seen=f"MPS daemon {found.daemon.pid} was started with {THREADS_VARIABLE}={cut(text, MOST_SHOWN)}",
-                why="it ignores anything but 0 to 100 silently, and every client gets 100 %",
-                remedy=f"restart it with a number from 1 to 100 in {THREADS_VARIABLE}; or: gpushare mps start --threads 50",
+            yield finding(
+                "mps.threads_ignored", found.daemon.gpu_index, daemon=found.daemon, value=cut(text, MOST_SHOWN)
             )
 
 
@@ -328,40 +253,17 @@ def foreign(seen: Examination) -> Iterator[Check]:
     """Check for daemons of others, at the default path, left dead there, and two on one GPU."""
     claims = [found.daemon for found in seen.serving if not found.trusted]
     for daemon in claims[:MOST_CLAIMS]:
-        yield Check.warning(
-            "mps.foreign",
-            gpu=daemon.gpu_index,
-            seen=f"process {daemon.pid} of {_user(daemon)} claims to be an MPS daemon",
-            why="only its name and environment say so: it was not asked, and its files were not read",
-            remedy=f"ask {daemon.user or 'its user'} what it is; or see: ps -fp {daemon.pid}",
-        )
+        yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_user(daemon))
     if len(claims) > MOST_CLAIMS:
-        yield Check.warning(
-            "mps.foreign",
-            seen=f"{counted(len(claims) - MOST_CLAIMS, 'more process')} of other users that claim to be MPS daemons",
-            why="any user can start processes of that name",
-            remedy=f"list all of them: pgrep -af {control.PROGRAM}",
-        )
+        yield finding("mps.foreign more", number=counted(len(claims) - MOST_CLAIMS, "more process"))
     for found in seen.serving:
         daemon = found.daemon
         if not found.trusted:
             continue
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
-            yield Check.warning(
-                "mps.default_path",
-                gpu=daemon.gpu_index,
-                seen=f"MPS daemon {daemon.pid} listens at {DEFAULT_PIPE_DIRECTORY}, where every CUDA program looks",
-                why="programs that never asked for MPS join it, even in containers, and fail with it (CUDA error 805)",
-                remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
-            )
+            yield finding("mps.default_path", daemon.gpu_index, daemon=daemon, quit=_quit(daemon))
         elif not daemon.ours and not _is_of_unit(seen, found):
-            yield Check.warning(
-                "mps.foreign",
-                gpu=daemon.gpu_index,
-                seen=f"MPS daemon {daemon.pid} of {_user(daemon)} at {daemon.pipe_directory} was not started by gpushare",
-                why="gpushare shows it, but leaves its limits, compute mode and end to its owner",
-                remedy=f"if it is not needed: {_quit(daemon)}",
-            )
+            yield finding("mps.foreign", daemon.gpu_index, daemon=daemon, user=_user(daemon), quit=_quit(daemon))
     yield from _several(seen)
     yield from _dead_default(seen)
 
@@ -383,13 +285,7 @@ def _several(seen: Examination) -> Iterator[Check]:
             if gpu.index in found.daemon.gpu_indexes and not (found.daemon.device_uuid or "").startswith("MIG-")
         ]
         if len(pids) > 1:
-            yield Check.warning(
-                "mps.several",
-                gpu=gpu.index,
-                seen=f"{len(pids)} MPS daemons serve GPU {gpu.index}: {', '.join(pids)}",
-                why="only clients of one daemon run at the same time; between daemons the GPU is time-sliced",
-                remedy="gpushare mps status; then stop all but one",
-            )
+            yield finding("mps.several", gpu.index, number=len(pids), pids=", ".join(pids))
 
 
 def _dead_default(seen: Examination) -> Iterator[Check]:
@@ -400,12 +296,7 @@ def _dead_default(seen: Examination) -> Iterator[Check]:
     # In a container, the daemon of this directory may run outside.
     if unknown or seen.host.processes.namespace_is_host() is False or not path.exists() or not _refuses(path):
         return
-    yield Check.warning(
-        "mps.default_stale",
-        seen=f"{DEFAULT_PIPE_DIRECTORY}/control exists, and no MPS daemon answers there",
-        why="CUDA programs look there first, and may fail with CUDA error 805",
-        remedy=f"sudo rm -r {DEFAULT_PIPE_DIRECTORY}",
-    )
+    yield finding("mps.default_stale", directory=DEFAULT_PIPE_DIRECTORY)
 
 
 def _refuses(path: Path) -> bool:
@@ -428,23 +319,11 @@ def devices(seen: Examination) -> Iterator[Check]:
     for found in seen.believed:
         uuid = found.daemon.device_uuid
         if uuid is not None and complete and uuid not in present:
-            yield Check.failure(
-                "mps.device",
-                gpu=found.daemon.gpu_index,
-                seen=f"MPS daemon {found.daemon.pid} serves {uuid}, which no longer exists",
-                why="MIG was changed while it ran; its clients get CUDA error 100 or 805",
-                remedy=f"gpushare mps stop -g {uuid} --force",
-            )
+            yield finding("mps.device", found.daemon.gpu_index, daemon=found.daemon)
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
         if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.believed):
-            yield Check.warning(
-                "mps.timeslice",
-                gpu=gpu.index,
-                seen=f"the time-slice of GPU {gpu.index} is {level.title if level else '-'} while an MPS daemon serves it",
-                why="clients of one MPS server run at the same time, so the time-slice has no effect between them",
-                remedy=f"sudo gpushare timeslice set default -g {gpu.index} --beside-mps",
-            )
+            yield finding("mps.timeslice", gpu.index, level=level)
 
 
 def outside(seen: Examination) -> Iterator[Check]:
@@ -461,13 +340,7 @@ def outside(seen: Examination) -> Iterator[Check]:
             strangers = [one for one in _on(gpu, found.daemon) if one.compute and not one.mps and one.pid not in known]
             known |= {one.pid for one in strangers}
             if strangers:
-                yield Check.warning(
-                    "mps.outside",
-                    gpu=gpu.index,
-                    seen=f"on GPU {gpu.index}, outside the MPS daemon: {_named(seen, strangers)}",
-                    why="the daemon's limits do not apply to it, and in its time slices no client runs",
-                    remedy=f"restart it as a client: gpushare run -g {gpu.index} --threads 50 -- CMD",
-                )
+                yield finding("mps.outside", gpu.index, processes=_named(seen, strangers))
 
 
 def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
@@ -491,12 +364,13 @@ def pending(seen: Examination) -> Iterator[Check]:
         waiting = sorted(set(_waiting(seen, daemon)))
         if waiting and served:
             users = ", ".join(sorted({user for _, user in waiting}))
-            yield Check.warning(
+            yield finding(
                 "mps.pending",
-                gpu=daemon.gpu_index,
-                seen=f"{counted(len(waiting), 'client')} of {users} waits for MPS daemon {daemon.pid}, which serves {', '.join(served)}",
-                why="a daemon serves one user at a time: the others wait until that user's last client has ended",
-                remedy="see whose clients to end: gpushare mps status; or run all as one user",
+                daemon.gpu_index,
+                number=counted(len(waiting), "client"),
+                users=users,
+                daemon=daemon,
+                served=", ".join(served),
             )
 
 
@@ -506,13 +380,7 @@ def open_limits(seen: Examination) -> Iterator[Check]:
         pipe = Path(found.daemon.pipe_directory or "/nonexistent")
         if found.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
             continue
-        yield Check.warning(
-            "mps.open",
-            gpu=found.daemon.gpu_index,
-            seen=f"every user may change the limits of MPS daemon {found.daemon.pid}: driver {seen.driver}, and {pipe} is open",
-            why="before driver 550 a daemon accepts settings from every user who can reach it",
-            remedy=f"list the users who may connect ('users' of mps, gpushare apply); or only root: sudo chmod 0700 {shlex.quote(str(pipe))}",
-        )
+        yield finding("mps.open", found.daemon.gpu_index, daemon=found.daemon, driver=seen.driver, pipe=pipe)
 
 
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
@@ -552,12 +420,7 @@ def version(seen: Examination) -> Iterator[Check]:
     except GpushareError:
         return
     if driver is not None and program != int(driver):
-        yield Check.warning(
-            "mps.version",
-            seen=f"{control.PROGRAM} is from CUDA {_cuda(program)}, the driver from CUDA {_cuda(int(driver))}",
-            why="the daemon, the server and libcuda must come from one driver: the server fails with a version mismatch",
-            remedy="install the MPS programs of the same driver version, and restart the daemons",
-        )
+        yield finding("mps.version", program=_cuda(program), driver=_cuda(int(driver)))
 
 
 def _cuda(version: int) -> str:

@@ -728,7 +728,7 @@ def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: 
     daemon = admin.add_process(world.spec, holder=True, name="nvidia-persistenced")
     found = finding(cli, "gpu.unlisted_memory")
     assert f"open in {daemon} (nvidia-persistenced" in found["seen"]
-    assert found["remedy"].startswith("when nothing runs on it: sudo nvidia-smi --gpu-reset")
+    assert found["remedy"].startswith("when it is idle: sudo nvidia-smi --gpu-reset")
     other = admin.add_process(world.spec, holder=True, name="python3")
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
 
