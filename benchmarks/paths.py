@@ -40,8 +40,8 @@ MOST_ARROWS: Final = 149
 GOALS: Final = {
     "status": None,
     "mps start": 25,
-    "run": 26,
-    "farm": 30,
+    "run": 33,
+    "farm": 45,
     "mig apply": 40,
     "advise": 35,
     "tune": 40,
@@ -85,11 +85,16 @@ def _counted(path: str) -> str | None:
 def tracing() -> Iterator[Trace]:
     """Trace all threads of this process."""
     found = Trace()
+    depth = threading.local()
 
     def hook(frame: FrameType, event: str, _argument: object) -> None:
-        if event != "call":
-            return
         code = frame.f_code
+        # What the simulation calls, and what an import executes, is not the way of the verb.
+        aside = code.co_name == "<module>" or f"{PACKAGE}/sim/" in code.co_filename
+        if aside and event in {"call", "return"}:
+            depth.aside = getattr(depth, "aside", 0) + (1 if event == "call" else -1)
+        if event != "call" or getattr(depth, "aside", 0) > 0:
+            return
         here = _counted(code.co_filename)
         if here is None:
             # The __init__ of a dataclass is in no file, or in `gpushare.base.values` for all classes of that kind.
@@ -97,8 +102,6 @@ def tracing() -> Iterator[Trace]:
                 one = type(frame.f_locals.get("self"))
                 if one.__module__.startswith("gpushare.") and ".sim." not in one.__module__:
                     found.values.add(one)
-            return
-        if code.co_name == "<module>":
             return
         found.files.add(here)
         caller = frame.f_back

@@ -194,7 +194,7 @@ JSON_READERS = {
     "gpushare.measure.bench_data": "a result that the user names",
     "gpushare.measure.dcgm": "what dcgmi prints",
     "gpushare.measure.recording": "a recording that the user names",
-    "gpushare.run.farm_results": "the results of a farm, in a directory that the user names",
+    "gpushare.run.farm": "the results of a farm, in a directory that the user names",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,6 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.cli.run import action_of, connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.run.copies import Copy, FarmOptions, FarmResult
-    from gpushare.run.job import MemoryWish
+    from gpushare.run.farm import Copy, FarmOptions, FarmResult
     from gpushare.run.results import BenchedCap
 
 
@@ -99,9 +98,9 @@ def farm(
     """
     from gpushare.base.units import parse_seconds
     from gpushare.hostfile.kept import kept_limits
+    from gpushare.memory.limit import parse_budget
     from gpushare.mps.limits import Limits
-    from gpushare.run.copies import FarmOptions
-    from gpushare.run.job import parse_job_memory
+    from gpushare.run.farm import FarmOptions
     from gpushare.run.jobs import check_job_name
     from gpushare.run.program import RunOptions
 
@@ -123,24 +122,24 @@ def farm(
     limits = Limits.typed(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
-    wish = None if memory is None else parse_job_memory(memory)
-    action, stall_seconds = action_of(over), None if stall is None else parse_seconds(stall)
+    budget = None if memory is None else parse_budget(memory, over)
+    stall_seconds = None if stall is None else parse_seconds(stall)
     if stall_seconds == 0:
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
     caps = None if like is None else _caps_of(like)
-    host = connected()
+    host = settings.connect_to_change()
     devices = _devices(gpu, gpus_of(host))
+    if budget is not None:
+        # An error comes before the farm is a job.
+        for device in devices:
+            budget.on([device])
     lines = None if each is None else _lines_of(each)
-    job_bytes = None
-    if wish is not None:
-        job_bytes = {device.uuid: _bytes_on(device, wish) for device in devices}
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
         lines=lines,
         parallel=parallel,
         limits=limits,
-        job_bytes=job_bytes,
-        action=action,
+        budget=budget,
         cap=_cap_by(host, devices[0], command, caps),
         restarts=restart,
         fail_fast=fail_fast,
@@ -155,7 +154,7 @@ def farm(
 
 
 def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
-    from gpushare.run.copies import MOST_COPIES
+    from gpushare.run.farm import MOST_COPIES
 
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
@@ -170,7 +169,7 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
 
 def _devices(gpu: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
     """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the instances."""
-    from gpushare.run.candidates import candidates, is_any, usable
+    from gpushare.base.selection import candidates, is_any, usable
 
     if gpu is None and len(gpus) > 1:
         raise BadUsage(
@@ -178,25 +177,13 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
             "name them: -g 0, -g 0-3; or all that answer: -g any",
             code="gpu_not_named",
         )
-    found = candidates(gpu, gpus, note)
+    found = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
     return usable(found, instances=True) if is_any(gpu) else found
-
-
-def _bytes_on(device: Device, wish: MemoryWish) -> int:
-    size = wish.of(device.memory_total_bytes)
-    if size is None:
-        raise BadUsage(
-            f"the memory of {device.title} is not known, so a part of it is not either",
-            "give a size: --memory 8G",
-            gpu=str(device.gpu.index),
-            code="bad_size",
-        )
-    return size
 
 
 def _lines_of(each: str) -> tuple[str, ...]:
     """Return the lines of a file, or of stdin."""
-    from gpushare.run.copies import MOST_COPIES, MOST_LINE_BYTES, file_title, parse_lines
+    from gpushare.run.farm import MOST_COPIES, MOST_LINE_BYTES, file_title, parse_lines
 
     most = MOST_COPIES * (MOST_LINE_BYTES + 2)
     title = file_title(each)
@@ -233,7 +220,7 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
         return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
-            shown = _finished(farm(host, devices, command, options, report), options)
+            shown = _finished(farm(host, devices, command, options, report), options, devices)
             ended(shown.exit_code)
     finally:
         report.clear()
@@ -259,7 +246,7 @@ def _cap_by(
 ) -> Callable[[int], float | None]:
     """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
     from gpushare.base.units import format_copies
-    from gpushare.run.copies import share_of_threads
+    from gpushare.run.farm import share_of_threads
     from gpushare.run.results import find_benched
 
     said: set[str] = set()
@@ -292,7 +279,7 @@ def _cap_by(
     return cap
 
 
-def _finished(result: FarmResult, options: FarmOptions) -> Any:
+def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
     from gpushare.base.units import ranges
     from gpushare.mps.limits import client_memory
     from gpushare.show.run import farm_result
@@ -313,12 +300,15 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     skipped = [copy.number for copy in result.copies if copy.state == "skipped"]
     if skipped:
         notes.append(f"not started: copy {ranges(skipped)}")
-    given = None if options.job_bytes is None else max(options.job_bytes.values())
+    budget = options.budget
+    given = None if budget is None else max(budget.on([device]) for device in devices)
     data = {
         "seconds": round(result.seconds, 2),
         "memory_bytes": result.memory_bytes,
         "memory_source": result.source,
-        "memory_limit_bytes": None if given is None or options.action != "end" else client_memory(given),
+        "memory_limit_bytes": None
+        if budget is None or given is None or budget.action != "end"
+        else client_memory(given),
         "job_memory_bytes": given,
         "copies": [
             {

@@ -63,6 +63,15 @@ class Settings:
             self.connected = connect(self.spec)
         return self.connected
 
+    def connect_to_change(self) -> Host:
+        """Return the host, without what a gpushare that was killed while it wrote has left."""
+        from gpushare.host.records import sweep_leftovers
+
+        host = self.connect()
+        if not self.dry_run:
+            sweep_leftovers(host)
+        return host
+
     @property
     def output(self) -> OutputFormat:
         """Return the output format."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast, get_args
 
 import typer
 from typer.core import TyperOption
 
 from gpushare.base.errors import BadCombination, BadUsage
-from gpushare.base.units import quoted
+from gpushare.base.units import format_slice, parse_seconds, quoted
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -27,10 +28,9 @@ from gpushare.cli.options import (
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.memory.limit import MemoryAction
-    from gpushare.run.job import MemoryWish, SwapWish
     from gpushare.run.jobs import PrintedRate
-    from gpushare.run.queued import MemoryOptions
+    from gpushare.run.start import Yield
+    from gpushare.run.swapping import SwapWish
 
 
 def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
@@ -160,20 +160,9 @@ def run(
     Starts an MPS daemon if the GPU has none. Ctrl-C ends the program the safe way. The exit code is the program's own,
     or 128 + N if signal N ended it.
     """
-    from gpushare.base.units import parse_seconds
     from gpushare.mps.limits import Limits
-    from gpushare.run.job import (
-        DETACHED,
-        Role,
-        check_combination,
-        given_options,
-        parse_job_memory,
-        parse_swap,
-        slice_of,
-        weight_of,
-    )
-    from gpushare.run.program import RunOptions
-    from gpushare.run.start import JobStart
+    from gpushare.run.program import QueueOptions, RunOptions
+    from gpushare.run.start import DETACHED, JobStart, Role
 
     if not command:
         raise BadUsage(
@@ -181,7 +170,7 @@ def run(
         )
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    yields, share = _yields(how)
+    yields, share = (None, None) if how is None else parse_yield(how)
     swaps = None if swap is None else parse_swap(swap)
     values = {
         "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
@@ -198,19 +187,18 @@ def run(
                 "--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60"
             )
         limits = replace(limits, threads_percent=percentage_of_cap(share))
-    slice_us = None if slice_text is None else slice_of(slice_text)
+    given_slice = share if yields == "slices" else slice_text
+    slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
         slice_us = weight_of(weight)
-    if yields == "slices" and share is not None:
-        slice_us = slice_of(share)
     # The program is not to know.
     own = os.environ.pop(DETACHED, None)
     options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
-    host = connected()
+    host = settings.connect_to_change()
     role = Role(
-        production=production,
+        production=_name(production),
         opportunistic=opportunistic,
         target=target,
         yields=yields,
@@ -220,17 +208,29 @@ def run(
     )
     if container is not None:
         options = replace(options, container=_engine(host, container, role))
-    wish = None if memory is None else parse_job_memory(memory)
+    budget = None
+    if memory is not None:
+        from gpushare.memory.limit import parse_budget
+
+        budget = parse_budget(memory, over)
+    leaves = yields == "swap"
+    queue = QueueOptions(
+        # Taking turns, and leaving for production, are ways of waiting.
+        wait=wait or leaves or (swaps is not None and swaps.turns),
+        seconds=None if timeout is None else parse_seconds(timeout),
+        requeue=requeue,
+        swap=swaps,
+        for_production=leaves,
+    )
     if detach and own is None and not settings.dry_run:
-        return _detached(host, command[0], _name(production) or options.name)
-    queue = _queue(wish, over, timeout, swaps, wait=wait, requeue=requeue, leaves=yields == "swap")
+        return _detached(host, command[0], role.production or options.name)
     started = JobStart(
         host=host,
         gpus=gpus_of(host),
         command=command,
         role=role,
-        memory=queue,
-        wish=wish,
+        budget=budget,
+        queue=queue,
         dry_run=settings.dry_run,
         quiet=settings.quiet,
         say=note,
@@ -277,12 +277,6 @@ def _name(name: str | None) -> str | None:
     return check_job_name(name)
 
 
-def _yields(how: str | None) -> tuple[Any, str | None]:
-    from gpushare.run.job import parse_yield
-
-    return (None, None) if how is None else parse_yield(how)
-
-
 def percentage_of_cap(text: str) -> float:
     """Return the cap of ``--yield caps=60`` in percent. Raises BadUsage."""
     return percentage(
@@ -327,52 +321,157 @@ def _engine(host: Host, name: str, role: Any) -> str:
     return engine
 
 
-def connected() -> Host:
-    """Return the host, without what a gpushare that was killed while it wrote has left."""
-    from gpushare.host.records import sweep_leftovers
+class Refused(NamedTuple):
+    """Options that do not go together: one of ``options`` beside one of ``others``, or, if ``needs``, without any of them.
 
-    host = settings.connect()
-    if not settings.dry_run:
-        sweep_leftovers(host)
-    return host
+    An option with a value (``--yield swap``) stands for this value of it alone.
+    """
 
-
-ACTIONS = ("end", "warn", "pause")
-
-
-def action_of(over: str | None) -> MemoryAction:
-    """Return what happens to a job above its memory. Raises BadUsage (code ``bad_over``)."""
-    if over is not None and over not in ACTIONS:
-        raise BadUsage(f"{quoted(over)} is not an action", "give --over end, warn or pause", code="bad_over")
-    return cast("MemoryAction", over or "end")
+    options: str
+    others: str
+    why: str
+    instead: str
+    needs: bool = False
 
 
-def _queue(
-    wish: MemoryWish | None,
-    over: str | None,
-    timeout: str | None,
-    swap: SwapWish | None,
-    *,
-    wait: bool,
-    requeue: bool,
-    leaves: bool,
-) -> MemoryOptions | None:
-    """Return how the job has its place in the ledger of memory; None: it needs none."""
-    action = action_of(over)
-    if wish is None and swap is None and not (wait or leaves):
-        return None
-    from gpushare.base.units import parse_seconds
-    from gpushare.run.queued import MemoryOptions
+REFUSED: Final = (
+    Refused("--over", "--memory", "it says what happens above the limit", "--memory 20G --over warn", needs=True),
+    Refused("--timeout", "--wait --swap:turns --yield:swap", "only a job that waits gives up", "--wait --timeout 2h", True),
+    Refused("--requeue", "--wait", "it waits again for more memory", "--wait --requeue --memory 20G", True),
+    Refused("--for --yield --keep", "--opportunistic", "only an opportunistic job spares another", "--opportunistic --for NAME", True),
+    Refused("--metric", "--production", "it finds the speed of production in its output", "--production NAME --metric 'rate=([0-9.]+)'", True),
+    Refused("--lower-is-better", "--metric", "it is about that number", "--production NAME --metric 'ms=([0-9.]+)' --lower-is-better", True),
+    Refused("--name", "--production", "a production job has the name of its role", "--production NAME"),
+    Refused("--production", "--opportunistic", "a job has one role", "--production NAME"),
+    Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g"),
+    Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g"),
+    Refused("--mig", "--swap", "a checkpoint needs a GPU without MIG", "--swap request"),
+    Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait"),
+    Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3"),
+    Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G"),
+    Refused("--gpus", "--opportunistic", "an opportunistic job spares production on one GPU", "--gpus 2 --wait --memory 20G"),
+    Refused("--gpus", "--swap", "a job that is swapped has one GPU", "--gpus 2 --wait --memory 20G"),
+    Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman"),
+    Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3"),
+    Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME"),
+    Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G"),
+    Refused("--slice", "--opportunistic", "all opportunistic jobs of a GPU share one time-slice", "--opportunistic --yield slices=500us"),
+    Refused("--swap", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap"),
+    Refused("--swap --yield:swap", "--threads --priority --strict", "a job that is swapped runs outside MPS", "--swap request --memory 20G"),
+    Refused("--swap", "--slice --weight", "a job that is swapped has the driver's time-slice", "--swap request --name NAME"),
+    Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G"),
+    Refused("--swap --yield:swap", "--container", "a container cannot be swapped", "--container podman"),
+    Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97%"),
+)  # fmt: skip
 
-    return MemoryOptions(
-        action=action,
-        # Taking turns, and leaving for production, are ways of waiting.
-        wait=wait or leaves or (swap is not None and swap.turns),
-        wait_seconds=None if timeout is None else parse_seconds(timeout),
-        requeue=requeue,
-        swappable=swap is not None or leaves,
-        idle_seconds=None if swap is None else swap.idle_seconds,
-        turns=swap is not None and swap.turns,
-        turn_seconds=None if swap is None else swap.turn_seconds,
-        for_production=leaves,
-    )
+
+def check_combination(given: Collection[str]) -> None:
+    """Raise BadCombination if options exclude each other; ``given`` has the options and their values: ``--yield:swap``."""
+    for row in REFUSED:
+        options, others = ([name for name in names.split() if name in given] for names in (row.options, row.others))
+        if options and bool(others) is not row.needs:
+            example = (
+                f"for example: gpushare run {row.instead} -- {'IMAGE CMD' if '--container' in row.instead else 'CMD'}"
+            )
+            first = _shown(options[0])
+            if row.needs:
+                needed = [_shown(name) for name in row.others.split()]
+                raise BadCombination(f"{first} needs {' or '.join(needed)}: {row.why}", example)
+            raise BadCombination(f"{first} cannot be combined with {_shown(others[0])}: {row.why}", example)
+
+
+def _shown(name: str) -> str:
+    return name.replace(":", " ")
+
+
+def parse_yield(text: str) -> tuple[Yield, str | None]:
+    """Return how a job yields and the value behind ``=``: ``slices=200us``, ``caps=60``, ``pause``.
+
+    Raises:
+        BadUsage: no such way, or one that takes no value (code ``bad_yield``).
+    """
+    from gpushare.run.start import Yield
+
+    way, equals, value = text.strip().partition("=")
+    if way not in get_args(Yield) or (equals and (way not in {"slices", "caps"} or not value)):
+        raise BadUsage(
+            f"--yield {quoted(text)} is not a way to yield",
+            "give slices, slices=200us, caps, caps=60, pause, swap or requeue",
+            code="bad_yield",
+        )
+    return cast("Yield", way), value or None
+
+
+def parse_swap(text: str) -> SwapWish:
+    """Return when a job is swapped: ``request``, ``idle=10m``, ``turns``, ``turns=60s``, or two with a comma.
+
+    Raises:
+        BadUsage: it is none of them, one is there twice, or a time is wrong (code ``bad_swap``).
+    """
+    from gpushare.run.swapping import SwapWish
+
+    wish, seen = SwapWish(), set[str]()
+    for word in text.split(","):
+        when, equals, value = word.strip().partition("=")
+        fits = {"request": not equals, "idle": bool(value), "turns": bool(value) or not equals}.get(when, False)
+        if not fits or when in seen:
+            raise BadUsage(
+                f"--swap {quoted(text)} does not say when the job leaves the GPU",
+                "give request, idle=10m, turns, turns=60s, or two of them: idle=10m,turns",
+                code="bad_swap",
+            )
+        seen.add(when)
+        seconds = parse_seconds(value) if value else None
+        if seconds == 0:
+            raise BadUsage(f"--swap {quoted(word)}: 0 is not a duration", f"give {when}=10m", code="bad_duration")
+        if when == "idle":
+            wish = replace(wish, idle_seconds=seconds)
+        elif when == "turns":
+            wish = replace(wish, turns=True, turn_seconds=seconds)
+    return wish
+
+
+def given_options(
+    values: Mapping[str, object], yields: str | None, swap: SwapWish | None, over: str | None
+) -> set[str]:
+    """Return the options that are given, with those of their values that `REFUSED` names."""
+    given = {name for name, value in values.items() if value not in {None, False}}
+    given |= {f"--yield:{yields}"} if yields is not None else set()
+    given |= {f"--over:{over}"} if over is not None else set()
+    if swap is not None:
+        given |= {"--swap:idle"} if swap.idle_seconds is not None else set()
+        given |= {"--swap:turns"} if swap.turns else set()
+    return given
+
+
+def slice_of(text: str) -> int:
+    """Return the time-slice of ``--slice`` in microseconds. Raises BadUsage."""
+    from gpushare.base.units import parse_slice
+    from gpushare.timeslice.slices import MOST_US, check_slice
+
+    slice_us = check_slice(parse_slice(text))
+    if slice_us > MOST_US:
+        raise BadUsage(
+            f"a slice of {format_slice(slice_us)} is above {format_slice(MOST_US)}: other programs would stall for up to that "
+            "long per turn",
+            "give 16ms; or set a longer one as root while it runs: gpushare timeslice set 50ms JOB",
+            code="slice_too_long",
+        )
+    return slice_us
+
+
+def weight_of(text: str) -> int:
+    """Return the time-slice of ``--weight`` in microseconds. Raises BadUsage."""
+    from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
+
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise BadUsage(
+            f"--weight {quoted(text)} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+            "give --weight 3; programs without a weight count as 1",
+            code="bad_weight",
+        )
+    return slice_of_weight(weight)

@@ -6,6 +6,8 @@ the SMs and of the memory bandwidth: what is above 100 % is work that has to wai
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.values import dataclass
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 _FULL: Final = 100.0
 # A smaller difference is noise: then the GPU with more room is better.
 _STEP_PERCENT: Final = 10
+# More candidates than any host of one kernel has: then the first ones, without a look at how they are connected.
+_MOST_SETS: Final = 20_000
 
 
 class Command(NamedTuple):
@@ -133,3 +137,23 @@ def in_words(job: Command | None, there: There) -> str:
     if there.busy_percent is None:
         return "not measured: how busy it is is not known"
     return f"not measured: {there.busy_percent:.0f} % busy"
+
+
+def best_together(
+    ranked: Sequence[tuple[int, ...]], count: int, closeness: Callable[[int, int], int]
+) -> tuple[int, ...]:
+    """Return the numbers of the ``count`` candidates that a job gets, best first; ``ranked`` has the harm of each.
+
+    Harm is compared component by component, summed over the set. ``closeness`` of two candidates is higher where they are
+    connected better (`host.nvml.NvmlReader.closeness`). Among equals the first ones win.
+    """
+    numbers = range(len(ranked))
+    sets = itertools.islice(itertools.combinations(numbers, count), _MOST_SETS)
+
+    def rank(some: tuple[int, ...]) -> tuple[object, ...]:
+        harm = tuple(sum(column) for column in zip(*(ranked[number] for number in some), strict=True))
+        links = [closeness(*pair) for pair in itertools.combinations(some, 2)]
+        # A collective is as slow as its slowest connection.
+        return harm, -min(links, default=0), -sum(links), some
+
+    return min(sets, key=rank, default=())

@@ -19,14 +19,15 @@ from gpushare.base.model import MUCH_UNLISTED, ComputeMode
 from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
+from gpushare.host.users import has_records
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
-from gpushare.memory.swap import LOST, OUT, swaps
 
 if TYPE_CHECKING:
     from gpushare.base.model import GpuProcess
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
+    from gpushare.memory.swap import Swap
 
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
@@ -143,7 +144,11 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
         return None
     found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
     # What is out of the GPU has left its place to others, and what is lost never comes back.
-    gone = [one for one in swaps(host) if one.state in {OUT, LOST}]
+    gone: list[Swap] = []
+    if has_records(host, "swap"):
+        from gpushare.memory.swap import LOST, OUT, swaps
+
+        gone = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
     # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
     roots = {process.pid for one in found for process in one.claim.processes[1:]} if gone else set()
     out: set[tuple[int, int | None]] = set()

@@ -14,10 +14,11 @@ import contextlib
 import secrets
 import signal
 import time
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
-from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
-from gpushare.base.units import MIB, format_apart, format_bytes
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.part import Part
 
@@ -52,6 +53,57 @@ _ENDING_BYTES: Final = 256 * MIB
 MARK: Final = "GPUSHARE_JOB"
 # The driver and NVML may count contexts differently. What is further above the driver's limit, the driver does not count.
 _UNCOUNTED_BYTES: Final = 512 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """The memory of a job on each of its devices, and what happens above it.
+
+    It counts all processes of the job, contexts included: in bytes, or in percent of all memory of the device.
+    """
+
+    bytes: int | None = None
+    percent: float | None = None
+    action: MemoryAction = "end"
+
+    def on(self, devices: Sequence[Device]) -> int:
+        """Return it in bytes on each of some devices.
+
+        Raises:
+            BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
+        """
+        if self.bytes is not None:
+            return self.bytes
+        totals = {device.memory_total_bytes for device in devices}
+        total = next(iter(totals))
+        if len(totals) == 1 and total is not None:
+            return int(total * (self.percent or 0) / 100) // MIB * MIB
+        raise BadUsage(
+            f"the driver does not report the memory size of {devices[0].title}"
+            if None in totals
+            else f"--memory {self.percent:g}% differs between {', '.join(device.title for device in devices)}",
+            "give a size: --memory 20G; or name one GPU: -g 0",
+            code="bad_size",
+        )
+
+
+def parse_budget(memory: str, over: str | None) -> MemoryBudget:
+    """Return the values of ``--memory`` (``20G``, ``80%``) and ``--over``.
+
+    Raises:
+        BadUsage: one is wrong (codes ``bad_size``, ``bad_over``).
+    """
+    if over is not None and over not in get_args(MemoryAction):
+        raise BadUsage(f"{quoted(over)} is not an action", "give --over end, warn or pause", code="bad_over")
+    action = cast("MemoryAction", over or "end")
+    if not memory.strip().endswith("%"):
+        return MemoryBudget(bytes=parse_memory_limit(memory), action=action)
+    try:
+        return MemoryBudget(percent=parse_thread_percentage(memory), action=action)
+    except BadUsage:
+        raise BadUsage(
+            f"--memory {quoted(memory)} is not a percentage of the GPU's memory", "give --memory 80%", code="bad_size"
+        ) from None
 
 
 class JobMemory(Part):

@@ -16,7 +16,7 @@ from gpushare.base.selection import Device, select, titles
 from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
-from gpushare.memory.harm import Command, There, in_words, order
+from gpushare.memory.harm import Command, There, best_together, in_words, order
 from gpushare.memory.ledger import (
     PREFIX,
     Line,
@@ -36,7 +36,6 @@ from gpushare.memory.ledger import (
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
-from gpushare.memory.together import best_together
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu

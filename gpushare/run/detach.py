@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.errors import OperationFailed
 from gpushare.memory.ledger import reservations
-from gpushare.run.job import DETACHED
 from gpushare.run.jobs import JOBS, PAST, check_name_free, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
+from gpushare.run.start import DETACHED
 
 if TYPE_CHECKING:
     import subprocess

@@ -7,19 +7,26 @@ waiting jobs, which its next copy takes over; then the farm goes to the end of t
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
+import hashlib
+import json
 import os
 import re
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
-from gpushare.base.units import MIB, format_bytes, format_copies
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed
+from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
+from gpushare.base.values import dataclass
+from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Lapses, Line, Patience, Place, Request, not_around, position, reservations
 from gpushare.memory.limit import JobMemory
@@ -27,17 +34,7 @@ from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
-from gpushare.run.copies import (
-    Copy,
-    FarmOptions,
-    FarmResult,
-    command_of,
-    next_step,
-    share_of_threads,
-    size_of_others,
-    together,
-)
-from gpushare.run.farm_results import MARK, NAME, FarmResults
+from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs
 from gpushare.run.share import MpsShare
@@ -47,7 +44,366 @@ if TYPE_CHECKING:
     from gpushare.base.model import GpuProcess
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
+    from gpushare.memory.limit import MemoryAction, MemoryBudget
 
+
+MOST_COPIES: Final = 10_000
+# Of a line of ``--each``.
+MOST_LINE_BYTES: Final = 4096
+# Of a measured peak, the others get a fifth more.
+_MORE: Final = 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmOptions:
+    """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
+
+    ``parallel`` bounds how many run at the same time on all GPUs together (None: as many as fit). ``budget`` is the
+    memory of a copy, as given (None: not given). ``cap`` returns the thread percentage of each of N copies on one GPU (None:
+    no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy may print nothing (None: no limit). ``user_limits`` are what users may
+    reserve on a GPU, by uid. ``done`` are the copies that an earlier farm has completed.
+    """
+
+    copies: int
+    lines: tuple[str, ...] | None = None
+    parallel: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    budget: MemoryBudget | None = None
+    cap: Callable[[int], float | None] | None = None
+    restarts: int = 0
+    fail_fast: bool = False
+    logs: Path | None = None
+    resume: bool = False
+    grace_seconds: float = GRACE_SECONDS
+    stall_seconds: float | None = None
+    user_limits: UserLimits | None = None
+    name: str | None = None
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """One copy so far. ``failure`` is of its last try; ``tries`` counts the starts.
+
+    ``state``: waiting, running, done, failed, ended (by the user, or with the farm), skipped (never started), or
+    done earlier (by the farm that is resumed).
+    """
+
+    number: int
+    line: str | None = None
+    state: str = "waiting"
+    tries: int = 0
+    pid: int | None = None
+    gpu: int | None = None
+    threads_percent: float | None = None
+    exit_code: int | None = None
+    failure: str | None = None
+    seconds: float = 0.0
+    log: str | None = None
+    # What to do about the failure, where its output does not say.
+    hint: str | None = None
+    # Why gpushare has ended it: ``memory_limit``, or None.
+    reason: str | None = None
+    # Processes left running by any of its tries; they were ended.
+    left_behind: tuple[int, ...] = ()
+    # Seen among the daemon's clients; None: never checked.
+    attached: bool | None = None
+    # The most memory that all its processes held together; None: unknown.
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmResult:
+    """How all copies did, and the signal by which the user ended them.
+
+    ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` where that is from: given, known (an
+    earlier run), measured (the first copy). ``unrecorded`` are copies whose end could not be written to the file of the farm.
+    """
+
+    copies: tuple[Copy, ...]
+    seconds: float
+    ended_by: int | None = None
+    memory_bytes: int | None = None
+    source: str | None = None
+    unrecorded: tuple[int, ...] = ()
+
+    @property
+    def failed(self) -> tuple[Copy, ...]:
+        """Return the copies that failed."""
+        return tuple(copy for copy in self.copies if copy.failure is not None)
+
+
+NextStep = Literal["start", "alone", "wait", "end"]
+
+
+def next_step(*, waiting: int, running: int, parallel: int | None, size_known: bool, giving_up: bool) -> NextStep:
+    """Return what a farm does next: start a copy if the line lets it, start one alone, wait for one to end, or end.
+
+    ``alone``: the memory of a copy is not known yet, so nothing else of the farm runs until it is. ``giving_up``: a copy
+    has failed, and no further one starts.
+    """
+    if giving_up or not waiting:
+        return "wait" if running and not giving_up else "end"
+    if parallel is not None and running >= parallel:
+        return "wait"
+    if not size_known:
+        return "wait" if running else "alone"
+    return "start"
+
+
+def together(copies: int, parallel: int | None, fitting: Mapping[str, int | None]) -> dict[str, int]:
+    """Return how many copies run at the same time on each device: dealt out in turn, to each at most what fits there.
+
+    ``fitting`` None: any number. Each device counts for at least one, as one may wait for its room.
+    """
+    left = copies if parallel is None else min(copies, parallel)
+    dealt = dict.fromkeys(fitting, 0)
+    while left > 0:
+        open_ones = [key for key, most in fitting.items() if most is None or dealt[key] < most]
+        if not open_ones:
+            break
+        # As many rounds at once as the smallest of them has room for.
+        rooms = [most - dealt[key] for key in open_ones if (most := fitting[key]) is not None]
+        rounds = min([left // len(open_ones), *rooms]) or 1
+        for key in open_ones:
+            given = min(rounds, left)
+            dealt[key] += given
+            left -= given
+    return {key: max(1, number) for key, number in dealt.items()}
+
+
+def share_of_threads(copies: int) -> float | None:
+    """Return the thread cap of each of N copies on one GPU, 200/N percent; None (no cap) for one or two."""
+    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
+
+
+def size_of_others(peak_bytes: int | None) -> int:
+    """Return what each further copy reserves after one that was measured: a fifth more; at least one CUDA context."""
+    return max(CONTEXT_BYTES, int((peak_bytes or 0) * _MORE)) // MIB * MIB
+
+
+def command_of(command: Sequence[str], copy: Copy) -> list[str]:
+    """Return a command with the line of a copy, else its number, in place of every ``{}``."""
+    text = str(copy.number) if copy.line is None else copy.line
+    return [word.replace("{}", text) for word in command]
+
+
+def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
+    """Return the lines of ``--each`` without the empty ones; ``name`` is the file, for errors.
+
+    Raises:
+        BadUsage: none is left, one is too long or no text, or there are too many (code ``bad_lines``).
+    """
+    lines: list[str] = []
+    for number, raw in enumerate(text.split(b"\n"), start=1):
+        line = raw.removesuffix(b"\r")
+        if not line.strip():
+            continue
+        if len(line) > MOST_LINE_BYTES:
+            raise _bad_lines(f"line {number} of {name} has {len(line)} bytes", f"give at most {MOST_LINE_BYTES} bytes")
+        try:
+            words = line.decode()
+        except UnicodeDecodeError:
+            words = "\0"
+        if "\0" in words:
+            raise _bad_lines(f"line {number} of {name} is not text", "give a file of UTF-8 text")
+        lines.append(words)
+        if len(lines) > MOST_COPIES:
+            raise _bad_lines(f"{name} has more than {MOST_COPIES} lines", f"split it: split -l {MOST_COPIES} FILE")
+    if not lines:
+        raise _bad_lines(
+            f"{name} has no lines", "give one line for each copy: seq 8 | gpushare farm --each - -- CMD {}"
+        )
+    return tuple(lines)
+
+
+def _bad_lines(message: str, hint: str) -> BadUsage:
+    return BadUsage(message, hint, code="bad_lines")
+
+
+def file_title(path: str) -> str:
+    """Return a file of ``--each`` for people."""
+    return "stdin" if path == "-" else quoted(path)
+
+
+# -- DIR/farm.jsonl ----------------------------------------------------------------------------------------------------
+#
+# One line for each copy that has ended, from which ``farm --resume`` knows what is done. The file only grows. A line is one
+# write, so that a kill leaves whole lines; after a crash of the machine the last one may be torn, and counts for nothing.
+# Of several lines for one copy the last counts. A farm holds a lock on the file, and its copies have the directory in their
+# environment: a second farm never starts a copy while another one, or what is left of it after a kill, still runs.
+
+NAME: Final = "farm.jsonl"
+# In the environment of each copy: the directory of logs.
+MARK: Final = "GPUSHARE_FARM"
+# A line holds at most one of ``--each`` (4 KiB, escaped six times as long) and a few numbers.
+_MOST_RECORD_BYTES: Final = 32 << 10
+_MOST_BYTES: Final = 256 << 20
+# What a killed farm leaves is ended by its guard, after their time to end.
+_LEFT_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyEnd:
+    """A copy that has ended, as the file has it. ``command`` is a digest: the words may hold a secret."""
+
+    command: str
+    copy: int
+    line: str | None
+    done: bool
+
+
+def digest_of_command(command: Sequence[str]) -> str:
+    """Return the digest of a command as typed, with its ``{}``."""
+    return hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
+    """Yield what the lines of the file say, without those that are torn or not ours."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(value, dict):
+            continue
+        command, copy, text = value.get("command"), value.get("copy"), value.get("line")
+        if type(command) is not str or type(copy) is not int or not (text is None or type(text) is str):
+            continue
+        done = value.get("state") == "done" and type(value.get("exit_code")) is int and value["exit_code"] == 0
+        yield CopyEnd(command=command, copy=copy, line=text, done=done)
+
+
+def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Sequence[str] | None) -> set[int]:
+    """Return the numbers of the copies that are done: with exit code 0, for the same command and the same line.
+
+    ``command`` is its digest. A line that was moved within the file of ``--each`` is known again; one that is there twice
+    is done twice only if two copies have done it.
+    """
+    latest = {(end.line, end.copy): end.done for end in ends if end.command == command}
+    if lines is None:
+        return {number for number in range(copies) if latest.get((None, number), False)}
+    left = Counter(line for (line, _), done in latest.items() if done)
+    found = {number for number, line in enumerate(lines) if latest.get((line, number), False)}
+    left.subtract(lines[number] for number in found)
+    for number, line in enumerate(lines):
+        if number not in found and left[line] > 0:
+            left[line] -= 1
+            found.add(number)
+    return found
+
+
+def text_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
+    """Return the line for a copy that has ended at a time (seconds since 1970)."""
+    value: dict[str, Any] = {
+        "command": command,
+        "copy": copy.number,
+        "line": copy.line,
+        "state": copy.state,
+        "exit_code": copy.exit_code,
+        "seconds": round(copy.seconds, 2),
+        "gpu": copy.gpu,
+        "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended_at)),
+    }
+    return json.dumps(value).encode() + b"\n"
+
+
+class FarmResults:
+    """The file of one farm, while it runs. Entered, it is locked."""
+
+    def __init__(self, host: Host, path: Path, directory: int, command: Sequence[str]) -> None:
+        """``directory`` is the open directory of ``path``."""
+        self._host, self._path, self._directory = host, path, directory
+        self._command = digest_of_command(command)
+        found = os.fstat(directory)
+        self.mark = f"{found.st_dev:x}-{found.st_ino:x}"
+        self._file = -1
+
+    def __enter__(self) -> FarmResults:
+        """Open and lock it.
+
+        Raises:
+            NoPermission: it cannot be written (code ``not_written``).
+            InUse: another farm has it (code ``logs_in_use``).
+        """
+        try:
+            self._file = open_to_append(self._path, directory=self._directory)
+        except OSError as error:
+            raise self._unwritable(error, NoPermission) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._file)
+            if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
+                raise self._unwritable(error, OperationFailed) from None
+            raise InUse(
+                f"another farm writes to {self._path.parent}",
+                "give this one a directory of its own: --logs OTHER",
+                code="logs_in_use",
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlock it."""
+        os.close(self._file)
+
+    def _unwritable(self, error: OSError, kind: type[NoPermission | OperationFailed]) -> NoPermission | OperationFailed:
+        return kind(
+            f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
+        )
+
+    def wait_for_left(self, say: Callable[[str], None], asked: Callable[[float], bool]) -> bool:
+        """Wait until no copy of a killed farm with these logs runs any more; return False if the user ends this one first.
+
+        Raises:
+            InUse: one does not end (code ``logs_in_use``).
+        """
+        deadline, said = time.monotonic() + _LEFT_SECONDS, False
+        while left := self._host.processes.started_with(MARK, self.mark):
+            if asked(0.1):
+                return False
+            if time.monotonic() >= deadline:
+                raise InUse(
+                    f"process {left[0]} of an earlier farm with these logs still runs",
+                    f"end it: gpushare stop {left[0]}; or give this farm a directory of its own: --logs OTHER",
+                    code="logs_in_use",
+                )
+            if not said:
+                said = True
+                say(f"waiting for {counted(len(left), 'process')} of an earlier farm with these logs, being ended")
+        return True
+
+    def done(self, copies: int, lines: Sequence[str] | None) -> set[int]:
+        """Return the copies that are done (`copies_done`)."""
+        return copies_done(parse_ends(self._lines()), self._command, copies, lines)
+
+    def _lines(self) -> Iterator[bytes]:
+        with contextlib.suppress(OSError):
+            reading = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+            with open(reading, "rb") as file:
+                read = 0
+                while read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
+                    read += len(line)
+                    yield line
+
+    def add(self, copy: Copy) -> None:
+        """Append a copy that has ended.
+
+        Raises:
+            OperationFailed: it cannot be written (code ``not_written``).
+        """
+        try:
+            line = text_of_end(copy, self._command, time.time())
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                # A torn line is one of its own.
+                line = b"\n" + line
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._unwritable(error, OperationFailed) from None
+
+
+# -- the farm ----------------------------------------------------------------------------------------------------------
 
 _OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
 _STEP_SECONDS: Final = 0.02
@@ -252,6 +608,10 @@ class _Farm:
             Copy(number=number, line=None if lines is None else lines[number]) for number in range(options.copies)
         ]
         self._gpus = {device.uuid: _FarmGpu(host, device) for device in devices}
+        # The memory of a copy by device, as given, and what happens to a copy above it.
+        budget = options.budget
+        self._given = None if budget is None else {device.uuid: budget.on([device]) for device in devices}
+        self._action: MemoryAction = "end" if budget is None else budget.action
         self._user_limits = options.user_limits or UserLimits({}, None)
         self._line = _FarmLine(host, options.name, self._user_limits, devices)
         # What watches the memory of each copy that runs, and has its place in the ledger.
@@ -325,8 +685,8 @@ class _Farm:
 
     def _find_sizes(self) -> None:
         """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
-        if self._options.job_bytes is not None:
-            self._sizes = {uuid: self._options.job_bytes[uuid] for uuid in self._gpus}
+        if self._given is not None:
+            self._sizes = {uuid: self._given[uuid] for uuid in self._gpus}
             self._source = "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
@@ -385,7 +745,7 @@ class _Farm:
 
     def plan(self) -> list[Step]:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched."""
-        steps, options = [], self._options
+        steps = []
         gpus = list(self._gpus.values())
         titles = ", ".join(gpu.device.title for gpu in gpus)
         if self._sizes is None:
@@ -407,9 +767,9 @@ class _Farm:
                     do=lambda: None,
                 )
             )
-        if options.job_bytes is not None:
-            action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[options.action]
-            for limit in sorted({*options.job_bytes.values()}):
+        if self._given is not None:
+            action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
+            for limit in sorted({*self._given.values()}):
                 what = f"{action} each copy whose processes together hold more than {format_bytes(limit)}"
                 steps.append(_step(f"{what} (added up five times a second)"))
         return steps
@@ -619,10 +979,8 @@ class _Farm:
 
     def _limits(self, uuid: str) -> Limits:
         options = self._options
-        memory = None if options.job_bytes is None else client_memory(options.job_bytes[uuid])
-        if options.action != "end":
-            # MPS would refuse what is only to be warned of.
-            memory = None
+        # MPS would refuse what is only to be warned of.
+        memory = None if self._given is None or self._action != "end" else client_memory(self._given[uuid])
         return Limits(
             threads_percent=self._caps.get(uuid, options.limits.threads_percent),
             memory_limit_bytes=memory,
@@ -660,8 +1018,8 @@ class _Farm:
         memory = self._memories[number] = JobMemory(
             self._host,
             gpu.device,
-            limit_bytes=None if options.job_bytes is None else size or options.job_bytes[gpu.device.uuid],
-            action=options.action,
+            limit_bytes=None if self._given is None else size or self._given[gpu.device.uuid],
+            action=self._action,
             place=place,
             say=functools.partial(self._reporter.news, copy),
             listed=gpu.processes,
@@ -792,7 +1150,7 @@ class _Farm:
         """Add up the memory of all copies that run, in one look; return those that are to be ended."""
         here = {number: self._memories[number] for number, program in self._running().items() if program.runs}
         watched = {number: memory for number, memory in here.items() if memory.over is None}
-        limited = self._options.job_bytes is not None
+        limited = self._given is not None
         if any(memory.seconds <= 0 for memory in watched.values()):
             for number, memory in watched.items():
                 if limited or memory.seconds <= 0:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
+    from gpushare.run.swapping import SwapWish
 
 
 class Terminal:
@@ -168,6 +169,31 @@ class RunOptions:
     def log(self) -> Path | None:
         """Return the file that the program's output goes to, or None."""
         return None if self.rate is None else Path(self.rate.log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions:
+    """How a job waits for room (at most ``seconds``), and leaves its room to others."""
+
+    wait: bool = False
+    seconds: float | None = None
+    requeue: bool = False
+    swap: SwapWish | None = None
+    # It leaves when any production job needs room.
+    for_production: bool = False
+
+    @property
+    def takes_place(self) -> bool:
+        """Return whether the job has to be in the ledger of memory."""
+        return self.wait or self.swappable
+
+    @property
+    def swappable(self) -> bool:
+        return self.swap is not None or self.for_production
+
+    @property
+    def turns(self) -> bool:
+        return self.swap is not None and self.swap.turns
 
 
 class Reporter(Protocol):

@@ -21,7 +21,7 @@ from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import moved
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.memory.limit import JobMemory, MemoryAction
+from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import (
     Outlook,
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
+    from gpushare.memory.limit import MemoryAction, MemoryBudget
     from gpushare.mps.limits import Limits
-    from gpushare.run.program import RunOptions
+    from gpushare.run.program import QueueOptions, RunOptions
 
 # A program that ran out of memory gets a fifth more.
 MORE: Final = 1.2
@@ -66,28 +67,6 @@ _KILLED: Final = 128 + signal.SIGKILL
 _TAIL_BYTES: Final = 64 << 10
 # One that its user ended before may not have reached its peak.
 _LONG_SECONDS: Final = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """``--memory``, ``--over``, ``--wait``, ``--timeout`` and ``--requeue``; and when it is swapped.
-
-    ``idle_seconds``: it leaves the GPU after so long without work. ``turns``: it takes turns with others, of
-    ``turn_seconds`` (None: by the measured switch). ``for_production``: it leaves when production needs room, whichever
-    job that is; ``spared`` is the one that was named, for people.
-    """
-
-    job_bytes: int | None = None
-    action: MemoryAction = "end"
-    wait: bool = False
-    wait_seconds: float | None = None
-    requeue: bool = False
-    swappable: bool = False
-    idle_seconds: float | None = None
-    turns: bool = False
-    turn_seconds: float | None = None
-    for_production: bool = False
-    spared: str | None = None
 
 
 def _more(size: int) -> int:
@@ -183,7 +162,8 @@ class Queued:
     devices: Sequence[Device]
     command: Sequence[str]
     options: RunOptions
-    memory: MemoryOptions
+    queue: QueueOptions
+    budget: MemoryBudget | None
     # Whether it will be a client of an MPS server.
     client: bool
     name: str | None
@@ -195,6 +175,18 @@ class Queued:
     limits: UserLimits = field(default_factory=lambda: UserLimits({}, None))
     quiet: bool = False
     count: int = 1
+    # The production job that a job which leaves for production was told to spare, for people.
+    spared: str | None = None
+
+    @property
+    def job_bytes(self) -> int | None:
+        """Return the memory of the job on each device; None: no limit was given. Raises BadUsage, as `MemoryBudget.on`."""
+        return None if self.budget is None else self.budget.on(self.devices)
+
+    @property
+    def action(self) -> MemoryAction:
+        """Return what happens above it."""
+        return "end" if self.budget is None else self.budget.action
 
     def run(self) -> Any:
         """Run it, again if it ran out of memory and may be queued again; return its exit code.
@@ -226,7 +218,7 @@ class Queued:
         """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
         limits = self.options.limits
         # Above it CUDA refuses: that is an end, and no warning and no pause.
-        if limit_bytes is None or not self.client or self.memory.action != "end":
+        if limit_bytes is None or not self.client or self.action != "end":
             return limits
         return replace(limits, memory_limit_bytes=client_memory(limit_bytes))
 
@@ -265,10 +257,10 @@ class Queued:
         lines = read_lines(self.host, devices, self.limits)
         check_ever(lines, request)
         check_limit(lines, request, limit)
-        found = outlook(self.host, devices, request, self.limits) if self.memory.wait else None
+        found = outlook(self.host, devices, request, self.limits) if self.queue.wait else None
         where = found.devices if found is not None and found.devices else tuple(devices[: self.count])
         before = [step_of_run(one) for one in self._before(request, devices)]
-        limit_bytes = self.memory.job_bytes
+        limit_bytes = self.job_bytes
         by_driver = limit_bytes is not None and self._may_limit(where[0])
         if limit_bytes is not None and by_driver:
             from gpushare.memory.driver_limit import command, words
@@ -292,8 +284,8 @@ class Queued:
             name=self.name,
             production=self.production,
             opportunistic=self.opportunistic,
-            leaves=self.memory.for_production,
-            turns=self.memory.turns,
+            leaves=self.queue.for_production,
+            turns=self.queue.turns,
         )
 
     def _may_limit(self, device: Device) -> bool:
@@ -302,7 +294,7 @@ class Queued:
         A container has its own cgroup. A job that is swapped is lost if the driver refuses a part of its restore. A process
         is in one cgroup only, and a limit is of one GPU.
         """
-        if self.memory.action != "end" or self.memory.swappable or self.options.container is not None or self.count > 1:
+        if self.action != "end" or self.queue.swappable or self.options.container is not None or self.count > 1:
             return False
         from gpushare.memory.driver_limit import why_not
 
@@ -310,12 +302,10 @@ class Queued:
 
     def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
-        if self.memory.wait:
+        if self.queue.wait:
             several = "one of " if self.count == 1 else "" if len(devices) == self.count else f"{self.count} of "
             where = devices[0].title if len(devices) == 1 else several + titles(devices)
-            most = (
-                "" if self.memory.wait_seconds is None else f", for {format_duration(self.memory.wait_seconds)} at most"
-            )
+            most = "" if self.queue.seconds is None else f", for {format_duration(self.queue.seconds)} at most"
             has = "has" if self.count == 1 else "have"
             room = f"{has} room for {size}" if request.memory_bytes is not None else f"{has} no other jobs"
             yield f"wait until {where} {room}, first come first served{most}; reserve it"
@@ -323,35 +313,32 @@ class Queued:
             yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
 
     def _meanwhile(self, size: int | None, *, by_driver: bool) -> Iterator[str]:
-        memory = self.memory
-        if memory.job_bytes is not None:
-            action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[memory.action]
-            limit = format_bytes(memory.job_bytes)
+        job_bytes, queue = self.job_bytes, self.queue
+        if job_bytes is not None:
+            action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]
+            limit = format_bytes(job_bytes)
             if by_driver:
                 yield f"end it if it holds more than {limit} all the same (the driver does not count managed memory)"
             else:
                 where = "" if self.count == 1 else " on one of its GPUs"
                 yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
-        if memory.idle_seconds is not None:
-            yield f"swap it out after {format_duration(memory.idle_seconds)} without work, and back in at its first work"
-        if memory.turns:
-            turn = (
-                "nine times the measured switch"
-                if memory.turn_seconds is None
-                else format_duration(memory.turn_seconds)
-            )
+        swap = queue.swap
+        if swap is not None and swap.idle_seconds is not None:
+            yield f"swap it out after {format_duration(swap.idle_seconds)} without work, and back in at its first work"
+        if swap is not None and swap.turns:
+            turn = "nine times the measured switch" if swap.turn_seconds is None else format_duration(swap.turn_seconds)
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
-        if memory.for_production:
-            one = "a production job" if memory.spared is None else f"{memory.spared} or another production job"
-            yield f"swap it out when {one} needs room, and back in when there is room again"
-        more = self._more_that_fits(size) if memory.requeue and size is not None else None
+        if queue.for_production:
+            job = "a production job" if self.spared is None else f"{self.spared} or another production job"
+            yield f"swap it out when {job} needs room, and back in when there is room again"
+        more = self._more_that_fits(size) if queue.requeue and size is not None else None
         if more is not None:
             yield f"if it runs out of memory, wait again for {format_bytes(more)}"
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""
-        given = self.memory.job_bytes
-        if given is not None or not self.memory.wait:
+        given = self.job_bytes
+        if given is not None or not self.queue.wait:
             # What does not wait, and has no size, reserves nothing.
             return given or 0
         known = [find_profile(self.host, device, self.command) for device in self.devices]
@@ -373,7 +360,7 @@ class Queued:
 
     def _warn(self, size: int | None) -> None:
         """Say what is known before the start: turns that are too short, and host memory that is too small for the copy."""
-        if not self.memory.swappable or not size:
+        if not self.queue.swappable or not size:
             return
         from gpushare.memory.cost import host_bytes
 
@@ -383,10 +370,11 @@ class Queued:
                 f"it needs {format_bytes(host_bytes(size))} of host memory to leave the GPU, and {format_bytes(free)} are "
                 f"available: it may have to stay"
             )
-        if self.memory.turns and self.memory.turn_seconds is not None:
+        swap = self.queue.swap
+        if swap is not None and swap.turns and swap.turn_seconds is not None:
             expected = moved(size)
             switch = expected.out_seconds + expected.in_seconds
-            text = short_turns(self.memory.turn_seconds, switch)
+            text = short_turns(swap.turn_seconds, switch)
             if text is not None:
                 self.say(f"{text} (for {format_bytes(size)} as on an H200; gpushare measures it)")
 
@@ -395,7 +383,7 @@ class Queued:
         devices, place = self._placed(size)
         device = devices[0]
         # Given again with a larger size, the limit grows with it.
-        limit = None if self.memory.job_bytes is None else max(self.memory.job_bytes, size or 0)
+        limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
         driver = None
         if limit is not None:
             try:
@@ -405,12 +393,12 @@ class Queued:
                     place.leave()
                 raise
         memory = JobMemory(
-            self.host, device, limit_bytes=limit, action=self.memory.action, place=place, driver=driver, say=self.say
+            self.host, device, limit_bytes=limit, action=self.action, place=place, driver=driver, say=self.say
         )
         policy = self._policy()
         part: JobMemory | Swapping = memory
         others = [
-            JobMemory(self.host, other, limit_bytes=limit, action=self.memory.action, say=self.say, mark=memory.mark)
+            JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
         ]
         if policy is not None and place is not None:
@@ -419,7 +407,7 @@ class Queued:
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:
-            if self.memory.requeue:
+            if self.queue.requeue:
                 tail = ErrorTail(self.options.log)
             options = replace(
                 self.options,
@@ -439,7 +427,7 @@ class Queued:
         # What its user ends has not run out of memory, whatever it has said before.
         over = any(each.over is not None for each in (part, *others))
         short = over or (failed and short and code != _KILLED and not memory.asked_to_end)
-        again = short and self.memory.requeue and not memory.asked_to_end
+        again = short and self.queue.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
@@ -460,15 +448,14 @@ class Queued:
         return found
 
     def _policy(self) -> Policy | None:
-        turns = Turns(self.memory.turn_seconds, self.say) if self.memory.turns else None
-        idle = None if self.memory.idle_seconds is None else Idle(self.memory.idle_seconds, self.say)
+        swap = self.queue.swap
+        if swap is None:
+            return ForProduction() if self.queue.for_production else None
+        turns = Turns(swap.turn_seconds, self.say) if swap.turns else None
+        idle = None if swap.idle_seconds is None else Idle(swap.idle_seconds, self.say)
         if turns is not None and idle is not None:
             return IdleInTurns(idle, turns)
-        if turns is not None or idle is not None:
-            return turns or idle
-        if self.memory.for_production:
-            return ForProduction()
-        return ByHand() if self.memory.swappable else None
+        return turns or idle or ByHand()
 
     def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
@@ -479,11 +466,11 @@ class Queued:
         try:
             place = Place(self.host, request)
         except GpushareError:
-            if self.memory != MemoryOptions():
+            if self.budget is not None or self.queue.takes_place:
                 raise
             # It only had the choice of several devices.
             return devices[: self.count], None
-        if not self.memory.wait:
+        if not self.queue.wait:
             self._take_now(place, devices[: self.count], size)
             return devices[: self.count], place
 
@@ -501,7 +488,7 @@ class Queued:
                 self.host,
                 place,
                 devices,
-                self.memory.wait_seconds,
+                self.queue.seconds,
                 self.limits,
                 draw,
                 best=lambda some: [one for one, _ in best(some)],

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
-from gpushare.base.selection import Device, select_for_change, select_one, titles
+from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_slice
 from gpushare.base.values import dataclass
 
@@ -25,28 +25,56 @@ if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
+    from gpushare.memory.limit import MemoryBudget
     from gpushare.mig.places import Place
     from gpushare.mps.limits import Limits
     from gpushare.part import Part
-    from gpushare.run.job import MemoryWish, Role
     from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
     from gpushare.run.mig import OutlookOnPlaces
-    from gpushare.run.program import Run, RunOptions
-    from gpushare.run.queued import MemoryOptions, Queued
+    from gpushare.run.program import QueueOptions, Run, RunOptions
+    from gpushare.run.queued import Queued
     from gpushare.run.roles import SparedProcess
     from gpushare.run.share import Share
 
 
+# In the environment of the gpushare that runs a job in the background: the name of that job.
+DETACHED: Final = "GPUSHARE_DETACHED"
+Yield = Literal["slices", "caps", "pause", "swap", "requeue"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What a production or an opportunistic job asks for; of a job without a role all is None."""
+
+    production: str | None = None
+    opportunistic: bool = False
+    # The production job that it spares, by name or PID; None: the only one there.
+    target: str | None = None
+    # None: as tuned, else the best that the host allows.
+    yields: Yield | None = None
+    # Of production, or of all opportunistic jobs of the GPU together (microseconds).
+    slice_us: int | None = None
+    # Which part of its speed production keeps; None: the slice is fixed.
+    keep: float | None = None
+    # Where production prints its speed.
+    rate: PrintedRate | None = None
+
+    @property
+    def any(self) -> bool:
+        """Return whether a role was asked for."""
+        return self.production is not None or self.opportunistic
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """One job that is about to start. ``say`` prints a note; ``memory`` None: it neither waits nor is held to a limit."""
+    """One job that is about to start. ``say`` prints a note; ``budget`` None: no limit of its memory was given."""
 
     host: Host
     gpus: Sequence[Gpu]
     command: Sequence[str]
     role: Role
-    memory: MemoryOptions | None
-    wish: MemoryWish | None
+    budget: MemoryBudget | None
+    queue: QueueOptions
     dry_run: bool
     quiet: bool
     say: Callable[[str], None]
@@ -71,7 +99,7 @@ class JobStart:
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
         several = self.count > 1 or (gpu is not None and not self._names_one(gpu))
-        if self.memory is not None or several:
+        if self.budget is not None or self.queue.takes_place or several:
             return self._queued(gpu, options)
         return self._started(select_one(gpu, self.gpus), options)
 
@@ -119,8 +147,8 @@ class JobStart:
 
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
-        if self.wish is not None:
-            memory = self.wish.of(devices[0].memory_total_bytes)
+        if self.budget is not None:
+            memory = self._bytes_on(devices[0])
         return JobRecord(
             name=options.name or "",
             pid=os.getpid(),
@@ -196,25 +224,20 @@ class JobStart:
         from gpushare.base.model import ComputeMode
         from gpushare.hostfile.kept import kept_limits
         from gpushare.mps.limits import check_memory
-        from gpushare.run.candidates import candidates, is_any, usable
-        from gpushare.run.queued import MemoryOptions, Queued
+        from gpushare.run.queued import Queued
         from gpushare.run.share import check_program
 
-        if self.role.production is not None:
-            from gpushare.run.jobs import check_job_name
-
-            check_job_name(self.role.production)
-        memory = self.memory or MemoryOptions()
+        queue = self.queue
         # A job of several GPUs that names none may have any.
         gpu = "any" if gpu is None and self.count > 1 else gpu
-        devices = candidates(gpu, self.gpus, self.say)
-        if memory.swappable:
+        devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
+        if queue.swappable:
             from gpushare.memory.swap import check_host
 
             check_host(self.host)
         if is_any(gpu):
-            devices = usable(devices, instances=not memory.swappable and self.count == 1)
-        _check_not_mig(devices, whole=memory.swappable or self.count > 1)
+            devices = usable(devices, instances=not queue.swappable and self.count == 1)
+        _check_not_mig(devices, whole=queue.swappable or self.count > 1)
         if len(devices) < self.count:
             raise BadUsage(
                 f"--gpus {self.count}: the job may have {counted(len(devices), 'GPU')} only",
@@ -223,15 +246,16 @@ class JobStart:
                 code="too_few_gpus",
             )
         check_program(options.container or self.command[0])
-        memory = self._with_spared(devices, replace(memory, job_bytes=self._bytes_on(devices)))
+        spared = self._spared(devices) if queue.for_production else None
+        size = self._bytes_on(*devices)
         if len(devices) == 1:
-            check_memory(devices[0], memory.job_bytes, job=True)
+            check_memory(devices[0], size, job=True)
 
         def start(chosen: Sequence[Device], metered: RunOptions) -> Any:
             device = chosen[0]
             if len(chosen) > 1:
                 return self._on_several(chosen, metered)
-            if not memory.swappable:
+            if not queue.swappable:
                 return self._started(device, metered)
             from gpushare.run.plain import PlainShare
 
@@ -247,8 +271,10 @@ class JobStart:
             devices=devices,
             command=self.command,
             options=replace(options, rate=self.role.rate),
-            memory=memory,
-            client=self.count == 1 and not memory.swappable and not self._is_outside_mps(options),
+            queue=queue,
+            budget=self.budget,
+            spared=spared,
+            client=self.count == 1 and not queue.swappable and not self._is_outside_mps(options),
             name=self.role.production or options.name,
             production=self.role.production is not None,
             opportunistic=self.role.opportunistic,
@@ -283,24 +309,8 @@ class JobStart:
             self.role.production is not None and not _asks_for_mps(options)
         )
 
-    def _bytes_on(self, devices: Sequence[Device]) -> int | None:
-        """Return the memory of the job on each of some devices; None: no limit was given.
-
-        Raises:
-            BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
-        """
-        if self.wish is None:
-            return None
-        sizes = {self.wish.of(device.memory_total_bytes) for device in devices}
-        if len(sizes) > 1 or None in sizes:
-            raise BadUsage(
-                f"--memory {self.wish.percent:g}% is not the same on {', '.join(device.title for device in devices)}"
-                if len(sizes) > 1
-                else f"the driver does not say how much memory {devices[0].title} has",
-                "give a size: --memory 20G; or name one GPU: -g 0",
-                code="bad_size",
-            )
-        return sizes.pop()
+    def _bytes_on(self, *devices: Device) -> int | None:
+        return None if self.budget is None else self.budget.on(devices)
 
     def _planned_or_run(self, queued: Queued) -> Any:
         if not self.dry_run:
@@ -317,16 +327,16 @@ class JobStart:
             notes=(*planned.notes, outlook_text(found, reasons)),
         )
 
-    def _with_spared(self, devices: Sequence[Device], memory: MemoryOptions) -> MemoryOptions:
-        """Return the options with the production job of ``--for``, which need not run yet, if it is swapped for production.
+    def _spared(self, devices: Sequence[Device]) -> str | None:
+        """Return the production job of ``--for``, which need not run yet, for people; None: none was named.
 
         Raises:
             NotFound: no such job is known.
             BadUsage: it runs on another device than the only one that was chosen.
         """
         target = self.role.target
-        if not memory.for_production or target is None:
-            return memory
+        if target is None:
+            return None
         from gpushare.run.roles import spared_process
 
         try:
@@ -345,7 +355,7 @@ class JobStart:
         spared = f"'{target}'" if found is None else found.title
         if not self.dry_run:
             self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
-        return replace(memory, spared=spared)
+        return spared
 
     def _in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
         """Run a program in a free MIG instance, or in the one with a name."""
@@ -356,19 +366,19 @@ class JobStart:
         from gpushare.run.share import MpsShare, check_program
 
         check_program(options.container or self.command[0])
-        memory = self.memory
+        queue = self.queue
         mps = options.strict or _asks_for_mps(options)
         if not mps:
             self._say_dropped("; for a cap, give --threads")
 
         def check(device: Device) -> None:
-            check_memory(device, self._bytes_on([device]), job=True)
+            check_memory(device, self._bytes_on(device), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
         place, claim, room = self._place_for(text, gpu, check, options)
-        if room is not None and memory is not None:
-            options = replace(options, before=(step_of_run(wait_words(text, memory.wait_seconds)),))
+        if room is not None:
+            options = replace(options, before=(step_of_run(wait_words(text, queue.seconds)),))
         share = (
             MpsShare(self.host, place.device, options.limits, claim)
             if mps
@@ -381,13 +391,12 @@ class JobStart:
             return self._carry_out(share, metered, mps=mps)
 
         try:
-            # Another one of its places may be larger.
-            check_memory(place.device, self._bytes_on([place.device]), job=True)
-            if memory is None or self.wish is None:
+            if self.budget is None:
                 done = start(options)
             else:
-                limited = replace(memory, wait=False, job_bytes=self._bytes_on([place.device]))
-                done = self._limited_in(place.device, options, limited, start, client=mps)
+                # Another one of its places may be larger.
+                check_memory(place.device, self._bytes_on(place.device), job=True)
+                done = self._limited_in(place.device, options, start, client=mps)
         except BaseException:
             share.close()
             raise
@@ -413,8 +422,8 @@ class JobStart:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
         from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
 
-        memory = self.memory
-        if memory is None or not memory.wait:
+        queue = self.queue
+        if not queue.wait:
             if self.dry_run:
                 return free_place(self.host, text, gpu), None, None
             return (*take_place(self.host, text, gpu, check), None)
@@ -431,7 +440,7 @@ class JobStart:
             text,
             gpu,
             check,
-            seconds=memory.wait_seconds,
+            seconds=queue.seconds,
             name=options.name,
             say=self.say,
             quiet=self.quiet,
@@ -442,7 +451,6 @@ class JobStart:
         self,
         device: Device,
         options: RunOptions,
-        memory: MemoryOptions,
         start: Callable[[RunOptions], Any],
         *,
         client: bool,
@@ -457,7 +465,8 @@ class JobStart:
                 devices=(device,),
                 command=self.command,
                 options=options,
-                memory=memory,
+                queue=replace(self.queue, wait=False),
+                budget=self.budget,
                 client=client,
                 name=options.name,
                 production=False,

@@ -96,6 +96,15 @@ _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class SwapWish:
+    """When a job leaves the GPU: at ``swap out`` alone, after this time without work, or in turns (None: by the switch)."""
+
+    idle_seconds: float | None = None
+    turns: bool = False
+    turn_seconds: float | None = None
+
+
 class Look(NamedTuple):
     """What a policy decides on. Seconds are of a clock that only rises; unknown is None."""
 

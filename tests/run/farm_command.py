@@ -6,7 +6,8 @@ from typing import Any
 
 from gpushare.base.selection import Device
 from gpushare.base.units import GIB
-from gpushare.run.copies import FarmOptions
+from gpushare.memory.limit import MemoryBudget
+from gpushare.run.farm import FarmOptions
 
 
 def shell(text: str) -> list[str]:
@@ -16,4 +17,4 @@ def shell(text: str) -> list[str]:
 
 def sized(device: Device, *, size: int = 4 * GIB, **options: Any) -> FarmOptions:
     """Return the options of a farm whose copies get so much memory each."""
-    return FarmOptions(job_bytes={device.uuid: size}, **options)
+    return FarmOptions(budget=MemoryBudget(bytes=size), **options)

@@ -17,9 +17,9 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
+from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
-from gpushare.run.copies import Copy, FarmOptions, command_of, share_of_threads
-from gpushare.run.farm import FarmReporter, farm
+from gpushare.run.farm import Copy, FarmOptions, FarmReporter, command_of, farm, share_of_threads
 from tests.cli.drive import until
 from tests.run.farm_command import shell, sized
 
@@ -184,7 +184,7 @@ def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     deaf = shell("trap '' INT TERM; echo on; while :; do sleep 0.05; done")
-    options = FarmOptions(copies=2, job_bytes={one.uuid: 4 * GIB for one in devices}, grace_seconds=2.0)
+    options = FarmOptions(copies=2, budget=MemoryBudget(bytes=4 * GIB), grace_seconds=2.0)
     began = time.monotonic()
     result = farm(host, devices, deaf, options, heard)
     thread.join()

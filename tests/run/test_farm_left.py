@@ -16,8 +16,7 @@ from gpushare.base.selection import Device
 from gpushare.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
-from gpushare.run.copies import Copy
-from gpushare.run.farm import FarmReporter, farm
+from gpushare.run.farm import Copy, FarmReporter, farm
 from gpushare.run.several import Several
 from tests.cli.drive import alive, until
 from tests.run.farm_command import shell, sized

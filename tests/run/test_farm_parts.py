@@ -16,9 +16,9 @@ from gpushare.base.selection import Device, select_one
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.memory.ledger import Request
+from gpushare.memory.limit import MemoryBudget
 from gpushare.run import farm as module
-from gpushare.run.copies import Copy, FarmOptions
-from gpushare.run.farm import FarmReporter, farm
+from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm
 from tests.run.farm_command import sized
 
 # -- one step of a farm ----------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
 
 
 def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, copies=2, job_bytes={"GPU-a": GIB})
+    step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
     said: list[tuple[int, str]] = []
     step.farm._reporter.news = lambda copy, text: said.append((copy.number, text))  # type: ignore[method-assign]
     step.several.end = lambda *_, **__: (_ for _ in ()).throw(InUse("process 100 hangs in the driver", "reboot"))
@@ -375,7 +375,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
 
 
 def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, copies=2, job_bytes={"GPU-a": GIB})
+    step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
     step.start()
     first, second = step.farm._memories.values()
     first.over = "too much"

@@ -17,15 +17,16 @@ from hypothesis import strategies as some
 from gpushare.base.errors import InUse
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.run import farm_results
-from gpushare.run.copies import Copy
-from gpushare.run.farm import FarmReporter, farm
-from gpushare.run.farm_results import (
+from gpushare.run import farm as farm_results
+from gpushare.run.farm import (
     MARK,
+    Copy,
     CopyEnd,
+    FarmReporter,
     FarmResults,
     copies_done,
     digest_of_command,
+    farm,
     parse_ends,
     text_of_end,
 )

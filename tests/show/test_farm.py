@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpushare.run.copies import Copy
+from gpushare.run.farm import Copy
 from gpushare.show.run import farm_result, progress_text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare.memory.together import best_together
+from gpushare.memory.harm import best_together
 
 QUIET = (0, 0)
 BUSY = (0, 3)

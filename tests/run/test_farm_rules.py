@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import GIB, MIB
 from gpushare.mps.limits import CONTEXT_BYTES
-from gpushare.run.copies import next_step, parse_lines, share_of_threads, size_of_others, together
+from gpushare.run.farm import next_step, parse_lines, share_of_threads, size_of_others, together
 
 counts = some.integers(0, 20)
 
