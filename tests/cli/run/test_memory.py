@@ -371,7 +371,7 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
     until(lambda: sorted(one.memory_bytes for one in world.state.processes) == sizes, "both are on their GPUs")
     words = ("run", "-n", "--wait", "-g", "any", "--", *mine)
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
-    assert room["gpu"] == 1
+    assert room["gpus"] == [1]
     # Although there is less room.
     assert [one["why"].split("; ")[1] for one in room["devices"]] == [
         "by profile: it uses 50 %, what runs there 20 %",
@@ -394,7 +394,7 @@ def test_any_gpu_is_one_that_answers(cli: Cli, refused: Callable[..., str]) -> N
     cli("status", host=world.spec).ok()
     world.fault("lost", gpu="0")
     words = ("run", "-n", "--wait", "-g", "any", "--memory", "4G", "--", "true")
-    assert cli("-o", "json", *words, host=world.spec).ok().data["room"]["gpu"] == 1
+    assert cli("-o", "json", *words, host=world.spec).ok().data["room"]["gpus"] == [1]
     world.fault("lost", gpu="1")
     refused(*words, code="gpu_lost", exit_code=6, host=world.spec)
 
@@ -593,7 +593,7 @@ def test_a_dry_run_says_that_a_job_would_start_now_and_where(cli: Cli) -> None:
     place.take(world.uuid(0))
     words = ("run", "-n", "--wait", "-g", "any", "--memory", "10G", "--", "true")
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
-    assert (room["starts_now"], room["gpu"], room["behind"]) == (True, 1, [])
+    assert (room["starts_now"], room["gpus"], room["behind"]) == (True, [1], [])
     answer = cli(*words, host=world.spec).ok()
     assert any("would start at once, on GPU 1: no production job" in line for line in answer.lines("note"))
     # The steps are those of the GPU that it would take.
@@ -609,7 +609,7 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     first = Place(world.host, Request(memory_bytes=100 * GIB, keys=(key,), client=False, name="large"))
     words = ("run", "-n", "--wait", "--memory", "60G", "--", "true")
     room = cli("-o", "json", *words).ok().data["room"]
-    assert (room["starts_now"], room["gpu"]) == (False, None)
+    assert (room["starts_now"], room["gpus"]) == (False, [])
     (before,) = room["behind"]
     assert (before["pid"], before["user"], before["name"]) == (os.getpid(), user_name(os.geteuid()), "large")
     assert room["devices"][0]["held_by"][0]["name"] == "train"
