@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare import values
+from gpushare.base import values
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_percent, format_slice
