@@ -404,8 +404,11 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     running, before = Place(host, request), Place(host, request)
     running.take(first[0].uuid)
     said: list[str] = []
+    # A clock that stands still, but for the waiting.
+    passed = [0.0]
+    clock, sleep = (lambda: passed[0]), (lambda seconds: passed.append(passed.pop() + seconds))
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, Place(host, request), first, 0.05, {}, telling(said))
+        wait_for_room(host, Place(host, request), first, 0.05, {}, telling(said), clock=clock, sleep=sleep)
     why = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
     assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}, held by process {os.getpid()} (1.0 GiB)"]
     assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {why}; 1 job waited before it"
