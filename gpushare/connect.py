@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import quoted
 from gpushare.host.host import Host, UserDirectory, local_host
-from gpushare.host.nvml import NvmlReader
 
 _USERS_SECONDS = 1.0
 _users_seen: tuple[float, Sequence[UserDirectory]] | None = None
@@ -39,24 +38,4 @@ def connect(spec: str) -> Host:
     # Load the simulation only for a simulated host.
     from gpushare.sim import open_simulated
 
-    simulated = open_simulated(spec)
-    return Host(
-        spec=simulated.spec,
-        nvml=NvmlReader(simulated.library),
-        programs=simulated.programs,
-        processes=simulated.processes,
-        capabilities=simulated.capabilities,
-        machine=simulated.machine,
-        open_channels=simulated.open_channels,
-        open_checkpoint=simulated.open_checkpoint,
-        open_cgroups=simulated.open_cgroups,
-        cgroup_root=simulated.state_file.directory / "cgroup",
-        makes_vgpus=simulated.makes_vgpus,
-        origin=simulated.processes.origin,
-        user_directories=simulated.user_directories,
-        shared_run_directories=simulated.shared_run_directories,
-        run_directory=simulated.run_directory,
-        state_directory=simulated.state_directory,
-        uid=simulated.uid,
-        root=simulated.root,
-    )
+    return open_simulated(spec)

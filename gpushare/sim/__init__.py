@@ -3,87 +3,63 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from gpushare.base.values import dataclass
+from gpushare.host.host import Host, UserDirectory
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from gpushare.host.cgroups import Cgroups
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
-    from gpushare.host.host import UserDirectory
     from gpushare.sim.library import SimulatedLibrary
-    from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
-    from gpushare.sim.processes import SimulatedProcesses
-    from gpushare.sim.programs import SimulatedPrograms
-    from gpushare.sim.state import SimulatedHostState, StateFile
+    from gpushare.sim.state import StateFile
 
 
-class SimulatedHost(NamedTuple):
-    """A simulated host: NVML library, programs, processes, and the user that commands run as there."""
+@dataclass(frozen=True, kw_only=True)
+class SimulatedHost(Host):
+    """A simulated host, with its state and its NVML library."""
 
-    spec: str
     state_file: StateFile
     library: SimulatedLibrary
-    programs: SimulatedPrograms
-    processes: SimulatedProcesses
-    capabilities: SimulatedCapabilities
-    machine: SimulatedMachine
-    run_directory: Path
-    # What outlives a reboot of the simulated host.
-    state_directory: Path
-    uid: int
-    root: bool
-
-    def user_directories(self) -> Sequence[UserDirectory]:
-        """Return the run directories of its other users, to root: those below ``users/UID``, if there are any."""
-        users = self.state_file.directory / _USERS
-        if not self.root or not users.is_dir():
-            return ()
-        from gpushare.host.host import UserDirectory
-
-        uids = sorted(int(one.name) for one in users.iterdir() if one.name.isdecimal())
-        return [UserDirectory(uid, users / str(uid) / "gpushare", os.geteuid()) for uid in uids]
-
-    @property
-    def shared_run_directories(self) -> Sequence[Path]:
-        """Return root's run directory, to a user who has one of his own."""
-        shared = self.state_file.directory / "run"
-        return () if self.run_directory == shared else (shared,)
-
-    def open_channels(self) -> ChannelControl:
-        """Open the channel groups of its processes."""
-        from gpushare.sim.channels import SimulatedChannels
-
-        return SimulatedChannels(self.state_file)
-
-    def makes_vgpus(self) -> bool:
-        """Return whether virtual machines use vGPUs of it."""
-        state = self.state_file.read()
-        return state is not None and any(gpu.vgpus for gpu in state.gpus)
-
-    def open_cgroups(self) -> Cgroups:
-        """Return its cgroups."""
-        from gpushare.sim.cgroups import SimulatedCgroups
-
-        return SimulatedCgroups(self.state_file)
-
-    def open_checkpoint(self) -> Checkpoint:
-        """Return what copies the GPU memory of its processes to host memory and back."""
-        from gpushare.host.checkpoint import Checkpoint
-        from gpushare.sim.checkpoint import SimulatedCheckpoint
-
-        return Checkpoint(SimulatedCheckpoint(self.state_file))
 
 
 # A directory below it with the UID of a user makes that user's run directory another one than root's.
 _USERS: Final = "users"
 
 
-def _run_directory(directory: Path, state: SimulatedHostState) -> Path:
-    own = directory / _USERS / str(state.uid)
-    return own / "gpushare" if not state.root and own.is_dir() else directory / "run"
+def _channels(state_file: StateFile) -> ChannelControl:
+    from gpushare.sim.channels import SimulatedChannels
+
+    return SimulatedChannels(state_file)
+
+
+def _cgroups(state_file: StateFile) -> Cgroups:
+    from gpushare.sim.cgroups import SimulatedCgroups
+
+    return SimulatedCgroups(state_file)
+
+
+def _checkpoint(state_file: StateFile) -> Checkpoint:
+    from gpushare.host.checkpoint import Checkpoint
+    from gpushare.sim.checkpoint import SimulatedCheckpoint
+
+    return Checkpoint(SimulatedCheckpoint(state_file))
+
+
+def _makes_vgpus(state_file: StateFile) -> bool:
+    state = state_file.read()
+    return state is not None and any(gpu.vgpus for gpu in state.gpus)
+
+
+def _user_directories(state_file: StateFile) -> Sequence[UserDirectory]:
+    """Return the run directories of the users below ``users/UID``, if there are any."""
+    users = state_file.directory / _USERS
+    uids = sorted(int(entry.name) for entry in users.iterdir() if entry.name.isdecimal()) if users.is_dir() else ()
+    return [UserDirectory(uid, users / str(uid) / "gpushare", os.geteuid()) for uid in uids]
 
 
 def open_simulated(spec: str) -> SimulatedHost:
@@ -93,6 +69,7 @@ def open_simulated(spec: str) -> SimulatedHost:
         BadUsage: not a simulated host's name, or an unknown GPU model.
         NoPermission: its state cannot be written.
     """
+    from gpushare.host.nvml import NvmlReader
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
@@ -105,16 +82,29 @@ def open_simulated(spec: str) -> SimulatedHost:
     if state is None:
         with state_file.changed(initial_state(canonical)) as state:
             pass
+    directory, library, processes = state_file.directory, SimulatedLibrary(state_file), SimulatedProcesses(state_file)
+    own, shared = directory / _USERS / str(state.uid), directory / "run"
+    is_user = not state.root and own.is_dir()
     return SimulatedHost(
         spec=canonical,
         state_file=state_file,
-        library=SimulatedLibrary(state_file),
+        library=library,
+        nvml=NvmlReader(library),
         programs=SimulatedPrograms(state_file),
-        processes=SimulatedProcesses(state_file),
+        processes=processes,
         capabilities=SimulatedCapabilities(state_file),
         machine=SimulatedMachine(state_file),
-        run_directory=_run_directory(state_file.directory, state),
-        state_directory=state_file.directory / "var",
+        origin=processes.origin,
+        open_channels=partial(_channels, state_file),
+        open_checkpoint=partial(_checkpoint, state_file),
+        open_cgroups=partial(_cgroups, state_file),
+        cgroup_root=directory / "cgroup",
+        makes_vgpus=partial(_makes_vgpus, state_file),
+        user_directories=partial(_user_directories, state_file) if state.root else tuple,
+        run_directory=own / "gpushare" if is_user else shared,
+        shared_run_directories=(shared,) if is_user else (),
+        # What outlives a reboot of the simulated host.
+        state_directory=directory / "var",
         uid=state.uid,
         root=state.root,
     )
