@@ -44,21 +44,11 @@ def test_the_listing_is_the_captured_one() -> None:
     assert run("-L").stdout == captured("nvidia-smi-L.txt")
 
 
-def test_the_compute_mode_as_the_slurm_scripts_ask_for_it() -> None:
-    uuid = state("sim:2xh200").gpus[1].uuid
-    query = ("-i", uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
-    assert run(*query, spec="sim:2xh200").stdout == "Default\n"
-    run("-i", uuid, "-c", "EXCLUSIVE_PROCESS", spec="sim:2xh200")
-    assert run(*query, spec="sim:2xh200").stdout == "Exclusive_Process\n"
-    assert run("--query-gpu=compute_mode", "--format=csv").stdout == "compute_mode\nDefault\n"
-
-
 def test_compute_policy_texts() -> None:
     assert run("compute-policy", "-l").stdout == captured("compute-policy-list.txt")
     nothing = run("compute-policy")
     text = "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n\n"
     assert (nothing.exit_code, nothing.stdout) == (2, text)
-    assert run("mig", "-i", "0").stdout == text
 
 
 def test_setting_the_time_slice_and_reading_it_back() -> None:
@@ -135,18 +125,6 @@ def test_mig_devices_in_the_listing() -> None:
         assert listing[number + 1] == f"  MIG {name}     Device  {number}: (UUID: {instance.uuid})"
 
 
-def test_the_persistence_mode() -> None:
-    bus = state().gpus[0].pci_bus_id
-    for word, title in (("0", "Disabled"), ("1", "Enabled")):
-        assert run("-i", "0", "-pm", word).stdout == f"{title} persistence mode for GPU {bus}.\nAll done.\n"
-        assert state().gpus[0].persistence == (word == "1")
-    assert run("-pm", "2").exit_code == run("-pm", "1", "-c", "0").exit_code == 2
-    admin.set_fault(SPEC, "user", value="1000")
-    refused = run("-pm", "0")
-    assert (refused.exit_code, state().gpus[0].persistence) == (4, True)
-    assert f"Unable to disable persistence mode for GPU {bus}: Insufficient Permissions\n" in refused.stdout
-
-
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [
@@ -182,10 +160,8 @@ def test_one_lost_gpu_does_not_hide_the_other() -> None:
             2,
             "ERROR: Option -i is not valid for this command. Please run 'nvidia-smi -h' for help.\n\n",
         ),
-        (["--query-gpu=name", "--format=csv"], 2, 'Field "name" is not a valid field to query.\n\n'),
         (["-q"], 255, "ERROR: Option -q is not recognized. Please run 'nvidia-smi -h'.\n\n"),
         (["pmon"], 255, "ERROR: Option pmon is not recognized. Please run 'nvidia-smi -h'.\n\n"),
-        (["mig", "-lgip"], 2, 'Option "-lgip" is not recognized.\n'),
         (["-i", "0", "mig", "-lgi"], 255, "ERROR: Option mig is not recognized. Please run 'nvidia-smi -h'.\n\n"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The simulated nvidia-smi against the real ones, with wrong input and with refused changes.
+"""The simulated nvidia-smi against the real ones, with wrong input and where nothing changes.
 
 The answers were recorded from the programs of drivers 550 and 580 on NVIDIA's mocked NVML, to which a small library added
 MIG and compute modes: one GPU, persistence mode off, MIG off or on with a 1g at 0 and a 3g at 4. A few of each kind.
