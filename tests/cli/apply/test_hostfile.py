@@ -140,6 +140,7 @@ def test_a_second_apply_does_nothing(cli: Cli, write: Write) -> None:
     assert same(EIGHT) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_way_of_sharing_follows_any_other(cli: Cli, write: Write, seed: int) -> None:
     chosen = random.Random(seed)  # noqa: S311 - which ways are tried
@@ -734,6 +735,7 @@ TO = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, 12))
 def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int) -> None:
     world = World(TWO)

@@ -1,0 +1,278 @@
+"""How many wrong programs the tests find: ``python -m benchmarks.mutants --seed N --count 100 [gpushare/run ...]``.
+
+Each mutant is gpushare with one thing changed at random: a comparison, a boundary, and/or, a condition, a number, a returned
+value, a statement left out. The tests of that file run on it, in a copy of the checkout: those that import the file first, then
+those of its room, then those of its verbs. A mutant is ``found`` if a test fails, ``survived`` if none does, and ``undecided``
+if they take longer than ``--seconds``. The survivors are printed with what was changed. Some of them are equal to the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final
+
+PROJECT: Final = Path(__file__).parents[1]
+COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}
+NAMES: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
+# The verbs whose tests say most of a room; a room without an entry has the verb of its name.
+VERBS: Final = {
+    "base": ("status", "mig", "mps"),
+    "connect.py": ("status", "sim"),
+    "gpu_models": ("status", "mig"),
+    "host": ("status", "doctor", "run"),
+    "hostfile": ("apply",),
+    "measure": ("bench", "tune", "observe", "savings"),
+    "memory": ("run", "swap"),
+    "advice": ("advise", "compare"),
+    "run": ("run", "stop", "jobs"),
+    "show": ("status", "doctor", "mig"),
+    "sim": ("sim", "mig", "mps"),
+    "snapshot.py": ("status", "metrics"),
+    "pause": ("pause", "run"),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place of a file; ``start`` and ``end`` are offsets into its UTF-8."""
+
+    path: str
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+    def apply(self, text: bytes) -> bytes:
+        """Return the file with the change."""
+        return text[: self.start] + self.new.encode() + text[self.end :]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}\n    - {' '.join(self.old.split())}\n    + {' '.join(self.new.split())}"
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Return every mutant of a file of the package."""
+    text = path.read_bytes()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node, new in _changes(ast.parse(text)):
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        yield Mutant(str(path.relative_to(PROJECT)), node.lineno, start, end, text[start:end].decode(), new)
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    """Return each node of a function that can be changed, with its new text."""
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        # Texts, types and the declarations of options are not what a mutant is about.
+        if isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.Raise)):
+            if isinstance(node, ast.AnnAssign) and node.value:
+                stack.append(node.value)
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            stack += node.body
+            continue
+        stack += ast.iter_child_nodes(node)
+        yield from _of_statement(node) if isinstance(node, ast.stmt) else _of_expression(node)
+
+
+def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    if isinstance(node, (ast.If, ast.While)):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+    elif isinstance(node, ast.Return) and node.value and not _is_none(node.value):
+        yield node, "return None"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield node, "pass"
+    elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
+        changed = ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value)
+        yield node, ast.unparse(changed)
+
+
+def _of_expression(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    if not isinstance(node, ast.expr):
+        return
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        changed: ast.expr = ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        changed = ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        changed = node.operand
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not _is_text(node):
+        changed = ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        changed = ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        changed = ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
+        changed = ast.Call(ast.Name(NAMES[node.func.id]), node.args, node.keywords)
+    else:
+        return
+    yield node, f"({ast.unparse(changed)})"
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    parts = (node.left, node.right)
+    return any(isinstance(part, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_string(part) for part in parts)
+
+
+def _is_string(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def tests_of(path: str) -> list[str]:
+    """Return the test files and directories that say what a file of the package does, the nearest first."""
+    module = path.removesuffix("/__init__.py").removesuffix(".py")
+    room = path.split("/")[1]
+    dotted = module.replace("/", ".")
+    package, _, name = dotted.rpartition(".")
+    marks = (f"from {dotted} import", f"import {dotted}\n", f'"{dotted}.', f"from {package} import {name}\n")
+    near = []
+    for file in sorted(PROJECT.joinpath("tests").rglob("test_*.py")):
+        text = file.read_text()
+        if any(mark in text for mark in marks):
+            near.append(str(file.relative_to(PROJECT)))
+    if room == "cli":
+        verb = path.split("/")[2].removesuffix(".py").split("_")[0]
+        far = [f"tests/cli/{verb}", "tests/cli/test_common.py", "tests/cli/test_consent.py"]
+    else:
+        far = [f"tests/{room}", *(f"tests/cli/{verb}" for verb in VERBS.get(room, (room,)))]
+    return list(dict.fromkeys([*near, *(item for item in far if PROJECT.joinpath(item).exists())]))
+
+
+def copy_checkout(directory: Path) -> None:
+    """Copy what git knows of the checkout."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if PROJECT.joinpath(name).is_file():
+            directory.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(PROJECT / name, directory / name)
+
+
+def verdict(mutant: Mutant, checkout: Path, seconds: float) -> str:
+    """Return what the tests say of a mutant: found, survived or undecided."""
+    path = checkout / mutant.path
+    original = path.read_bytes()
+    _write(path, mutant.apply(original))
+    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(mutant.path)]
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "undecided"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    finally:
+        _write(path, original)
+    return "survived" if code == 0 else "found"
+
+
+def _write(path: Path, text: bytes) -> None:
+    path.write_bytes(text)
+    # Python believes what it compiled of a file of the same size and second.
+    for compiled in path.parent.joinpath("__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink(missing_ok=True)
+
+
+def sample(paths: Sequence[str], seed: int, count: int) -> list[Mutant]:
+    """Return mutants of the files below some paths, drawn at random."""
+    files = [
+        file
+        for path in paths
+        for file in ([PROJECT / path] if path.endswith(".py") else sorted((PROJECT / path).rglob("*.py")))
+    ]
+    every = [mutant for file in files for mutant in mutants(file)]
+    return random.Random(seed).sample(every, min(count, len(every)))  # noqa: S311 - no secret
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Draw mutants, run the tests on each, and print what survived."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", default=["gpushare"], help="files or directories of the package")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=120.0, help="the most that the tests of one mutant may take")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time")
+    options = parser.parse_args(words)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mutants") as directory:
+        checkouts: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.jobs):
+            copy_checkout(Path(directory, str(number)))
+            checkouts.put(Path(directory, str(number)))
+
+        def judge(mutant: Mutant) -> tuple[str, Mutant]:
+            checkout = checkouts.get()
+            try:
+                return verdict(mutant, checkout, options.seconds), mutant
+            finally:
+                checkouts.put(checkout)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for word, mutant in pool.map(judge, sample(options.paths, options.seed, options.count)):
+                counts[word] += 1
+                if word != "found":
+                    print(f"{word} {mutant}", flush=True)
+    decided = counts["found"] + counts["survived"]
+    share = f"{counts['found'] / decided:.0%} of the decided" if decided else "none decided"
+    print(f"{counts['found']} found, {counts['survived']} survived, {counts['undecided']} undecided: {share}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
