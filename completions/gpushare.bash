@@ -44,7 +44,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status jobs doctor explain observe metrics run farm stop logs mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
+      commands='status jobs doctor explain observe metrics schema run farm stop logs mps mig timeslice pause resume swap advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -72,6 +72,10 @@ _gpushare_node() {
     'metrics')
       options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--listen --host -o --output'
+      ;;
+    'schema')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
       ;;
     'run')
       options='-g --gpu --gpus --bind --mig --threads --memory --over --priority --slice --weight --strict --container --wait --timeout --requeue --swap --production --metric --lower-is-better --lower --higher-is-better --opportunistic --for --yield --keep --name -d --detach --grace --help-all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -283,7 +287,7 @@ _gpushare_node() {
       positional='@files'
       ;;
     'capture')
-      options='-g --gpu --by --schema --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --by --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --by --host -o --output'
       ;;
     'export')

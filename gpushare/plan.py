@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Final, TypeVar
 
 from gpushare.base.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
-from gpushare.base.values import dataclass
+from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.signals import undisturbed
 
 T = TypeVar("T")
@@ -30,10 +30,10 @@ class Step:
     what: str
     command: str
     undo: str | None = None
-    do: Callable[[], None] = field(repr=False)
-    revert: Callable[[], None] | None = field(default=None, repr=False)
+    do: Callable[[], None] = field(repr=False, metadata=NOT_STORED)
+    revert: Callable[[], None] | None = field(default=None, repr=False, metadata=NOT_STORED)
     # False: it only checks.
-    changes: bool = True
+    changes: bool = field(default=True, metadata=NOT_STORED)
 
 
 @dataclass(frozen=True, kw_only=True)

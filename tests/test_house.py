@@ -30,6 +30,7 @@ DOMAIN_OF = {
     "tune": "measure",
     "observe": "measure",
     "metrics": "show",
+    "schema": "show",
     "status": "snapshot",
     "jobs": "run",
     "stop": "run",
@@ -195,6 +196,7 @@ JSON_READERS = {
     "gpushare.measure.dcgm": "what dcgmi prints",
     "gpushare.measure.recording": "a recording that the user names",
     "gpushare.run.farm": "the results of a farm, in a directory that the user names",
+    "gpushare.show.schema": "the schemas that gpushare brings along",
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes the manual pages, the completions, the schema of gpushare.yaml, the pictures and the output in the documents.
+"""Writes the manual pages, the completions, the schemas, the pictures and the output in the documents.
 
 ``python -m tools.generate [--check] [DIRECTORY]``
 """
@@ -14,6 +14,7 @@ from tools.completions import bash, fish, zsh
 from tools.documents import documents
 from tools.manual import manuals
 from tools.pictures import pictures
+from tools.schemas import schemas
 from tools.tree import command_tree
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ def artifacts() -> dict[str, str]:
         "completions/_gpushare": zsh(root),
         "completions/gpushare.fish": fish(root),
         "gpushare/data/schemas/gpushare.yaml.json": json.dumps(schema(), indent=2) + "\n",
+        "gpushare/data/schemas/answers.json": schemas(),
         **pictures(),
         **documents(root),
     }

@@ -53,12 +53,12 @@ class GpushareError(Exception):
     code: str = "failed"
     exit_code: ExitCode = ExitCode.FAILED
 
-    def __init__(self, message: str, hint: str, *, gpu: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, hint: str, *, gpu: int | str | None = None, code: str | None = None) -> None:
         message = cut(message, _MOST_CHARACTERS)
         super().__init__(message)
         self.message: Final = message
         self.hint: Final = hint
-        self.gpu: Final = gpu
+        self.gpu: Final = None if gpu is None else str(gpu)
         if code is not None:
             self.code = code
 
@@ -114,11 +114,27 @@ class NoPermission(GpushareError):
     exit_code = ExitCode.NO_PERMISSION
 
 
+def needs_root(task: str, gpu: int | None = None) -> NoPermission:
+    """Return the error of a change that only root may make: ``switching MIG``."""
+    return NoPermission(f"{task} needs root", "run it as root: sudo gpushare ...; or look first: --dry-run", gpu=gpu)
+
+
+def signal_refused(signal: str, pid: int) -> NoPermission:
+    """Return the error of a signal (``SIGTERM``) to a process of another user."""
+    message = f"not allowed to send {signal} to process {pid}: it belongs to another user"
+    return NoPermission(message, f"ask its owner, or run as root: sudo kill -{signal.removeprefix('SIG')} {pid}")
+
+
 class NotFound(GpushareError):
     """The GPU, instance, daemon or process does not exist."""
 
     code = "not_found"
     exit_code = ExitCode.NOT_FOUND
+
+
+def no_process(pid: int | str, hint: str = "see what runs: gpushare status", code: str | None = None) -> NotFound:
+    """Return the error of a PID that no process has."""
+    return NotFound(f"there is no process {str(pid)[:20]}", hint, code=code)
 
 
 class NoGpu(NotFound):
@@ -130,6 +146,11 @@ class NoGpu(NotFound):
 def no_gpu(hint: str = "see: gpushare doctor") -> NoGpu:
     """Return the error of a host without a GPU."""
     return NoGpu("this host has no GPU", hint)
+
+
+def gpu_not_named(gpus: int, question: str, hint: str = "name one: -g 0") -> BadUsage:
+    """Return the error of a command that does not choose among several GPUs."""
+    return BadUsage(f"this host has {gpus} GPUs; {question}", hint, code="gpu_not_named")
 
 
 class DriverNotLoaded(GpushareError):
@@ -156,13 +177,13 @@ class InUse(GpushareError):
 class NeedsConsent(InUse):
     """What the plan destroys, stops or ends is named, granted, busy or not ours, and nobody agreed.
 
-    ``data`` is the plan, as `show.plan.plan_result` gives it.
+    ``data`` is the plan, as `show.plan.plan_answer` gives it.
     """
 
     code = "needs_consent"
 
     def __init__(
-        self, message: str, hint: str, *, gpu: str | None = None, code: str | None = None, data: object = None
+        self, message: str, hint: str, *, gpu: int | str | None = None, code: str | None = None, data: object = None
     ) -> None:
         super().__init__(message, hint, gpu=gpu, code=code)
         self.data: Final = data

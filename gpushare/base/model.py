@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from enum import Enum, IntEnum
-from typing import Final
+from typing import ClassVar, Final
 
-from gpushare.base.values import dataclass
+from gpushare.base.values import NOT_STORED, dataclass
 
 
 class ComputeMode(IntEnum):
@@ -88,6 +89,7 @@ class GpuProcess:
     role: str | None = None
     way: str | None = None
     threads_percent: float | None = None
+    json_properties: ClassVar = ("type",)
 
     @property
     def type(self) -> str:
@@ -223,7 +225,7 @@ class Gpu:
     time_slice: TimeSlice | None = None
     mig_instances: tuple[MigInstance, ...] = ()
     # NVML hides MIG devices: an empty list does not mean that there are none.
-    mig_hidden: bool = False
+    mig_hidden: bool = field(default=False, metadata=NOT_STORED)
     # None: unknown; empty: no processes.
     processes: tuple[GpuProcess, ...] | None = None
     error: str | None = None
@@ -281,6 +283,7 @@ class LimitedJob:
     device_uuid: str
     limit_bytes: int
     above: str
+    json_properties: ClassVar = ("by_driver",)
 
     @property
     def by_driver(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, no_gpu
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, gpu_not_named, no_gpu
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
@@ -58,7 +58,7 @@ def no_mig(gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has
     """Return the error of GPUs of which none has MIG."""
     if len(gpus) == 1:
         index, name = gpus[0].index, gpus[0].name or "unknown model"
-        return NotSupported(f"GPU {index} ({name}) has no MIG", hint, gpu=str(index), code="no_mig")
+        return NotSupported(f"GPU {index} ({name}) has no MIG", hint, gpu=index, code="no_mig")
     names = ", ".join(sorted({one.name or "unknown model" for one in gpus})) or "no GPU"
     return NotSupported(f"none of these GPUs has MIG ({names})", hint, code="no_mig")
 
@@ -98,9 +98,7 @@ def _indexes(word: str) -> list[str]:
 def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
     """Return the device that a change works on. ``-g`` may be absent only on a host with one GPU."""
     if text is None and len(gpus) > 1:
-        raise BadUsage(
-            f"this host has {len(gpus)} GPUs; this command needs one", "name one: -g 0", code="gpu_not_named"
-        )
+        raise gpu_not_named(len(gpus), "this command needs one")
     devices = select_for_change(text, gpus)
     if len(devices) > 1:
         raise BadUsage(
@@ -114,15 +112,9 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
     if not gpus:
         raise no_gpu()
     if text is None and len(gpus) > 1:
-        raise BadUsage(
-            f"this host has {len(gpus)} GPUs; say which to change",
-            "name one: -g 0; or all: -g all",
-            code="gpu_not_named",
-        )
+        raise gpu_not_named(len(gpus), "say which to change", "name one: -g 0; or all: -g all")
     devices = select(text, gpus)
-    for device in devices:
-        if device.gpu.error is not None:
-            raise GpuLost(device.gpu.error, "see: gpushare status", gpu=str(device.gpu.index))
+    check_answers(*(device.gpu for device in devices))
     return devices
 
 
@@ -143,11 +135,8 @@ def candidates(
         GpushareError: as `select_for_change`.
     """
     if gpu is None and len(gpus) > 1:
-        raise BadUsage(
-            f"this host has {len(gpus)} GPUs; say on which to run",
-            "name one: -g 0; or take the one where it harms least: -g any",
-            code="gpu_not_named",
-        )
+        hint = "name one: -g 0; or take the one where it harms least: -g any"
+        raise gpu_not_named(len(gpus), "say on which to run", hint)
     if not is_any(gpu):
         return select_for_change(gpu, gpus)
     # Any GPU is one that answers.
@@ -195,6 +184,13 @@ def usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
             code="mig_enabled",
         )
     return tuple(found)
+
+
+def check_answers(*gpus: Gpu) -> None:
+    """Raise GpuLost for the first GPU that does not answer."""
+    for gpu in gpus:
+        if gpu.error is not None:
+            raise GpuLost(gpu.error, "see: gpushare status", gpu=gpu.index)
 
 
 def _one(word: str, gpus: Sequence[Gpu]) -> Device:

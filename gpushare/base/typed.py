@@ -16,8 +16,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-# A field with this metadata is no part of the JSON.
-NOT_STORED: Final = {"stored": False}
+from gpushare.base.values import NOT_STORED
 
 
 class Within(NamedTuple):

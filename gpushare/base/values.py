@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
+# A field with this metadata is no part of the JSON.
+NOT_STORED: Final = {"stored": False}
 # A class of which there are more has an `__init__` of its own compiled, which is five times as fast.
 _MANY: Final = 16
 _MISSING: Final = object()

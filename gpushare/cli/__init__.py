@@ -33,6 +33,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "explain": "Explain an error code or a log line.",
         "observe": "Record how GPUs and processes are used.",
         "metrics": "Serve metrics for Prometheus.",
+        "schema": "Print the JSON Schema of an answer.",
     },
     "Share": {
         "run": "Run a program inside a share of a GPU.",

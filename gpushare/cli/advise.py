@@ -360,7 +360,7 @@ def _named(state: HostState, facts: HostFacts, gpu: str | None) -> GpuFacts | No
     if not facts.gpus:
         raise no_gpu()
     if all(one.error is not None for one in facts.gpus) and gpu is None:
-        raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=str(facts.gpus[0].index))
+        raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
     if gpu is None:
         return None
     device = select_one(gpu, state.gpus)

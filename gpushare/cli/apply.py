@@ -6,11 +6,12 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
+from gpushare.base.model import Sharing
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -25,6 +26,8 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
+from gpushare.plan import Step
+from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -265,7 +268,7 @@ def _not_agreed(gpu: int, losses: Sequence[Loss], agreed: Sequence[Loss]) -> Nee
     return NeedsConsent(
         f"GPU {gpu} has changed since the question: applying the file {taken(not_agreed(losses, agreed))}",
         "run it again: it asks for this too; or agree to everything: -y",
-        gpu=str(gpu),
+        gpu=gpu,
     )
 
 
@@ -315,7 +318,8 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
     if not limits or planned.errors:
         return planned
     tables = tuple(replace(one, empty="only limits of users would change") for one in planned.tables)
-    return replace(planned, tables=tables, notes=(*planned.notes, *limits), data={**planned.data, "memory": limits})
+    data = replace(planned.data, memory=tuple(limits))
+    return replace(planned, tables=tables, notes=(*planned.notes, *limits), data=data)
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:
@@ -323,10 +327,31 @@ def _kept(host: Host, text: str, result: Result) -> Result:
     from gpushare.hostfile.load import keep_applied
 
     try:
-        return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})
+        return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
     except GpushareError as error:
         said = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
         return replace(result, errors=(said,), exit_code=said.exit_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuApplied:
+    """What applying the file does to one GPU."""
+
+    gpu: int
+    sharing: Sharing
+    state: Literal["same", "planned", "done", "failed"]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyAnswer(PlanAnswer):
+    """The answer of `apply`."""
+
+    gpus: tuple[GpuApplied, ...]
+    # The file that is applied at boot.
+    kept: str | None = None
+    # Limits of users that would change.
+    memory: tuple[str, ...] = ()
 
 
 def _in_force(row: _Row) -> str:
@@ -342,8 +367,6 @@ def _in_force(row: _Row) -> str:
 
 
 def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | None) -> Result:
-    from gpushare.show.plan import plan_result, undone
-
     errors = [row.error for row in rows if row.error is not None] + list(found.missing)
     if errors and len(errors) == len(rows) + len(found.missing) == 1:
         raise errors[0]
@@ -355,18 +378,17 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | N
     result = plan_result("apply", whole, dry_run=dry_run, **empty)
     if any(row.done for row in rows):
         result = replace(result, done=undone([_in_force(row) for row in rows if row.done], undo))
-    gpus = [
-        {
-            "gpu": row.gpu,
-            "sharing": row.entry.sharing.value,
-            "state": "failed" if row.error is not None else "done" if row.done else "planned" if row.steps else "same",
-            "steps": [{"what": one.what, "command": one.command, "undo": one.undo} for one in row.steps],
-        }
+    gpus = tuple(
+        GpuApplied(
+            gpu=row.gpu,
+            sharing=row.entry.sharing,
+            state="failed" if row.error is not None else "done" if row.done else "planned" if row.steps else "same",
+            steps=tuple(row.steps),
+        )
         for row in rows
-    ]
+    )
     return replace(
-        result,
-        data={**result.data, "gpus": gpus, "kept": None},
+        with_answer(result, ApplyAnswer, gpus=gpus),
         errors=tuple(errors),
         all_failed=all(row.error is not None for row in rows),
         exit_code=errors[0].exit_code if errors else 0,

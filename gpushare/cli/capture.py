@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
@@ -29,9 +28,6 @@ _AT_BOOT: Final = (
 def capture(
     gpu: GpuOption = None,
     by: Annotated[str, typer.Option("--by", metavar="KEY", help="Name GPUs by index or uuid.")] = "index",
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of the file instead, for editors.")
-    ] = False,
 ) -> Any:
     """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
 
@@ -46,10 +42,6 @@ def capture(
     from gpushare.show.status import gpu_errors
     from gpushare.snapshot import HostState
 
-    if schema:
-        from gpushare.hostfile.parse import schema as host_file_schema
-
-        return Result(command="capture", data=host_file_schema(), text=json.dumps(host_file_schema(), indent=2))
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
         raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")

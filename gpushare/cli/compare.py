@@ -115,7 +115,7 @@ def _facts(gpu: str | None) -> HostFacts:
     if not facts.gpus:
         raise no_gpu("see the general table: gpushare compare --view today")
     if not answering(facts):
-        raise GpuLost("no GPU answers", "see: gpushare doctor", gpu=str(facts.gpus[0].index))
+        raise GpuLost("no GPU answers", "see: gpushare doctor", gpu=facts.gpus[0].index)
     return facts
 
 

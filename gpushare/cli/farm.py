@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -172,11 +172,8 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
     from gpushare.base.selection import candidates, is_any, usable
 
     if gpu is None and len(gpus) > 1:
-        raise BadUsage(
-            f"this host has {len(gpus)} GPUs; say on which to run",
-            "name them: -g 0, -g 0-3; or all that answer: -g any",
-            code="gpu_not_named",
-        )
+        hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
+        raise gpu_not_named(len(gpus), "say on which to run", hint)
     found = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
     return usable(found, instances=True) if is_any(gpu) else found
 

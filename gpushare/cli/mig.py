@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotSupported
+from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_files import wished
 from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
+from gpushare.mig.plan import Cost
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -269,6 +272,13 @@ def _hints_for(model: str | None) -> Iterator[None]:
         raise error.restated(hint=error.hint.replace("gpushare mig profiles", about)) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MigPlanAnswer(PlanAnswer):
+    """The answer of `mig plan`."""
+
+    cost: Cost
+
+
 def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
     from dataclasses import replace
@@ -284,8 +294,7 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
     notes = _plan_notes(found, off, made_ids=any("-ci CI" in (step.undo or "") for step in steps))
     result = plan_result("mig plan", Plan(title="the layout", steps=tuple(steps), notes=tuple(notes)), dry_run=True)
     return replace(
-        result,
-        data={**result.data, "cost": found.cost._asdict()},
+        with_answer(result, MigPlanAnswer, cost=found.cost),
         text=plan_text(found, {layout.gpu: layout for layout in layouts}),
         tables=result.tables if steps else (),
     )
@@ -320,7 +329,7 @@ def capable(
     gpus = [one for one in chosen.values() if one.mig_capable and one.error is None]
     lost = next((one for one in chosen.values() if one.error is not None), None)
     if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
-        raise GpuLost(lost.error, "see: gpushare status", gpu=str(lost.index))
+        raise GpuLost(lost.error, "see: gpushare status", gpu=lost.index)
     if not gpus:
         raise no_mig(list(chosen.values()), "try one that has it: gpushare mig profiles --model h100-80gb")
     return gpus, layouts_of(host, gpus, hidden)

@@ -14,14 +14,15 @@ import typer
 from gpushare.base.errors import (
     BadCombination,
     BadUsage,
-    GpuLost,
     GpushareError,
     InUse,
     NotFound,
     NotSupported,
     OperationFailed,
 )
+from gpushare.base.selection import check_answers
 from gpushare.base.units import counted, quoted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
@@ -40,6 +41,7 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -77,7 +79,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
         raise BadUsage(
             f"{part.mig.uuid} is an instance; this changes the whole GPU {part.gpu.index}",
             f"name the GPU: -g {part.gpu.index}; to destroy one instance: gpushare mig destroy {part.mig.uuid}",
-            gpu=str(part.gpu.index),
+            gpu=part.gpu.index,
             code="whole_gpu",
         )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
@@ -185,7 +187,7 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
     from gpushare.show.plan import plan_result, undone
 
     said = [*notes, *change.notes, *change.plan.notes]
-    made: list[dict[str, Any]] = []
+    made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
         made = _made(host, change)
         said += _after(host, change)
@@ -195,12 +197,33 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
     if dry_run:
         plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
         picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
-        return replace(result, data={**result.data, "created": made}, text=picture)
+        return replace(with_answer(result, MigChangeAnswer, created=()), text=picture)
     lines = list(_in_force(host, change, made))
-    return replace(result, data={**result.data, "created": made}, done=undone(lines, undo) if lines else result.done)
+    answer = with_answer(result, MigChangeAnswer, created=tuple(made))
+    return replace(answer, done=undone(lines, undo) if lines else result.done)
 
 
-def _in_force(host: Host, change: MigChange, made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class MadeInstance:
+    """A GPU instance that was created, or in which something was."""
+
+    gpu: int
+    gpu_instance_id: int
+    profile: str
+    # The memory slice at which it begins.
+    start: int
+    # Of the new MIG devices.
+    uuids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigChangeAnswer(PlanAnswer):
+    """The answer of a change of MIG."""
+
+    created: tuple[MadeInstance, ...]
+
+
+def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
     from gpushare.mig.ledger import names_of
 
@@ -217,12 +240,12 @@ def _in_force(host: Host, change: MigChange, made: Sequence[Mapping[str, Any]]) 
             ]
             yield f"{', '.join(gone)} on GPU {one.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
         for row in made:
-            if row["gpu"] == one.gpu.index:
-                name = names.get((one.gpu.uuid or "", row["profile"], row["start"]), "")
-                yield f"{row['profile']}:{row['start']}{name} on GPU {row['gpu']}: {', '.join(row['uuids'])}"
+            if row.gpu == one.gpu.index:
+                name = names.get((one.gpu.uuid or "", row.profile, row.start), "")
+                yield f"{row.profile}:{row.start}{name} on GPU {row.gpu}: {', '.join(row.uuids)}"
 
 
-def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
+def _made(host: Host, change: MigChange) -> list[MadeInstance]:
     """Return the GPU instances that were created, or in which something was, each with the new UUIDs."""
     from gpushare.mig.driver import MigReader
 
@@ -235,13 +258,13 @@ def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
         stayed = {part.uuid for there in one.plan.kept for part in there.compute}
         stayed -= {part.uuid for gone in one.plan.destroyed for part in gone.compute}
         rows += [
-            {
-                "gpu": gpu.index,
-                "gpu_instance_id": there.id,
-                "profile": there.profile.name,
-                "start": there.start,
-                "uuids": [part.uuid for part in there.compute if part.uuid and part.uuid not in stayed],
-            }
+            MadeInstance(
+                gpu=gpu.index,
+                gpu_instance_id=there.id,
+                profile=there.profile.name,
+                start=there.start,
+                uuids=tuple(part.uuid for part in there.compute if part.uuid and part.uuid not in stayed),
+            )
             for there in MigReader(host.nvml).layout(gpu).instances
             if there.place in places
         ]
@@ -684,9 +707,7 @@ def _demanded(
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
     demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
     touched = [one for one in everybody if one.index in demands]
-    for one in touched:
-        if one.error is not None:
-            raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
+    check_answers(*touched)
     return touched, layouts_of(host, touched), demands, (*elsewhere, *notes)
 
 
@@ -697,7 +718,7 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
         raise NotSupported(
             f"MIG is off on GPU {which}",
             f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
-            gpu=str(off[0].index),
+            gpu=off[0].index,
             code="mig_off",
         )
 
@@ -708,7 +729,7 @@ def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapp
             raise NotSupported(
                 f"GPU {one.index}: this driver lists MIG profiles only while MIG is on, and it is off",
                 f"switch it on, then run this again: gpushare mig enable -g {one.index}",
-                gpu=str(one.index),
+                gpu=one.index,
                 code="mig_off",
             )
 
@@ -768,7 +789,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
             f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found}; "
             "a name means the GPU instance with all of them",
             f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; for one compute instance use -g MIG-<uuid>",
-            gpu=str(layout.gpu),
+            gpu=layout.gpu,
             code="part_of_instance",
         )
     one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)

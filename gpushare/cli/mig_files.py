@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NoGpu, no_gpu
+from gpushare.base.selection import check_answers
 from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
@@ -101,7 +102,8 @@ def export(
 
     check_config_name(name)
     host = settings.connect()
-    chosen = _answering(_gpus(host, gpu))
+    chosen = _gpus(host, gpu)
+    check_answers(*chosen)
     if not any(one.mig_capable for one in chosen):
         raise no_mig(chosen)
     reader = MigReader(host.nvml)
@@ -135,13 +137,6 @@ def _gpus(host: Host, text: str | None) -> list[Gpu]:
     if not found:
         raise no_gpu()
     return list(found.values())
-
-
-def _answering(gpus: list[Gpu]) -> list[Gpu]:
-    for one in gpus:
-        if one.error is not None:
-            raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
-    return gpus
 
 
 def _demands(
@@ -266,9 +261,7 @@ def demands_of(
     if exact and (missing or idle or absent(config, here)):
         why = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
         raise NoGpu(
-            "; ".join([*why, *absent(config, here), *idle]),
-            "change the file, or drop --exact",
-            code="no_gpu_of_config",
+            "; ".join([*why, *absent(config, here), *idle]), "change the file, or drop --exact", code="no_gpu_of_config"
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
         from gpushare.base.selection import no_mig

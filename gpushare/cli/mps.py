@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.units import counted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
@@ -24,6 +26,7 @@ from gpushare.cli.options import (
     note,
     settings,
 )
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,14 +90,14 @@ def logs(
         raise NotFound(
             f"no MPS daemon of gpushare has written a log for {device.title}",
             f"start one: gpushare mps start -g {device.selector}",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="no_log",
         )
     if not home.is_trusted():
         raise NoPermission(
             f"other users may have written the logs in {home.directory}: they can write there or in a directory above",
             f"see the permissions: ls -ld {shlex.join(str(one) for one in (home.directory, *home.directory.parents[:2]))}",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="directory_open",
         )
     names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
@@ -157,25 +160,42 @@ def env(
     return Result(command="mps env", data={"environment": environment}, text=text)
 
 
-def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class StoppedDaemon:
+    """One MPS daemon that is stopped, or would be."""
+
+    pid: int | None
+    gpu: int | None
+    pipe_directory: str | None
+    # The plain command that stops it.
+    command: str | None
+    # How long its clients were waited for, and whether they were ended; null in a dry run.
+    waited_seconds: float | None = None
+    forced: bool | None = None
+    # The compute mode that is restored.
+    compute_mode: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsStopAnswer(PlanAnswer):
+    """The answer of `mps stop`."""
+
+    stopped: tuple[StoppedDaemon, ...]
+
+
+def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> StoppedDaemon:
     """Return the result of stopping one daemon; ``done`` is None in a dry run."""
-    row = {
-        "pid": found.daemon.pid,
-        "gpu": found.daemon.gpu_index,
-        "pipe_directory": found.daemon.pipe_directory,
-        "command": work.command,
-        "waited_seconds": None,
-        "forced": None,
-        "compute_mode": None if found.record is None else found.record.previous_compute_mode,
-    }
+    row = StoppedDaemon(
+        pid=found.daemon.pid,
+        gpu=found.daemon.gpu_index,
+        pipe_directory=found.daemon.pipe_directory,
+        command=work.command,
+        compute_mode=None if found.record is None else found.record.previous_compute_mode,
+    )
     if done is None:
         return row
-    return {
-        **row,
-        "waited_seconds": round(done.waited_seconds, 3),
-        "forced": done.forced,
-        "compute_mode": None if done.compute_mode is None else done.compute_mode.title,
-    }
+    mode = None if done.compute_mode is None else done.compute_mode.title
+    return replace(row, waited_seconds=round(done.waited_seconds, 3), forced=done.forced, compute_mode=mode)
 
 
 def _waiting() -> Callable[[list[int], float], None]:
@@ -190,13 +210,14 @@ def _waiting() -> Callable[[list[int], float], None]:
     return say
 
 
-def sentence(row: dict[str, Any]) -> str:
-    where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
-    if row["pid"] is None:
-        text = f"cleared away the files of a dead MPS daemon{where}"
+def sentence(row: StoppedDaemon) -> str:
+    """Return what has become of a daemon."""
+    where = f" of GPU {row.gpu}" if row.gpu is not None else f" at {row.pipe_directory}"
+    if row.pid is None:
+        text = f"removed the files of a dead MPS daemon{where}"
     else:
-        text = f"MPS daemon{where} is gone (process {row['pid']}{', forced' if row['forced'] else ''})"
-    return text + (f"; compute mode {row['compute_mode']} restored" if row["compute_mode"] else "")
+        text = f"MPS daemon{where} is gone (process {row.pid}{', forced' if row.forced else ''})"
+    return text + (f"; compute mode {row.compute_mode} restored" if row.compute_mode else "")
 
 
 group = typer.Typer(
@@ -332,8 +353,6 @@ def stop(
     When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is named by
     --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that is not yours.
     """
-    from dataclasses import replace
-
     from gpushare.base.units import parse_seconds
     from gpushare.host.records import sweep_leftovers
     from gpushare.mps.stop import Stop, daemons_to_stop
@@ -361,7 +380,7 @@ def stop(
     plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
         planned = plan_result("mps stop", plan, dry_run=True)
-        return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
+        return with_answer(planned, MpsStopAnswer, stopped=tuple(stop_row(work, found) for work, found in works))
     consented(plan)
     rows, errors = [], []
     done: list[tuple[str, str | None]] = []
@@ -379,7 +398,13 @@ def stop(
         raise errors[0]
     return Result(
         command="mps stop",
-        data={"dry_run": False, "stopped": rows, "undo": "; ".join(undo for _, undo in done if undo) or None},
+        data=MpsStopAnswer(
+            dry_run=False,
+            steps=(),
+            consent=(),
+            stopped=tuple(rows),
+            undo="; ".join(undo for _, undo in done if undo) or None,
+        ),
         done=tuple(done),
         errors=tuple(errors),
         all_failed=not rows,

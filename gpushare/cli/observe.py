@@ -141,8 +141,7 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
 
     if any(one is not None for one in given):
         raise BadCombination(
-            "--from cannot be combined with --to or -g",
-            f"show all of the recording: gpushare observe --from {read}",
+            "--from cannot be combined with --to or -g", f"show all of the recording: gpushare observe --from {read}"
         )
     from pathlib import Path
 

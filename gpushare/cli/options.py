@@ -711,9 +711,9 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
 
     missing = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
     if missing:
-        from gpushare.show.plan import plan_data
+        from gpushare.show.plan import plan_answer
 
-        data = {"dry_run": False, **plan_data(plan)}
+        data = plan_answer(plan, dry_run=False)
         hint = f"to do it: {_with_yes()}; to see the plan: --dry-run"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NeedsConsent(f"this {taken(missing)}, and there is no terminal to ask on", hint, data=data)

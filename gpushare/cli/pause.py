@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, carried_out, settings
+from gpushare.pause.record import PausedJob
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -68,11 +71,6 @@ def pause(
             again=lambda: work.plan(begin=True),
             locked=lambda: changing(host),
         )
-        data = {
-            "already_paused": work.already,
-            "driver_seconds": round(work.seconds, 6),
-            "job": row(work.job, host.uid),
-        }
         if work.already:
             from gpushare.host.store import wall_time
 
@@ -80,7 +78,13 @@ def pause(
             said = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
         else:
             said = f"{work.job.title} is off the GPU: the call of the driver took {1000 * work.seconds:.1f} ms"
-        result = replace(result, data={**result.data, **data})
+        result = with_answer(
+            result,
+            PauseAnswer,
+            already_paused=work.already,
+            driver_seconds=round(work.seconds, 6),
+            job=row(work.job, host),
+        )
         if settings.dry_run:
             return replace(result, text=said, tables=()) if work.already else result
         return replace(result, done=((said, f"gpushare resume {work.job.selector}"),))
@@ -98,30 +102,80 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def row(job: Any, uid: int) -> dict[str, Any]:
-    """Return a paused job as JSON; ``uid`` is this user."""
+@dataclass(frozen=True, kw_only=True)
+class PausedProcess:
+    """A process that is off the GPU, with what it has there."""
+
+    pid: int
+    # UUIDs.
+    gpus: tuple[str, ...]
+    contexts: int
+    channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PausedRow:
+    """A paused job."""
+
+    pid: int
+    name: str | None
+    user: str | None
+    state: str
+    # Seconds since 1970; until null: until it is resumed.
+    since: float
+    until: float | None
+    by: str | None
+    # The `gpushare run` of the job pauses it while production works.
+    by_run: bool
+    # The process that resumes it if gpushare dies.
+    guard: int | None
+    # Whether that process is there.
+    guarded: bool
+    processes: tuple[PausedProcess, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseAnswer(PlanAnswer):
+    """The answer of `pause JOB`."""
+
+    already_paused: bool
+    # How long the call of the driver took.
+    driver_seconds: float
+    job: PausedRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseListAnswer:
+    """The answer of `pause list`."""
+
+    jobs: tuple[PausedRow, ...]
+
+
+def row(job: PausedJob, host: Host) -> PausedRow:
+    """Return a paused job as it is answered."""
     from gpushare.host.store import wall_time
 
-    return {
-        "pid": job.pid,
-        "name": job.name,
-        "user": _user(job.uid),
-        "state": job.state,
-        "since": wall_time(job.since),
-        "until": None if job.until is None else wall_time(job.until),
-        "by": _user(uid if job.keeper_uid is None else job.keeper_uid),
-        "by_run": job.by_run,
-        "guard": None if job.keeper is None else job.keeper.pid,
-        "processes": [
-            {
-                "pid": one.pid,
-                "gpus": sorted({group.gpu for group in one.compute if group.gpu}),
-                "contexts": len(one.compute),
-                "channels": sum(len(group.channels) for group in one.compute),
-            }
-            for one in job.channels
-        ],
-    }
+    return PausedRow(
+        pid=job.pid,
+        name=job.name,
+        user=_user(job.uid),
+        state=job.state,
+        since=wall_time(job.since),
+        until=None if job.until is None else wall_time(job.until),
+        by=_user(host.uid if job.keeper_uid is None else job.keeper_uid),
+        by_run=job.by_run,
+        guard=None if job.keeper is None else job.keeper.pid,
+        guarded=job.kept(host),
+        processes=tuple(
+            PausedProcess(
+                pid=process.pid,
+                gpus=tuple(sorted({group.gpu for group in process.compute if group.gpu})),
+                contexts=len(process.compute),
+                channels=sum(len(group.channels) for group in process.compute),
+            )
+            for process in job.channels
+        ),
+    )
 
 
 def _user(uid: int | None) -> str | None:
@@ -144,8 +198,8 @@ def listed(host: Host) -> Any:
     from gpushare.show.result import Column, Result, Table
 
     jobs = [one for one in paused_jobs(host) if one.state != RUNNING or not one.kept(host)]
-    rows = [row(one, host.uid) | {"guarded": one.kept(host)} for one in jobs]
-    shown = [{**one, "processes": " ".join(str(process["pid"]) for process in one["processes"])} for one in rows]
+    rows = tuple(row(job, host) for job in jobs)
+    shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (
         Column(key="pid", title="pid", right=True),
         Column(key="name", title="name", optional=True),
@@ -163,7 +217,7 @@ def listed(host: Host) -> Any:
     ]
     return Result(
         command="pause list",
-        data={"jobs": rows},
-        tables=(Table(name="jobs", columns=columns, rows=tuple(shown), empty="no job is paused"),),
+        data=PauseListAnswer(jobs=rows),
+        tables=(Table(name="jobs", columns=columns, rows=shown, empty="no job is paused"),),
         notes=tuple(notes),
     )

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
+from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, settings
+from gpushare.cli.pause import PausedRow
+from gpushare.show.plan import PlanAnswer
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -78,6 +81,13 @@ def resume(
     return _result(host, done, errors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResumeAnswer(PlanAnswer):
+    """The answer of `resume`."""
+
+    jobs: tuple[PausedRow, ...]
+
+
 def _resumed(job: PausedJob, step: Step) -> Plan:
     from gpushare.plan import Plan
 
@@ -95,7 +105,7 @@ def _result(host: Host, done: Sequence[tuple[PausedJob, Step]], errors: Sequence
     result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
     return replace(
         result,
-        data={**result.data, "jobs": [row(job, host.uid) for job, _ in done]},
+        data=ResumeAnswer(**vars(result.data), jobs=tuple(row(job, host) for job, _ in done)),
         done=() if errors and not done else result.done,
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,

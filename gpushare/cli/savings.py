@@ -154,7 +154,7 @@ def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
             raise NotSupported(
                 f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not report it'}",
                 "choose other GPUs with -g, or give the load: --gpus 4 --load 25",
-                gpu=str(use.gpu.index),
+                gpu=use.gpu.index,
                 code="load_unknown",
             )
     return recording, uses

@@ -20,7 +20,9 @@ from gpushare.base.errors import (
     OperationFailed,
     or_none,
 )
+from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +97,7 @@ def out(job: JobArgument) -> Any:
         raise NotSupported(
             f"{found.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
             "pause it instead: gpushare pause JOB",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="mig_enabled",
         )
     swap = leaving(
@@ -198,15 +200,13 @@ def _device_of(host: Host, swap: Swap) -> Device:
     gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
     if gpu is None:
         raise NotFound(
-            f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})",
-            "see: gpushare status",
-            code="unknown_gpu",
+            f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})", "see: gpushare status", code="unknown_gpu"
         )
     if gpu.mig_enabled:
         raise NotSupported(
             f"GPU {gpu.index} is in MIG mode now, and {swap.title} came from the whole GPU",
             f"when its instances are free: sudo gpushare mig disable -g {gpu.index}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="mig_enabled",
         )
     return Device(gpu=gpu)
@@ -275,7 +275,7 @@ def listed() -> Any:
     # Without a driver, the list is there all the same.
     gpus = (or_none(host.nvml.identities) if out else None) or ()
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
-    rows = [{"gpu": indexes.get(one.gpu_uuid), **_row(one)} for one in out]
+    rows = tuple(_row(one, indexes.get(one.gpu_uuid)) for one in out)
     columns = (
         Column(key="gpu", title="GPU", right=True),
         Column(key="pid", title="pid", right=True),
@@ -288,8 +288,8 @@ def listed() -> Any:
     )
     return Result(
         command="swap list",
-        data={"jobs": rows},
-        tables=(Table(name="jobs", columns=columns, rows=tuple(rows), empty="no job is swapped out"),),
+        data=SwapListAnswer(jobs=rows),
+        tables=(Table(name="jobs", columns=columns, rows=tuple(map(vars, rows)), empty="no job is swapped out"),),
     )
 
 
@@ -309,28 +309,72 @@ def _consent(host: Host, swap: Swap) -> Any:
     return consent_to(host, job, "swaps in", pids)
 
 
-def _row(swap: Swap) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class SwappedProcess:
+    """A process that is out of the GPU."""
+
+    pid: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapRow:
+    """A job that is out of the GPU, or on its way."""
+
+    # Null: its GPU is unknown, or the answer is about this job alone.
+    gpu: int | None
+    pid: int
+    name: str | None
+    uid: int | None
+    user: str | None
+    # Who has swapped it out; null: this user.
+    by: str | None
+    state: str
+    memory_bytes: int
+    gpu_uuid: str
+    # Seconds since 1970.
+    since: float
+    # How long the way out took.
+    out_seconds: float | None
+    processes: tuple[SwappedProcess, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapAnswer(PlanAnswer):
+    """The answer of `swap out` and `swap in`."""
+
+    job: SwapRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapListAnswer:
+    """The answer of `swap list`."""
+
+    jobs: tuple[SwapRow, ...]
+
+
+def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
     from gpushare.host.capabilities import user_name
     from gpushare.host.store import wall_time
 
-    return {
-        "pid": swap.pid,
-        "name": swap.name,
-        "uid": swap.uid,
-        "user": None if swap.uid is None else user_name(swap.uid),
-        # Who has swapped it out; None: this user.
-        "by": None if swap.keeper_uid is None else user_name(swap.keeper_uid),
-        "state": swap.state,
-        "memory_bytes": swap.memory_bytes,
-        "gpu_uuid": swap.gpu_uuid,
-        "since": wall_time(swap.since),
-        "out_seconds": swap.out_seconds,
-        "processes": [{"pid": pid, "memory_bytes": size} for pid, _, size in swap.images],
-    }
+    return SwapRow(
+        gpu=gpu,
+        pid=swap.pid,
+        name=swap.name,
+        uid=swap.uid,
+        user=None if swap.uid is None else user_name(swap.uid),
+        by=None if swap.keeper_uid is None else user_name(swap.keeper_uid),
+        state=swap.state,
+        memory_bytes=swap.memory_bytes,
+        gpu_uuid=swap.gpu_uuid,
+        since=wall_time(swap.since),
+        out_seconds=swap.out_seconds,
+        processes=tuple(SwappedProcess(pid=pid, memory_bytes=size) for pid, _, size in swap.images),
+    )
 
 
 def _with_job(result: Any, swap: Swap) -> Any:
-    return replace(result, data={**result.data, "job": _row(swap)})
+    return with_answer(result, SwapAnswer, job=_row(swap))
 
 
 def _repair(host: Host) -> list[Swap]:

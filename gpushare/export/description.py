@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
+from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
 from gpushare.base.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
+from gpushare.base.selection import check_answers
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
@@ -122,9 +123,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     """
     if not gpus:
         raise no_gpu()
-    for gpu in gpus:
-        if gpu.error is not None:
-            raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
+    check_answers(*gpus)
     found = with_units(state.host, state.daemons, state.gpus)
     daemons = tuple(one.daemon for one in found if _stays(one.daemon))
     for daemon in daemons:
@@ -170,7 +169,7 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
         raise NotSupported(
             f"no program can use GPU {gpu.index}: {what}",
             f"set one first: gpushare timeslice set default -g {gpu.index}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="no_sharing",
         )
     return GpuDescription(
@@ -327,7 +326,7 @@ def in_place(
                 raise NotFound(
                     f"GPU {gpu.index} has no {one.profile} yet, which the file wants; only existing devices have a UUID",
                     f"create it first: {apply}",
-                    gpu=str(gpu.index),
+                    gpu=gpu.index,
                     code="not_applied",
                 )
             devices.append(

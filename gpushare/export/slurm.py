@@ -160,14 +160,14 @@ def _check(host: HostDescription) -> None:
             raise NotSupported(
                 f"the device number of GPU {gpu.index} is unknown",
                 "see why: gpushare doctor",
-                gpu=str(gpu.index),
+                gpu=gpu.index,
                 code="no_minor",
             )
         if gpu.sharing is Sharing.MIG and not gpu.mig:
             raise NotSupported(
                 f"GPU {gpu.index} is in MIG mode without any MIG device, so Slurm could not hand it out",
                 f"make some: gpushare mig apply -g {gpu.index} 1g*7; or: gpushare mig disable -g {gpu.index}",
-                gpu=str(gpu.index),
+                gpu=gpu.index,
                 code="no_device",
             )
     for gpu, mig in host.instances():
@@ -204,7 +204,7 @@ def _devices(gpu: GpuDescription) -> list[str]:
             raise NotSupported(
                 f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which does not exist yet,'} are unknown",
                 "let slurmd find them: --autodetect nvml" + ("" if mig.uuid else "; or first: gpushare apply -f FILE"),
-                gpu=str(gpu.index),
+                gpu=gpu.index,
                 code="no_capabilities",
             )
         nodes = [f"/dev/nvidia{gpu.minor}", *(f"/dev/nvidia-caps/nvidia-cap{one}" for one in mig.capabilities)]

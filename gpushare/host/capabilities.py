@@ -182,9 +182,7 @@ def user_id(name: str) -> int:
         if made_up == name:
             return uid
     raise NotFound(
-        f"there is no user '{name[:60]}'",
-        f"check the spelling: getent passwd {shlex.quote(name[:60])}",
-        code="no_user",
+        f"there is no user '{name[:60]}'", f"check the spelling: getent passwd {shlex.quote(name[:60])}", code="no_user"
     )
 
 

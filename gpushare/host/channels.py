@@ -39,8 +39,8 @@ from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.base.typed import NOT_STORED, Count, Pid, Shown, parsed
-from gpushare.base.values import dataclass
+from gpushare.base.typed import Count, Pid, Shown, parsed
+from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.identity import Identity, real_uid
 
 if TYPE_CHECKING:

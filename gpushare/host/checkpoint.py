@@ -182,9 +182,7 @@ class Checkpoint:
 
 def _hangs(name: str, pid: int) -> TimedOut:
     return TimedOut(
-        f"the driver does not answer for process {pid} ({name})",
-        "see: sudo dmesg | tail",
-        code="driver_hangs",
+        f"the driver does not answer for process {pid} ({name})", "see: sudo dmesg | tail", code="driver_hangs"
     )
 
 

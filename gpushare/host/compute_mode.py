@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpushare.base.errors import NoPermission
+from gpushare.base.errors import needs_root
 from gpushare.base.model import ComputeMode
 from gpushare.host.smi import compute_mode_command
 from gpushare.plan import Step, setting_step
@@ -43,4 +43,4 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 def need_root(host: Host, what: str) -> None:
     """Refuse a change to any user but root."""
     if not host.root:
-        raise NoPermission(f"{what} needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")
+        raise needs_root(what)

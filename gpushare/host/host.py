@@ -274,9 +274,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise NoPermission(
-            f"the directory {path} is not writable",
-            f"run as its owner, or set {variable}",
-            code="directory_unwritable",
+            f"the directory {path} is not writable", f"run as its owner, or set {variable}", code="directory_unwritable"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
         raise NoPermission(

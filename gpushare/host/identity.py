@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpushare.base.errors import NoPermission
+from gpushare.base.errors import signal_refused
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)
@@ -170,10 +170,7 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        raise NoPermission(
-            f"not allowed to send {signals.Signals(signal).name} to process {pid}: it belongs to another user",
-            f"ask its owner, or run as root: sudo kill {pid}",
-        ) from None
+        raise signal_refused(signals.Signals(signal).name, pid) from None
     else:
         return there
     finally:

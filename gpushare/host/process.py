@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-from gpushare.base.errors import NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process, signal_refused
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 
@@ -323,12 +323,9 @@ class Processes:
                 raise ProcessLookupError
             os.kill(pid, signal)
         except (ProcessLookupError, OverflowError):
-            raise NotFound(f"there is no process {pid}", "see what runs: gpushare status") from None
+            raise no_process(pid) from None
         except PermissionError:
-            raise NoPermission(
-                f"not allowed to send {name} to process {pid}: it belongs to another user",
-                f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
-            ) from None
+            raise signal_refused(name, pid) from None
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other (pidfd_send_signal).

@@ -21,8 +21,8 @@ from dataclasses import field, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
-from gpushare.base.typed import NOT_STORED, parsed, plain
-from gpushare.base.values import dataclass
+from gpushare.base.typed import parsed, plain
+from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
 from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing

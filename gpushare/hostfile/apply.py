@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.base.errors import GpuLost, NotFound, NotSupported
+from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, Sharing, TimeSlice
-from gpushare.base.selection import Device
+from gpushare.base.selection import Device, check_answers
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
@@ -76,8 +76,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         GpuLost: the GPU does not answer.
     """
     live = _look(host, index)
-    if live.gpu.error is not None:
-        raise GpuLost(live.gpu.error, "see: gpushare status", gpu=str(index))
+    check_answers(live.gpu)
     title = f"apply to GPU {index}: {entry.sharing.value}"
     check_has_mig(live.gpu, entry)
     if not points(live, entry):
@@ -275,7 +274,7 @@ class _GpuWork:
             raise NotSupported(
                 f"GPU {live.gpu.index} ({live.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
                 "see which GPUs have one: gpushare timeslice show; or write: timeslice: default",
-                gpu=str(live.gpu.index),
+                gpu=live.gpu.index,
                 code="no_time_slice",
             )
         return [level_step(self.host, live.gpu, level, live.time_slice)]
@@ -344,7 +343,7 @@ class _Finder:
         raise NotFound(
             f"GPU {self.gpu} has no MIG device {self.wanted}",
             "see the current layout: gpushare mig status",
-            gpu=str(self.gpu),
+            gpu=self.gpu,
             code="device_gone",
         )
 

@@ -211,7 +211,7 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
     found = plan_exact([empty], {gpu.index: entry.wish})
     if isinstance(found, NoPlan):
-        raise NotSupported(found.message, found.hint, gpu=str(gpu.index), code="never_fits")
+        raise NotSupported(found.message, found.hint, gpu=gpu.index, code="never_fits")
     for one in entry.mig:
         if one.mps is None:
             continue

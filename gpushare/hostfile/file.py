@@ -312,7 +312,7 @@ def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -
         raise BadUsage(
             f"{file.shown}:{entry.mark}: GPU {gpu.index} is matched in the same way by the entry at {before.mark}",
             "name it in one of them; uuid wins over index, index over model, model over all",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="bad_file",
         )
 

@@ -100,7 +100,7 @@ def refuse_units(live: LiveGpu) -> None:
         raise InUse(
             f"GPU {live.gpu.index} is served by {', '.join(units)} and differs from the file",
             f"disable the unit first: sudo systemctl disable --now {' '.join(units)}; after apply: gpushare export systemd",
-            gpu=str(live.gpu.index),
+            gpu=live.gpu.index,
             code="unit_daemon",
         )
 

@@ -136,7 +136,7 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
             raise NotHeld(
                 f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, left))}",
                 "see: gpushare diff -f FILE; gpushare doctor",
-                gpu=str(index),
+                gpu=index,
             )
 
     what = f"check that GPU {index} matches the file"
@@ -281,7 +281,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
         raise InUse(
             f"{title} is in use: {', '.join(outside[:4])}{more}",
             f"wait for them: gpushare apply -f FILE --wait 600; see: gpushare status -g {gpu.index}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="gpu_in_use",
         )
 

@@ -344,7 +344,7 @@ class Tuner:
                 raise InUse(
                     f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",
                     "wait until they have ended: gpushare status",
-                    gpu=str(device.gpu.index),
+                    gpu=device.gpu.index,
                 )
             outside = _outside(host, device, self._options)
             return open_mps_share(host, device, program, Limits()), outside

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, WaitingJob
@@ -375,33 +375,76 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {counted(more, 'more job')}" if more > 0 else "")
 
 
-def outlook_data(found: Outlook, reasons: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same as JSON types."""
+@dataclass(frozen=True, kw_only=True)
+class RoomJob:
+    """A job that waits for a device, or has a place on it."""
 
-    def job(one: WaitingJob) -> dict[str, Any]:
-        return {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": one.memory_bytes}
+    pid: int
+    user: str | None
+    name: str | None
+    memory_bytes: int | None = None
 
-    return {
-        "starts_now": bool(found.devices),
-        "gpus": [device.gpu.index for device in found.devices],
-        "device_uuids": [device.uuid for device in found.devices],
-        "why": outlook_text(found, reasons),
-        "memory_bytes": found.request.memory_bytes,
-        "behind": [job(one) for one in found.before],
-        "devices": [
-            {
-                "gpu": line.device.gpu.index,
-                "device_uuid": line.device.uuid,
-                "free_bytes": line.free_bytes,
-                "free_clients": line.free_clients,
-                "reserved_bytes": line.reserved_bytes,
-                "others_bytes": line.others_bytes,
-                "why": reasons.get(line.device.uuid),
-                "held_by": [job(one) for one in found.holders if one.device_uuids == (line.device.uuid,)],
-            }
+
+@dataclass(frozen=True, kw_only=True)
+class RoomOnDevice:
+    """What is free on a device that a job may have, and who holds the rest."""
+
+    gpu: int
+    device_uuid: str
+    free_bytes: int | None
+    # How many more clients its MPS daemon takes; null: no limit is known.
+    free_clients: int | None = None
+    # By jobs of gpushare, and by other programs.
+    reserved_bytes: int | None = None
+    others_bytes: int | None = None
+    why: str | None = None
+    held_by: tuple[RoomJob, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoomAnswer:
+    """Whether a job would start now, where, and behind whom it would wait."""
+
+    starts_now: bool
+    # Where it would start; none: it would wait.
+    gpus: tuple[int, ...]
+    device_uuids: tuple[str, ...]
+    # In a sentence.
+    why: str
+    # On each of its devices; null: a device of its own.
+    memory_bytes: int | None
+    behind: tuple[RoomJob, ...]
+    devices: tuple[RoomOnDevice, ...]
+
+
+def room_job(job: WaitingJob) -> RoomJob:
+    """Return a job of the line as it is answered."""
+    return RoomJob(pid=job.pid, user=job.user, name=job.name, memory_bytes=job.memory_bytes)
+
+
+def room_answer(found: Outlook, reasons: Mapping[str, str]) -> RoomAnswer:
+    """Return the same as an answer."""
+    return RoomAnswer(
+        starts_now=bool(found.devices),
+        gpus=tuple(device.gpu.index for device in found.devices),
+        device_uuids=tuple(device.uuid for device in found.devices),
+        why=outlook_text(found, reasons),
+        memory_bytes=found.request.memory_bytes,
+        behind=tuple(map(room_job, found.before)),
+        devices=tuple(
+            RoomOnDevice(
+                gpu=line.device.gpu.index,
+                device_uuid=line.device.uuid,
+                free_bytes=line.free_bytes,
+                free_clients=line.free_clients,
+                reserved_bytes=line.reserved_bytes,
+                others_bytes=line.others_bytes,
+                why=reasons.get(line.device.uuid),
+                held_by=tuple(room_job(job) for job in found.holders if job.device_uuids == (line.device.uuid,)),
+            )
             for line in found.lines
-        ],
-    }
+        ),
+    )
 
 
 def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:

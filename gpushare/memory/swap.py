@@ -347,11 +347,7 @@ def _is_stopped(host: Host, pid: int) -> bool:
 
 
 def _stopped(whose: str, pid: int) -> InUse:
-    return InUse(
-        f"{whose} is stopped: a checkpoint would hang",
-        f"continue it first: kill -CONT {pid}",
-        code="stopped",
-    )
+    return InUse(f"{whose} is stopped: a checkpoint would hang", f"continue it first: kill -CONT {pid}", code="stopped")
 
 
 def check_continues(host: Host, swap: Swap) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root
 from gpushare.base.model import ComputeMode, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig
 from gpushare.host.capabilities import NODES
@@ -76,7 +76,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
         raise InUse(
             f"GPU {gpu.index}: the driver does not list the processes on it, so its MIG mode is not changed",
             "run as root, outside a container",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="unknown_holders",
         )
     idle = idle_daemon_pids(host, gpu).union(ending)
@@ -87,7 +87,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
         raise InUse(
             f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
             f"see all: gpushare status -g {gpu.index}; a program of yours: kill {there[0].pid}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
         )
     # nvidia-persistenced releases the GPU for a reset by itself.
     held = [one for one in gpu_holders(host, gpu) if one.pid not in idle and one.name not in _AGREEING]
@@ -95,7 +95,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
         raise InUse(
             f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
             remedy(held) or f"end it, then run this again: sudo kill {held[0].pid}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
         )
 
 
@@ -113,9 +113,7 @@ def mode_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
 
     def act() -> None:
         if not host.root:
-            raise NoPermission(
-                f"GPU {gpu.index}: switching MIG needs root", "run it as root: sudo gpushare ...", gpu=str(gpu.index)
-            )
+            raise needs_root(f"GPU {gpu.index}: switching MIG", gpu.index)
         ledger.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
         host.nvml.restart()
         changes.set_mode(gpu.index, enabled=enable)
@@ -161,7 +159,7 @@ def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUs
         f"GPU {gpu.index}: {title} is claimed by process {named(host.processes, [pid])}{then}; "
         "the driver does not list it there, so --evict does not end it",
         f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
-        gpu=str(gpu.index),
+        gpu=gpu.index,
         code="claimed",
     )
 
@@ -200,7 +198,7 @@ class Eviction:
             raise InUse(
                 f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and --evict does not end it",
                 known,
-                gpu=str(self._gpu.index),
+                gpu=self._gpu.index,
                 code="held_by_service",
             )
         if self._host.processes.namespace_is_host() is False:
@@ -230,7 +228,7 @@ class Eviction:
             raise InUse(
                 f"GPU {self._gpu.index}: {named(self._host.processes, left)} in {self.title} did not end",
                 f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, left))}",
-                gpu=str(self._gpu.index),
+                gpu=self._gpu.index,
             )
         for part in self._gone.compute:
             if part.uuid:
@@ -290,7 +288,7 @@ class Eviction:
         return InUse(
             f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {why}; --evict does not end it",
             hint,
-            gpu=str(self._gpu.index),
+            gpu=self._gpu.index,
             code="not_evictable",
         )
 
@@ -511,7 +509,7 @@ class _Instances:
             raise NotHeld(
                 f"the driver accepted every call, but the layout differs: {'; '.join(wrong)}",
                 "see: gpushare mig status",
-                gpu=str(self._change.gpu.index),
+                gpu=self._change.gpu.index,
             )
 
     def _restore(self) -> None:
@@ -542,7 +540,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                     raise InUse(
                         f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host.processes, [claim.pid])}",
                         f"see who: gpushare mig status -g {one.gpu.index}",
-                        gpu=str(one.gpu.index),
+                        gpu=one.gpu.index,
                     )
                 claims.callback(claim.release)
 

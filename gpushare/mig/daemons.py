@@ -357,6 +357,6 @@ def _device_now(host: Host, device: Device) -> Device:
     raise NotFound(
         f"{device.title} ({device.uuid}) is not there, so its MPS daemon is not started again",
         "see the current layout: gpushare mig status",
-        gpu=str(device.gpu.index),
+        gpu=device.gpu.index,
         code="device_gone",
     )

@@ -203,7 +203,7 @@ def _hidden(gpu: Gpu, what: str) -> NoPermission:
     return NoPermission(
         f"the driver does not list the {what} of GPU {gpu.index} for this user",
         "run as root; or have root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor) to you; or name it by UUID: -g MIG-...",
-        gpu=str(gpu.index),
+        gpu=gpu.index,
         code=HIDDEN,
     )
 
@@ -367,7 +367,7 @@ class MigChanges:
             raise OperationFailed(
                 f"GPU {index}: an instance was created but cannot be read: {error.message}",
                 error.hint,
-                gpu=str(index),
+                gpu=index,
                 code=NOT_READ_BACK,
             ) from error
 
@@ -436,7 +436,7 @@ class MigChanges:
         raise NotHeld(
             f"GPU {index}: the driver reported that {what} was destroyed, and it is still there",
             "see: gpushare mig status",
-            gpu=str(index),
+            gpu=index,
         )
 
     def _demand(self, call: Any, gpu: str) -> Any:

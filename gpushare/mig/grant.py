@@ -145,7 +145,7 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
         raise NotSupported(
             f"the driver shows no capability of {named.name} below /proc/driver/nvidia/capabilities",
             "access per instance needs nv_cap_enable_devfs=1 of the module nvidia; in a container: run it on the host",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="no_capabilities",
         )
     return [_Node(_title(named.name, place), minor, place, capabilities[place]) for place in places]

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, or_none
-from gpushare.base.selection import Device, no_mig, select_for_change
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported, or_none
+from gpushare.base.selection import Device, check_answers, no_mig, select_for_change
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
@@ -109,8 +109,7 @@ def named_places(host: Host, name: str) -> list[Place]:
             "see: gpushare status",
             code="unknown_gpu",
         )
-    if gpu.error is not None:
-        raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
+    check_answers(gpu)
     places = places_on(host, gpu)
     found = [place for place in places if _means(named, place.instance)]
     if not found:
@@ -129,7 +128,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
         return NotFound(
             f"{meant}, and MIG is off there",
             f"turn it on and create it again: gpushare mig enable -g {gpu.index}; {again}",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="mig_off",
         )
     instances = MigReader(host.nvml).layout(gpu).instances
@@ -139,14 +138,14 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
         return NotFound(
             f"{meant}, and that GPU instance has no compute instance: no program can use it",
             f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci",
-            gpu=str(gpu.index),
+            gpu=gpu.index,
             code="no_compute_instance",
         )
     instead = ", ".join(map(str, there)) or "nothing"
     return NotFound(
         f"{meant}, and {instead} is there now",
         f"see what is where: gpushare mig status; create it again: {again}",
-        gpu=str(gpu.index),
+        gpu=gpu.index,
         code="not_as_named",
     )
 

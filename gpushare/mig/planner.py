@@ -835,9 +835,7 @@ def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
     for gpu in named:
         if gpu not in known:
             listing = ", ".join(str(one) for one in known) or "none"
-            raise NotFound(
-                f"GPU {gpu} has no MIG here", f"GPUs with MIG: {listing}", gpu=str(gpu), code="gpu_not_found"
-            )
+            raise NotFound(f"GPU {gpu} has no MIG here", f"GPUs with MIG: {listing}", gpu=gpu, code="gpu_not_found")
 
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
@@ -850,7 +848,7 @@ def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> No
             raise NotFound(
                 f"GPU {target.gpu} has no GPU instance {target.instance}{part}",
                 "see what exists: gpushare mig status",
-                gpu=str(target.gpu),
+                gpu=target.gpu,
                 code="instance_not_found",
             )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.selection import check_answers
 from gpushare.mig.daemons import forget_gone, recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant
@@ -84,8 +85,7 @@ def shape_now(host: Host, index: int) -> GpuShape:
     """Return the shape of a GPU as the driver tells it now."""
     host.nvml.restart()
     gpu = host.nvml.gpu(index)
-    if gpu.error is not None:
-        raise OperationFailed(gpu.error, "see: gpushare status", gpu=str(index))
+    check_answers(gpu)
     return shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
 
 
@@ -352,7 +352,7 @@ def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
         raise OperationFailed(
             f"'{change.title}' was interrupted, and {names} is missing; nothing was undone",
             "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in change.before)]),
-            gpu=str(gone[0].index),
+            gpu=gone[0].index,
             code="not_restored",
         )
     was, planned = (tuple(replace(gpu, index=now[gpu.uuid]) for gpu in kept) for kept in (change.was, change.planned))

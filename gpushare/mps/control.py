@@ -129,9 +129,7 @@ def _pid(text: str) -> int | None:
 def strange_reply(what: str) -> OperationFailed:
     """Return the error for an impossible reply."""
     return OperationFailed(
-        f"implausible reply of the MPS daemon: {what}",
-        "see who owns it: gpushare mps status",
-        code="strange_reply",
+        f"implausible reply of the MPS daemon: {what}", "see who owns it: gpushare mps status", code="strange_reply"
     )
 
 

@@ -576,7 +576,7 @@ def foreign_daemon(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") 
     return InUse(
         f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
         f"{instead}stop it: {found.stop_command}",
-        gpu=str(gpu.index),
+        gpu=gpu.index,
         code="foreign_daemon",
     )
 
@@ -603,7 +603,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
                 f"the MPS daemon of {device.title} is being started, or its start was interrupted",
                 f"start it again: gpushare mps start -g {device.selector}; "
                 f"or clean up: gpushare mps stop -g {device.selector}",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
                 code="start_interrupted",
             )
             continue
@@ -613,7 +613,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             dead = dead or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
                 f"clean up: gpushare mps stop -g {device.selector}; then start it again",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
                 code="dead_daemon",
             )
             continue
@@ -646,13 +646,13 @@ def check_device(host: Host, device: Device) -> None:
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program(control.PROGRAM)
     if not device.uuid:
-        raise NotSupported(f"{device.title} reports no UUID", "see: gpushare doctor", gpu=str(device.gpu.index))
+        raise NotSupported(f"{device.title} reports no UUID", "see: gpushare doctor", gpu=device.gpu.index)
     if device.mig is None and device.gpu.mig_enabled:
         first = device.gpu.mig_instances[0].uuid if device.gpu.mig_instances else "MIG-<uuid>"
         raise NotSupported(
             f"{device.title} is in MIG mode: MPS runs inside a MIG instance",
             f"name the instance: -g {first}",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="mig_enabled",
         )
     check_mode(device)
@@ -668,6 +668,6 @@ def check_mode(device: Device) -> None:
         raise InUse(
             f"{device.title} is in compute mode prohibited: no CUDA program can use it",
             f"allow it: sudo {compute_mode_command(device.gpu.uuid or '', 'DEFAULT')}",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="compute_prohibited",
         )

@@ -181,7 +181,7 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
         raise BadUsage(
             f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
             f"give at most --memory {size_option(total)}",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="limit_above_gpu",
         )
 

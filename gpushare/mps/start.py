@@ -122,7 +122,7 @@ class _Start:
             raise NotSupported(
                 f"{device.title}: compute mode exclusive-process is not supported while MIG is enabled",
                 "start without --exclusive",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
                 code="exclusive_on_mig",
             )
         now = host.nvml.compute_mode(device.gpu.index)
@@ -152,7 +152,7 @@ class _Start:
             raise OperationFailed(
                 f"the MPS daemon of {self._device.title} answers, but its process is not found",
                 "it may run in another PID namespace; see: gpushare doctor",
-                gpu=str(self._device.gpu.index),
+                gpu=self._device.gpu.index,
                 code="daemon_pid",
             )
         self._write(RUNNING, pid, start_of(self._host.processes, pid))
@@ -186,7 +186,7 @@ class _Start:
                     f"an interrupted start left the MPS daemon {pid} on {self._device.title}, and it has clients: "
                     + ", ".join(map(str, clients[:8])),
                     f"wait for them, and stop it: gpushare mps stop -g {self._device.selector} --drain 60",
-                    gpu=str(self._device.gpu.index),
+                    gpu=self._device.gpu.index,
                     code="daemon_exists",
                 )
         end_daemon(self._host, self._control, pid, seconds=1.0, force=True)
@@ -220,7 +220,7 @@ class _Start:
                 raise OperationFailed(
                     f"the MPS daemon of {device.title} {how}: {said}",
                     f"see its log: {shlex.quote(f'{home.log}/control.log')}",
-                    gpu=str(device.gpu.index),
+                    gpu=device.gpu.index,
                     code="daemon_silent",
                 )
             time.sleep(0.05)
@@ -297,7 +297,7 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
     return OperationFailed(
         f"the MPS daemon of {device.title} did not start: {why or f'exit code {done.exit_code}, no text'}",
         hint,
-        gpu=str(device.gpu.index),
+        gpu=device.gpu.index,
         code="daemon_not_started",
     )
 
@@ -306,6 +306,6 @@ def _exists(device: Device, pid: int | None) -> InUse:
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",
         f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",
-        gpu=str(device.gpu.index),
+        gpu=device.gpu.index,
         code="daemon_exists",
     )

@@ -198,7 +198,7 @@ class GroupSlice(Part):
                 raise InUse(
                     f"production job '{job.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
                     f"use caps: --yield caps; or start it outside MPS: gpushare run --production {job.name} -- CMD",
-                    gpu=str(self.device.gpu.index),
+                    gpu=self.device.gpu.index,
                     code="production_under_mps",
                 )
 

@@ -11,7 +11,17 @@ import time
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, cut, or_none
+from gpushare.base.errors import (
+    BadUsage,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    cut,
+    no_process,
+    or_none,
+)
 from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
@@ -456,7 +466,7 @@ def _of_a_user(host: Host, name: str) -> JobRecord:
 
 def _no_job(host: Host, text: str) -> NotFound:
     if text.isdecimal():
-        return NotFound(f"there is no process {text[:20]}", "see all: gpushare jobs -a", code="no_job")
+        return no_process(text, "see all: gpushare jobs -a", "no_job")
     names = [one.name for one in records(host) if is_running(host, one)][:5]
     known = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"no job '{text}' is running", f"{known}see all: gpushare jobs -a", code="no_job")

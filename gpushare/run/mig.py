@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse
 from gpushare.base.model import Holder
@@ -12,6 +12,7 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, take_claim
+from gpushare.memory.room import RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.driver import processes_in
 from gpushare.mig.holders import claimed_instances, holder_of
 from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
@@ -201,14 +202,11 @@ def wait_words(text: str, seconds: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OutlookOnPlaces:
-    """What would happen to a job that came now: the instance that it would take, or the first of those that it would wait for.
-
-    ``data`` has the same keys as that of `memory.room`.
-    """
+    """What would happen to a job that came now: the instance that it would take, or the first of those that it would wait for."""
 
     place: Place
     text: str
-    data: Mapping[str, Any]
+    answer: RoomAnswer
 
 
 def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[Device], None]) -> OutlookOnPlaces:
@@ -237,32 +235,27 @@ def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[D
         why = (
             f"now it would wait for an instance ({quoted(text)}): {in_use(held) if held else 'others are first'}{line}"
         )
-    data = {
-        "starts_now": now is not None,
-        "gpu": None if now is None else now.gpu.index,
-        "device_uuid": None if now is None else now.mig.uuid,
-        "why": why,
-        "memory_bytes": None,
-        "behind": [
-            {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": one.memory_bytes} for one in behind
-        ],
-        "devices": [
-            {
-                "gpu": place.gpu.index,
-                "device_uuid": place.mig.uuid,
-                "free_bytes": _free_bytes(place.mig),
-                "reserved_bytes": None,
-                "others_bytes": None,
-                "why": None,
-                "held_by": [
-                    {"pid": one.pid, "user": one.user, "name": one.name, "memory_bytes": None}
-                    for one in inside.get(place.mig.uuid) or ()
-                ],
-            }
+    answer = RoomAnswer(
+        starts_now=now is not None,
+        gpus=() if now is None else (now.gpu.index,),
+        device_uuids=() if now is None else (now.mig.uuid,),
+        why=why,
+        memory_bytes=None,
+        behind=tuple(map(room_job, behind)),
+        devices=tuple(
+            RoomOnDevice(
+                gpu=place.gpu.index,
+                device_uuid=place.mig.uuid,
+                free_bytes=_free_bytes(place.mig),
+                held_by=tuple(
+                    RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
+                    for holder in inside.get(place.mig.uuid) or ()
+                ),
+            )
             for place in places
-        ],
-    }
-    return OutlookOnPlaces(place=now or places[0], text=why, data=data)
+        ),
+    )
+    return OutlookOnPlaces(place=now or places[0], text=why, answer=answer)
 
 
 def _free_bytes(mig: MigInstance) -> int | None:
@@ -344,7 +337,7 @@ def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
         hint = f"wait for one: --wait; or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
     if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
-    return InUse(in_use(held), hint, gpu=str(first.gpu.index), code="instance_in_use")
+    return InUse(in_use(held), hint, gpu=first.gpu.index, code="instance_in_use")
 
 
 def _who(inside: Inside) -> str:

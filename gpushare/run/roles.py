@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process
 from gpushare.base.model import Priority
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
 from gpushare.base.values import dataclass
@@ -68,9 +68,7 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
     if target is not None and number is not None:
         process = host.processes.identity(number) if number else None
         if process is None:
-            raise NotFound(
-                f"there is no process {target[:20]}", "see what is running: gpushare status", code="no_process"
-            )
+            raise no_process(target, code="no_process")
         (pid, started), title, name = process, f"process {target}", None
     else:
         production = find_spared(host, device, target)
@@ -249,7 +247,7 @@ def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: 
             f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another job",
             "run it on another GPU: -g",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="memory_does_not_fit",
         )
     return left // MIB * MIB

@@ -19,6 +19,8 @@ from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, Operat
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_slice
 from gpushare.base.values import dataclass
+from gpushare.memory.room import RoomAnswer
+from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
@@ -63,6 +65,13 @@ class Role:
     def any(self) -> bool:
         """Return whether a role was asked for."""
         return self.production is not None or self.opportunistic
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlanAnswer(PlanAnswer):
+    """The answer of `run --dry-run` for a job that has a place in the line."""
+
+    room: RoomAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,11 +328,10 @@ class JobStart:
         planned = queued.start(devices, metered)
         if found is None:
             return planned
-        from gpushare.memory.room import outlook_data, outlook_text
+        from gpushare.memory.room import outlook_text, room_answer
 
         return replace(
-            planned,
-            data={**planned.data, "room": outlook_data(found, reasons)},
+            with_answer(planned, RunPlanAnswer, room=room_answer(found, reasons)),
             notes=(*planned.notes, outlook_text(found, reasons)),
         )
 
@@ -402,7 +410,7 @@ class JobStart:
             raise
         if room is None:
             return done
-        return replace(done, data={**done.data, "room": room.data}, notes=(*done.notes, room.text))
+        return replace(with_answer(done, RunPlanAnswer, room=room.answer), notes=(*done.notes, room.text))
 
     def _say_dropped(self, more: str = "") -> None:
         """Say which variables of the caller mean nothing outside MPS."""
@@ -502,7 +510,7 @@ class JobStart:
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {group[0].pid}),"
                 " and production would share it",
                 f"start it outside MPS: gpushare run --production {name} -- CMD",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
                 code="production_under_mps",
             )
         cap = daemon_cap(self.host, device)
@@ -754,7 +762,7 @@ def _check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
                     else "programs run in its instances"
                 ),
                 "name another GPU: -g GPU; or run in an instance: gpushare run --mig PROFILE -- CMD",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
                 code="mig_enabled",
             )
 

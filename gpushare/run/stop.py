@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed, no_process
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
@@ -170,7 +170,7 @@ def _job(host: Host, process: Identity, name: str | None, record: JobRecord | No
 
 def _no_job(host: Host, text: str) -> NotFound:
     if pid_of(text) is not None:
-        return NotFound(f"there is no process {text[:20]}", "see what is running: gpushare jobs -a", code="no_job")
+        return no_process(text, "see what is running: gpushare jobs -a", "no_job")
     names = [record.name for record in running_records(host)][:_MOST_NAMED]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")

@@ -8,7 +8,8 @@ from typing import Any, Final
 from gpushare.base.errors import ExitCode
 from gpushare.base.model import ListedJob, Snapshot
 from gpushare.base.units import format_bytes, format_percent, ranges
-from gpushare.show.result import Column, Result, Table, jsonable
+from gpushare.base.values import dataclass
+from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
 
 Row = Mapping[str, Any]
@@ -32,6 +33,16 @@ CSV: Final = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobsAnswer:
+    """The answer of `jobs`."""
+
+    host: str
+    # Seconds since 1970.
+    taken_at: float | None
+    jobs: tuple[ListedJob, ...]
+
+
 def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bool = False) -> Result:
     """Return the result of ``gpushare jobs``; a GPU that does not answer is an error, and the jobs are shown."""
     present = [job for job in jobs if job.line is None and job.pid is not None]
@@ -43,7 +54,7 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     errors = gpu_errors(snapshot.gpus)
     return Result(
         command="jobs",
-        data={"host": snapshot.host, "taken_at": snapshot.taken_at, "jobs": jsonable(jobs)},
+        data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
         tables=tuple(tables),
         csv=_csv(jobs),
         notes=snapshot.warnings,

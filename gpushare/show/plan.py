@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpushare.base.units import counted
-from gpushare.plan import Plan, Step, taken
+from gpushare.base.values import dataclass
+from gpushare.plan import Loss, Plan, Step, taken
 from gpushare.show.result import Column, Result, Table
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: its steps, what takes all of them back, and what it takes."""
-    return {
-        "steps": [{"what": one.what, "command": one.command, "undo": one.undo} for one in plan.steps],
-        "undo": plan.undo if plan.steps else None,
-        "consent": [{"action": one.action, "what": one.what, "why": list(one.why)} for one in plan.consent],
-    }
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer:
+    """The answer of a change: its steps, what takes all of them back, and what it takes."""
+
+    # Nothing was changed.
+    dry_run: bool
+    steps: tuple[Step, ...]
+    undo: str | None
+    consent: tuple[Loss, ...]
+
+
+def plan_answer(plan: Plan, *, dry_run: bool) -> PlanAnswer:
+    """Return a plan as an answer."""
+    return PlanAnswer(dry_run=dry_run, steps=plan.steps, undo=plan.undo if plan.steps else None, consent=plan.consent)
 
 
 def plan_result(
@@ -27,7 +36,7 @@ def plan_result(
     notes: Sequence[str] = (),
     empty: str = "nothing to do: the host is as requested",
 ) -> Result:
-    """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}], "undo", "consent"}``.
+    """Return the result of planning, with a `PlanAnswer`.
 
     In a dry run people read the steps with their commands; of a change, what is in force now. A dry run says what it would
     ask for. Some steps have no undo of their own, as that of another one includes theirs.
@@ -56,12 +65,17 @@ def plan_result(
     changed = [part for part in plan.parts or (plan,) if part.steps]
     return Result(
         command=command,
-        data={"dry_run": dry_run, **plan_data(plan)},
+        data=plan_answer(plan, dry_run=dry_run),
         tables=(table,) if dry_run else (),
         csv=table,
         done=() if dry_run else tuple((part.title, part.undo) for part in changed) or ((empty, None),),
         notes=tuple(notes),
     )
+
+
+def with_answer(result: Result, kind: type[PlanAnswer], **fields: Any) -> Result:
+    """Return the result of planning with an answer that has more fields."""
+    return replace(result, data=kind(**vars(result.data), **fields))
 
 
 def undone(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any, Final
 
 from gpushare.base.errors import ExitCode, GpushareError, NeedsConsent
-from gpushare.base.values import dataclass
+from gpushare.base.values import NOT_STORED, dataclass
 
 SCHEMA: Final = 1
 
@@ -131,10 +131,18 @@ def failure(command: str, error: GpushareError) -> Result:
     return Result(command=command, data=data, errors=(error,), exit_code=error.exit_code, all_failed=True)
 
 
+def json_names(kind: Any) -> list[str]:
+    """Return the keys of a value class in JSON: its fields, without `NOT_STORED` ones, and its ``json_properties``."""
+    if not is_dataclass(kind):
+        return list(kind._fields)
+    stored = [field.name for field in fields(kind) if field.metadata != NOT_STORED]
+    return [*stored, *getattr(kind, "json_properties", ())]
+
+
 def jsonable(value: Any) -> Any:
     """Return a value as JSON types: dataclasses as objects, enums by title, tuples as lists."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+    if (is_dataclass(value) or hasattr(value, "_fields")) and not isinstance(value, type):
+        return {name: jsonable(getattr(value, name)) for name in json_names(type(value))}
     if isinstance(value, IntEnum):
         return getattr(value, "title", int(value))
     if isinstance(value, Enum):

@@ -12,14 +12,20 @@ from gpushare.base.model import (
     MUCH_UNLISTED,
     Gpu,
     GpuProcess,
+    LimitedJob,
+    Mechanism,
     MigInstance,
     MpsDaemon,
     Priority,
     Snapshot,
+    SwappedJob,
+    VgpuSession,
+    WaitingJob,
     sharing_now,
 )
 from gpushare.base.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
-from gpushare.show.result import Column, Result, Table, jsonable, plain_value
+from gpushare.base.values import dataclass
+from gpushare.show.result import Column, Result, Table, plain_value
 
 Row = Mapping[str, Any]
 
@@ -594,7 +600,7 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
     all_errors = tuple(_errors(snapshot, errors))
     return Result(
         command="status",
-        data=status_data(snapshot),
+        data=_status_answer(snapshot),
         text=_header(snapshot),
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
@@ -604,35 +610,58 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
     )
 
 
-def status_data(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the JSON data: the model's field names, with processes and instances nested."""
-    return {
-        "host": snapshot.host,
-        "driver_version": snapshot.driver_version,
-        "taken_at": snapshot.taken_at,
-        "gpus": [_gpu_data(gpu, snapshot) for gpu in snapshot.gpus],
-        "mps_daemons": jsonable(snapshot.daemons),
-        "warnings": list(snapshot.warnings),
-        "waiting_jobs": jsonable(snapshot.waiting_jobs),
-        "swapped_jobs": jsonable(snapshot.swapped_jobs),
-        "limited_jobs": [{**jsonable(one), "by_driver": one.by_driver} for one in snapshot.limited_jobs],
-        "vgpu_sessions": jsonable(snapshot.vgpu_sessions),
-    }
+@dataclass(frozen=True, kw_only=True)
+class StatusGpu(Gpu):
+    """One GPU; if it does not answer, ``error`` says why and the rest is null."""
+
+    # Null: unknown, because it does not answer or its MIG devices are hidden from this user.
+    mig_instances: tuple[MigInstance, ...] | None = None  # type: ignore[assignment]
+    mechanism: Mechanism | None = None
+    # In use, and of no process that the driver lists.
+    memory_unlisted_bytes: int | None = None
 
 
-def _gpu_data(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
-    data: dict[str, Any] = jsonable(gpu)
-    data["mechanism"] = jsonable(sharing_now(gpu, snapshot.daemons))
-    data["memory_unlisted_bytes"] = gpu.unlisted_bytes
-    if gpu.processes is not None:
-        data["processes"] = [{"type": process.type, **jsonable(process)} for process in gpu.processes]
-    if gpu.error is not None:
+@dataclass(frozen=True, kw_only=True)
+class StatusAnswer:
+    """The answer of `status`: a host with its GPUs, daemons and jobs."""
+
+    host: str
+    driver_version: str | None
+    # Seconds since 1970.
+    taken_at: float | None
+    gpus: tuple[StatusGpu, ...]
+    mps_daemons: tuple[MpsDaemon, ...]
+    warnings: tuple[str, ...]
+    waiting_jobs: tuple[WaitingJob, ...]
+    swapped_jobs: tuple[SwappedJob, ...]
+    limited_jobs: tuple[LimitedJob, ...]
+    vgpu_sessions: tuple[VgpuSession, ...]
+
+
+def _status_answer(snapshot: Snapshot) -> StatusAnswer:
+    return StatusAnswer(
+        host=snapshot.host,
+        driver_version=snapshot.driver_version,
+        taken_at=snapshot.taken_at,
+        gpus=tuple(_status_gpu(gpu, snapshot) for gpu in snapshot.gpus),
+        mps_daemons=snapshot.daemons,
+        warnings=snapshot.warnings,
+        waiting_jobs=snapshot.waiting_jobs,
+        swapped_jobs=snapshot.swapped_jobs,
+        limited_jobs=snapshot.limited_jobs,
+        vgpu_sessions=snapshot.vgpu_sessions,
+    )
+
+
+def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
+    own = {
+        "mechanism": sharing_now(gpu, snapshot.daemons),
+        "memory_unlisted_bytes": gpu.unlisted_bytes,
         # An empty list would mean that there are none.
-        data["mig_instances"] = jsonable(gpu.mig_instances) or None
-        data["processes"] = data["processes"] or None
-    if data.pop("mig_hidden"):
-        data["mig_instances"] = data["mig_instances"] or None
-    return data
+        "mig_instances": gpu.mig_instances or (None if gpu.error is not None or gpu.mig_hidden else ()),
+        "processes": gpu.processes or (None if gpu.error is not None else gpu.processes),
+    }
+    return StatusGpu(**{**vars(gpu), **own})
 
 
 def _header(snapshot: Snapshot) -> str:
@@ -711,8 +740,8 @@ def gpu_error(gpu: Gpu, reason: str) -> GpushareError:
     message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
     if is_lost(reason):
         hint = "see the cause in the kernel log: sudo dmesg | grep -i xid; a reboot may bring the GPU back"
-        return GpuLost(message, hint, gpu=str(gpu.index))
-    return OperationFailed(message, f"see what the driver reports: nvidia-smi -q -i {gpu.index}", gpu=str(gpu.index))
+        return GpuLost(message, hint, gpu=gpu.index)
+    return OperationFailed(message, f"see what the driver reports: nvidia-smi -q -i {gpu.index}", gpu=gpu.index)
 
 
 def csv_table(snapshot: Snapshot) -> Table:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import NoPermission, NotFound
+from gpushare.base.errors import no_process, signal_refused
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
@@ -192,7 +192,7 @@ class SimulatedProcesses(Processes):
         """Send a signal to the process that started then, and to no other."""
         info = self.describe(pid)
         if info is None or info.started != started:
-            raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
+            raise no_process(pid)
         self._send(pid, signal, lambda number: self._local.send_to(pid, started, number))
 
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
@@ -339,13 +339,9 @@ def _check(
     state: SimulatedHostState, pid: int, signal: int, owner: SimulatedDaemon | SimulatedServer | SimulatedProcess | None
 ) -> None:
     if owner is None:
-        raise NotFound(f"there is no process {pid}", "see who is there: gpushare status")
+        raise no_process(pid)
     if not state.may(owner.uid):
-        name = signals.Signals(signal).name
-        raise NoPermission(
-            f"not allowed to send {name} to process {pid}: it belongs to another user",
-            f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
-        )
+        raise signal_refused(signals.Signals(signal).name, pid)
 
 
 def _kills(signal: int) -> bool:

@@ -400,8 +400,7 @@ class StateFile:
             descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | safe, 0o600)
         except OSError as error:
             raise NoPermission(
-                f"cannot write the state of the simulated host in {self.directory}: {error.strerror}",
-                _OWN_DIRECTORY,
+                f"cannot write the state of the simulated host in {self.directory}: {error.strerror}", _OWN_DIRECTORY
             ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

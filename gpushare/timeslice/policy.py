@@ -235,7 +235,7 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
             raise NotSupported(
                 f"{device.title}: the time-slice is set per GPU, not per MIG instance",
                 f"name the GPU: -g {device.gpu.index}",
-                gpu=str(device.gpu.index),
+                gpu=device.gpu.index,
             )
 
 
@@ -246,7 +246,7 @@ def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
             raise InUse(
                 f"GPU {daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
                 f"stop it first: gpushare mps stop -g {daemon.gpu_index}; or set the level anyway: --beside-mps",
-                gpu=str(daemon.gpu_index),
+                gpu=daemon.gpu_index,
                 code="mps_in_force",
             )
 
@@ -256,7 +256,7 @@ def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> Tim
         raise NotSupported(
             f"{device.title} ({device.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
             "see which GPUs have one: gpushare timeslice show",
-            gpu=str(device.gpu.index),
+            gpu=device.gpu.index,
             code="no_time_slice",
         )
     return levels[device.gpu.index]

@@ -19,12 +19,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema
+
 from benchmarks.crashes.hits import load
+from gpushare.base.errors import NotFound
 from gpushare.cli import main
 from gpushare.connect import connect
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.host import Host
 from gpushare.mig.ledger import names_of
+from gpushare.show.schema import schema_of
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_compute
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
@@ -60,6 +64,14 @@ def as_script(words: Sequence[str]) -> tuple[str, ...]:
     return (*words[:at], *verb, "-y", *words[at + len(verb) :])
 
 
+@functools.cache
+def validator(command: str) -> jsonschema.Draft202012Validator | None:
+    """Return what checks the documents of a command; None: before a command is known, there is none."""
+    with contextlib.suppress(NotFound):
+        return jsonschema.Draft202012Validator(schema_of(command))
+    return None
+
+
 @dataclass(frozen=True)
 class Answer:
     """How a command ended, and its output."""
@@ -70,8 +82,12 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """Return the document on stdout."""
-        return json.loads(self.out)
+        """Return the document on stdout, which has to be as its schema says."""
+        document = json.loads(self.out)
+        check = validator(document["command"]) if isinstance(document, dict) and "command" in document else None
+        if check is not None:
+            check.validate(document)
+        return document
 
     @property
     def data(self) -> Any:

@@ -15,7 +15,7 @@ import yaml
 from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
 from gpushare.base.model import ComputeMode, Mechanism
 from gpushare.show.render import csv_text, document, write, write_error
-from gpushare.show.result import Column, OutputFormat, Result, Table, failure
+from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
 from tests.show.hosts import mixed_host, quiet_host
@@ -155,7 +155,7 @@ def test_plain_prose_does_not_import_tabulate_and_keeps_its_lines(shown):
 
 
 def test_status_data_has_the_fields_that_scripts_rely_on():
-    data = status_result(quiet_host()).data
+    data = jsonable(status_result(quiet_host()).data)
     assert list(data) == [
         "host",
         "driver_version",

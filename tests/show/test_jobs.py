@@ -7,7 +7,7 @@ import pytest
 from gpushare.base.errors import ExitCode
 from gpushare.base.model import Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.show.jobs import jobs_result
-from gpushare.show.result import OutputFormat
+from gpushare.show.result import OutputFormat, jsonable
 from gpushare.show.status import way_text
 from tests.show.hosts import GIB, MIB, uuid
 
@@ -56,7 +56,7 @@ def test_the_document(shown, golden, output):
 
 
 def test_unknown_is_null_in_json_and_never_zero():
-    data = jobs_result(SNAPSHOT, JOBS).data["jobs"]
+    data = jsonable(jobs_result(SNAPSHOT, JOBS).data)["jobs"]
     assert (data[1]["sm_percent"], data[2]["sm_percent"]) == (None, 0)
     assert data[7]["line"] == {
         "place": 1,
@@ -77,7 +77,7 @@ def test_nothing_to_list(shown):
 def test_a_lost_gpu_is_an_error_and_hides_no_job():
     lost = Snapshot(host="local", gpus=(Gpu(index=0, error="GPU is lost"),))
     result = jobs_result(lost, JOBS)
-    assert (result.status, result.exit_code, len(result.data["jobs"])) == ("partial", ExitCode.FAILED, len(JOBS))
+    assert (result.status, result.exit_code, len(result.data.jobs)) == ("partial", ExitCode.FAILED, len(JOBS))
 
 
 @pytest.mark.parametrize(

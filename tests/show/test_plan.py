@@ -7,7 +7,7 @@ import io
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import plan_result
 from gpushare.show.render import write
-from gpushare.show.result import OutputFormat
+from gpushare.show.result import OutputFormat, jsonable
 from tests.show.hosts import uuid
 
 
@@ -67,7 +67,7 @@ def test_quiet_says_nothing_of_a_change_that_succeeded():
 
 def test_the_data_of_a_plan_is_pinned():
     result = plan_result("mps start", Plan(title="MPS", steps=STEPS), dry_run=True, notes=["needs root"])
-    assert result.data == {
+    assert jsonable(result.data) == {
         "dry_run": True,
         "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
         "undo": None,
@@ -78,7 +78,7 @@ def test_the_data_of_a_plan_is_pinned():
 
 def test_the_undo_of_a_dry_run_is_a_note(shown):
     result = plan_result("mps start", PLAN, dry_run=True, notes=["needs root"])
-    assert result.data["undo"] == "gpushare mps stop -g 0"
+    assert result.data.undo == "gpushare mps stop -g 0"
     assert result.notes == ("needs root", "undo: gpushare mps stop -g 0")
     assert "undo: none" not in shown(result, OutputFormat.TABLE)[0]
     nothing = Plan(title="MPS", steps=(), undo="gpushare mps stop")

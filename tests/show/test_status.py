@@ -9,7 +9,7 @@ import pytest
 
 from gpushare.base.errors import ExitCode, GpuLost, OperationFailed, TimedOut
 from gpushare.base.model import Gpu, MpsDaemon, Snapshot
-from gpushare.show.result import OutputFormat
+from gpushare.show.result import OutputFormat, jsonable
 from gpushare.show.status import age, container_name, status_result, used_of_total
 from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid
 
@@ -38,10 +38,10 @@ def test_a_quiet_host(shown, golden, output):
 
 def test_a_lost_gpu_is_null_throughout_and_hides_nobody():
     result = status_result(mixed_host())
-    lost = result.data["gpus"][5]
+    lost = jsonable(result.data.gpus[5])
     assert {key for key, value in lost.items() if value is not None} == {"index", "pci_bus_id", "error"}
     assert [(type(error), error.gpu, error.code) for error in result.errors] == [(GpuLost, "5", "gpu_lost")]
-    assert len(result.data["gpus"]) == 8
+    assert len(result.data.gpus) == 8
     assert (result.status, result.exit_code) == ("partial", ExitCode.FAILED)
 
 
@@ -72,8 +72,8 @@ def test_unknown_is_a_dash_and_null_and_said_in_a_note(shown):
     assert "- / 79.6 GiB" in out
     assert "the processes on the GPUs are unknown" in out
     assert "note: GPU 0: its processes are unknown" in err
-    assert result.data["gpus"][0]["processes"] is None
-    assert result.data["gpus"][0]["time_slice"] is None
+    assert result.data.gpus[0].processes is None
+    assert result.data.gpus[0].time_slice is None
 
 
 def test_idle_is_0_and_unknown_is_not(shown):
@@ -142,4 +142,4 @@ def test_a_flood_of_daemons_of_others_is_counted() -> None:
     assert len(result.notes) < 15
     assert any("291 more" in note for note in result.notes)
     # Programs get all of them.
-    assert len(result.data["mps_daemons"]) == 302
+    assert len(result.data.mps_daemons) == 302

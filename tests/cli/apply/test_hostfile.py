@@ -524,9 +524,9 @@ def test_a_user_may_have_daemons_of_his_own(cli: Cli, write: Write) -> None:
 
 
 def test_the_schema_is_printed(cli: Cli) -> None:
-    schema = json.loads(cli("capture", "--schema", host=TWO).ok().out)
+    schema = json.loads(cli("schema", "gpushare.yaml").ok().out)
     assert schema["title"] == "gpushare.yaml, version 1"
-    assert cli("capture", "--schema", host=TWO, output="json").ok().data == schema
+    assert cli("schema", "gpushare.yaml", output="json").ok().data == schema
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:

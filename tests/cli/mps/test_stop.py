@@ -170,7 +170,7 @@ def test_dead_daemon_is_cleared_away(cli: Cli, world: World) -> None:
     steps = cli("mps", "stop", "-n", output="json").ok().data["steps"]
     assert [step["what"].split()[0] for step in steps] == ["end", "restore", "clear"]
     answer = cli("mps", "stop").ok()
-    assert answer.out == "cleared away the files of a dead MPS daemon of GPU 0; compute mode default restored\n"
+    assert answer.out == "removed the files of a dead MPS daemon of GPU 0; compute mode default restored\n"
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
     assert not list((world.directory / "run").rglob("daemon.json"))
 

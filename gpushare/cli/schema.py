@@ -1,0 +1,36 @@
+"""``gpushare schema``: the JSON Schema of an answer, or of gpushare.yaml; done by `gpushare/show/schema.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.options import Command
+from gpushare.show.result import Result
+from gpushare.show.schema import HOST_FILE, commands, host_file, schema_of
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("schema", cls=Command, short_help="Print the JSON Schema of an answer.")(schema)
+
+
+def schema(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND...]", help="status, mps start, ..., or gpushare.yaml.", show_default=False),
+    ] = None,
+) -> Any:
+    """Print the JSON Schema of what a command answers with -o json, or of the file gpushare.yaml.
+
+    Without a command it lists those that have one. In schema 1, keys are only ever added. Editors complete and check
+    gpushare.yaml with its schema.
+    """
+    command = " ".join(words or ())
+    if not command:
+        names = (*commands(), HOST_FILE)
+        return Result(command="schema", data=names, text="\n".join(names))
+    document = host_file() if command == HOST_FILE else schema_of(command)
+    return Result(command="schema", data=document, text=json.dumps(document, indent=2))

@@ -1,0 +1,89 @@
+"""The JSON Schemas of the answers and of gpushare.yaml, as `tools.generate` has written them from the value classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from typing import Any, Final
+
+from gpushare.base.errors import NotFound
+from gpushare.base.units import quoted
+from gpushare.show.result import SCHEMA
+
+_ERROR = {
+    "description": "What failed and why, and the next command.",
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "description": "Explained by: gpushare explain CODE"},
+        "message": {"type": "string"},
+        "hint": {"type": "string"},
+        "gpu": {"type": ["string", "null"], "description": "The index or UUID of the GPU concerned."},
+    },
+    "required": ["code", "message", "hint", "gpu"],
+    "additionalProperties": False,
+}
+
+
+HOST_FILE: Final = "gpushare.yaml"
+
+
+def _generated(name: str = "answers") -> Any:
+    return json.loads((files("gpushare") / "data" / "schemas" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def host_file() -> Any:
+    """Return the JSON Schema of gpushare.yaml."""
+    return _generated(HOST_FILE)
+
+
+def commands() -> list[str]:
+    """Return the commands whose answers have a schema."""
+    return list(_generated()["answers"])
+
+
+def schema_of(command: str) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of the document that a command prints with ``-o json``.
+
+    Raises:
+        NotFound: no such command (code ``no_schema``).
+    """
+    generated = _generated()
+    if command not in generated["answers"]:
+        raise NotFound(f"there is no schema for {quoted(command)}", "see all: gpushare schema", code="no_schema")
+    data = generated["answers"][command]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"gpushare {command} -o json",
+        "type": "object",
+        "properties": {
+            "schema": {"const": SCHEMA},
+            "command": {"const": command},
+            "status": {"enum": ["ok", "partial", "error"], "description": "partial: some of it failed; see errors."},
+            "data": {"anyOf": [data, {"type": "null"}]},
+            "errors": {"type": "array", "items": _ERROR},
+        },
+        "required": ["schema", "command", "status", "data", "errors"],
+        "additionalProperties": False,
+        "$defs": {name: generated["$defs"][name] for name in sorted(_needed(data, generated["$defs"]))},
+    }
+
+
+def _needed(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
+    """Return the definitions that a schema refers to, directly or through others."""
+    needed: set[str] = set()
+    new = set(_references(schema))
+    while new:
+        needed |= new
+        new = {name for each in new for name in _references(definitions[each])} - needed
+    return needed
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            yield schema["$ref"].removeprefix("#/$defs/")
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)

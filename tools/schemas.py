@@ -1,0 +1,211 @@
+"""The JSON Schemas of the answers, from the value classes that the commands return."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from gpushare.show.result import json_names, jsonable
+
+# Only the fields of classes of this package are part of an answer.
+OURS = "gpushare"
+PLAN: Final = "gpushare.show.plan:PlanAnswer"
+_CHANGE: Final = ("gpushare.cli.mig_change:MigChangeAnswer", PLAN)
+# The classes of the answers, by command. "Any" marks one that is no value class yet: the list only shrinks.
+ANSWERS: Final[Mapping[str, Sequence[str]]] = {
+    "status": ("gpushare.show.status:StatusAnswer",),
+    "jobs": ("gpushare.show.jobs:JobsAnswer",),
+    "doctor": ("Any",),
+    "explain": ("Any",),
+    "observe": ("Any",),
+    "schema": ("Any",),
+    "run": ("Any",),
+    "farm": ("Any",),
+    "stop": ("Any",),
+    "logs": ("Any",),
+    "mps start": (PLAN,),
+    "mps stop": ("gpushare.cli.mps:MpsStopAnswer", PLAN),
+    "mps status": ("Any",),
+    "mps set": (PLAN,),
+    "mps logs": ("Any",),
+    "mps env": ("Any",),
+    "mig status": ("Any",),
+    "mig profiles": ("Any",),
+    "mig fits": ("Any",),
+    "mig plan": ("gpushare.cli.mig:MigPlanAnswer",),
+    "mig create": _CHANGE,
+    "mig destroy": _CHANGE,
+    "mig apply": _CHANGE,
+    "mig enable": _CHANGE,
+    "mig disable": _CHANGE,
+    "mig recover": ("Any",),
+    "mig check": ("Any",),
+    "mig export": ("Any",),
+    "mig env": ("Any",),
+    "mig grant": (PLAN,),
+    "mig revoke": (PLAN,),
+    "mig name": (PLAN,),
+    "timeslice show": ("Any",),
+    "timeslice set": (PLAN,),
+    "timeslice reset": (PLAN,),
+    "timeslice keep": ("Any",),
+    "pause": ("gpushare.cli.pause:PauseAnswer", PLAN),
+    "pause list": ("gpushare.cli.pause:PauseListAnswer",),
+    "resume": ("gpushare.cli.resume:ResumeAnswer", PLAN),
+    "swap out": ("gpushare.cli.swap:SwapAnswer", PLAN),
+    "swap in": ("gpushare.cli.swap:SwapAnswer", PLAN),
+    "swap list": ("gpushare.cli.swap:SwapListAnswer",),
+    "advise": ("Any",),
+    "compare": ("Any",),
+    "bench": ("Any",),
+    "tune": ("Any",),
+    "savings": ("Any",),
+    "apply": ("gpushare.cli.apply:ApplyAnswer", PLAN),
+    "diff": ("Any",),
+    "capture": ("Any",),
+    **{
+        f"export {engine}": ("Any",)
+        for engine in ("k8s", "dra", "karpenter", "slurm", "mig-parted", "cdi", "docker", "compose", "ecs", "systemd")
+    },
+    "export prometheus": ("Any",),
+    **{f"sim {verb}": ("Any",) for verb in ("list", "show", "reset", "add", "end", "mig", "vgpu", "fault", "cdi")},
+}
+
+
+def schemas() -> str:
+    """Return the file of package data: the schema of the ``data`` of each command, and what they share."""
+    definitions: dict[str, Any] = {}
+    answers = {}
+    for command, names in ANSWERS.items():
+        kinds = [{} if name == "Any" else _schema(_loaded(name), definitions) for name in names]
+        answers[command] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return json.dumps({"answers": answers, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+
+
+def _loaded(name: str) -> Any:
+    module, _, kind = name.partition(":")
+    return getattr(import_module(module), kind)
+
+
+_PLAIN: Final[Mapping[Any, str]] = {
+    NoneType: "null", bool: "boolean", int: "integer", float: "number", str: "string", Path: "string",
+}  # fmt: skip
+
+
+def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type; value classes become definitions."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return {"type": _PLAIN[kind]}
+    if kind in {Any, object}:
+        return {}
+    if origin is not None:
+        return _generic(origin, arguments, definitions)
+    if issubclass(kind, Enum):
+        return {"enum": [jsonable(value) for value in kind]}
+    if not is_dataclass(kind) and not hasattr(kind, "_fields"):
+        raise TypeError(f"{kind} is no part of an answer")
+    _define(kind, definitions)
+    return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+def _generic(origin: Any, arguments: Sequence[Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    if origin is Annotated:
+        return _schema(arguments[0], definitions)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in {Union, UnionType}:
+        return _union([_schema(each, definitions) for each in arguments])
+    if origin is tuple and arguments[-1:] != (...,):
+        return {"type": "array", "prefixItems": [_schema(each, definitions) for each in arguments], "items": False}
+    if issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+    return {"type": "array", "items": _schema(arguments[0], definitions)}
+
+
+def _union(kinds: list[dict[str, Any]]) -> dict[str, Any]:
+    if all(list(kind) == ["type"] for kind in kinds):
+        return {"type": [kind["type"] for kind in kinds]}
+    return {"anyOf": kinds}
+
+
+def _define(kind: Any, definitions: dict[str, Any]) -> None:
+    """Add the schema of a value class."""
+    name, source = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+    if name in definitions:
+        if definitions[name]["$comment"] != source:
+            raise TypeError(f"two value classes are called {name}: {definitions[name]['$comment']} and {source}")
+        return
+    definition = definitions[name] = {
+        "$comment": source,
+        "description": (kind.__doc__ or "").split("\n")[0].replace("`", ""),
+        "type": "object",
+    }
+    hints, comments = _hints(kind), _comments(kind)
+    properties = {}
+    for key in json_names(kind):
+        hint = hints[key] if key in hints else _hints_of(getattr(kind, key).fget)["return"]
+        properties[key] = _schema(hint, definitions) | ({"description": comments[key]} if key in comments else {})
+    definition |= {"properties": properties, "required": list(properties), "additionalProperties": False}
+    definitions[name] = definition
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields, those that a module imports only for type checkers too."""
+    hints: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        if each.__module__.startswith(OURS):
+            names = _names(each.__module__)
+            for key, text in vars(each).get("__annotations__", {}).items():
+                # Of a named tuple they are forward references.
+                text = getattr(text, "__forward_arg__", text)
+                if not text.startswith("ClassVar"):
+                    hints[key] = eval(text, names)  # noqa: S307 - annotations of our own
+    return hints
+
+
+def _hints_of(function: Any) -> dict[str, Any]:
+    return get_type_hints(function, globalns=_names(function.__module__))
+
+
+@cache
+def _names(module: str) -> dict[str, Any]:
+    """Return the names of a module, with those of its ``if TYPE_CHECKING`` blocks."""
+    loaded = import_module(module)
+    names = dict(vars(loaded))
+    for node in ast.parse(inspect.getsource(loaded)).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            exec(ast.unparse(ast.Module(node.body, [])), names)  # noqa: S102 - imports of our own
+    return names
+
+
+def _comments(kind: Any) -> dict[str, str]:
+    """Return the comment above each field, as a sentence of its own."""
+    comments: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if each.__module__.startswith(OURS):
+            comments |= dict(_comments_of(each))
+    return comments
+
+
+def _comments_of(kind: Any) -> Iterator[tuple[str, str]]:
+    lines = inspect.getsource(kind).splitlines()
+    above: list[str] = []
+    for line in lines:
+        text = line.strip()
+        if text.startswith("# "):
+            above.append(text[2:])
+            continue
+        name, colon, _ = text.partition(":")
+        if above and colon and name.isidentifier():
+            yield name, " ".join(above).replace("`", "")
+        above = []
