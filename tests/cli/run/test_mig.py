@@ -705,13 +705,13 @@ def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: W
         "wait until an instance ('1g') is free, first come first served, for 5 min at most; take it"
     )
     room = data["room"]
-    assert (room["starts_now"], room["device_uuid"], room["behind"]) == (True, uuid, [])
+    assert (room["starts_now"], room["device_uuids"], room["behind"]) == (True, [uuid], [])
     assert room["why"] == "now it would start at once, in 1g.18gb:0 of GPU 0"
     taken = take_claim(world.host, uuid)
     assert isinstance(taken, HeldClaim)
     before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False, name="first"))
     room = cli(*words).ok().data["room"]
-    assert (room["starts_now"], room["device_uuid"]) == (False, None)
+    assert (room["starts_now"], room["device_uuids"]) == (False, [])
     assert [one["name"] for one in room["behind"]] == ["first"]
     assert [one["held_by"][0]["pid"] for one in room["devices"]] == [os.getpid()]
     assert "; 1 job before it" in room["why"]
