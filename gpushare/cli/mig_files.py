@@ -238,7 +238,7 @@ def read_config(path: str, name: str | None) -> Config:
     found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
     if len(found) > 2:
         raise BadUsage(f"{path}: {len(found)} YAML documents", "give one mig-parted file", code="bad_file")
-    return choose(parse_parted(*found), name)
+    return choose(parse_parted(found[0], found[1] if found[1:] else None, shown_as(path)), name)
 
 
 def exact_without_file() -> BadCombination:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.base.units import size_option
+from gpushare.form import HINT
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
-from gpushare.hostfile.form import HINT
 from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import parse
 from gpushare.inputs import decoded, shown_as, text_of

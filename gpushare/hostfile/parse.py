@@ -9,8 +9,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Priority, Sharing, TimeSlice
 from gpushare.base.units import parse_memory_limit
-from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
-from gpushare.hostfile.form import (
+from gpushare.form import (
     HINT,
     Form,
     Value,
@@ -27,6 +26,7 @@ from gpushare.hostfile.form import (
     whole,
     yes_or_no,
 )
+from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
 from gpushare.inputs import Mark, documents
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
@@ -43,7 +43,9 @@ _NAME: Final = text(
 )
 _ID: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}[$]?$(?!\n)"
 _USER: Final = text(_ID, "the name or id (in quotes) of a user")
-_USERS: Final = several(_USER).about("Users of this machine, by name or by id in quotes; nobody else but root.")
+_USERS: Final = several(_USER, least=1, unique=True).about(
+    "Users of this machine, by name or by id in quotes; nobody else but root."
+)
 _UUID: Final = r"^GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$(?!\n)"
 _INDEX: Final = whole(0, 1023)
 # What is printed, without control characters.
@@ -182,9 +184,7 @@ _ENTRY: Final = mapping(
         ),
         "timeslice": _TIME_SLICE,
         "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda found, _: _limits(found)),
-        "mig": several(_INSTANCE, unique=False).about(
-            "Exactly these MIG devices; an empty list is MIG without an instance."
-        ),
+        "mig": several(_INSTANCE).about("Exactly these MIG devices; an empty list is MIG without an instance."),
     },
     _entry,
     need=("match",),
@@ -276,11 +276,11 @@ def _check_file(value: Value, fields: Mapping[str, Value]) -> None:
 _FILE: Final = mapping(
     {
         "version": constant(VERSION, f"is not {VERSION}, the only version"),
-        "gpus": several(_ENTRY, unique=False),
-        "slices": several(
-            _RULE, unique=False, most=_MOST_RULES, merge="merge them: a key takes a list of values"
-        ).about("The time-slices of processes: gpushare timeslice keep. The first rule that matches a process wins."),
-        "memory": several(_LIMIT, unique=False, most=_MOST_RULES, merge="merge them: user takes a list").about(
+        "gpus": several(_ENTRY),
+        "slices": several(_RULE, most=_MOST_RULES, merge="merge them: a key takes a list of values").about(
+            "The time-slices of processes: gpushare timeslice keep. The first rule that matches a process wins."
+        ),
+        "memory": several(_LIMIT, most=_MOST_RULES, merge="merge them: user takes a list").about(
             "What the jobs of a user may reserve together on each GPU: gpushare run --wait and --memory. The first entry "
             "that matches a user wins."
         ),

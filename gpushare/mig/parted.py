@@ -1,8 +1,7 @@
 """The configuration file of mig-parted, version v1: which GPUs get which MIG devices. Pure.
 
 What mig-parted refuses is refused here (its api/spec/v1/spec.go; profiles and counts: pkg/types). Only the form of a
-profile is checked here; whether a GPU has it, the driver says later. ``parse_parted`` takes what a YAML parser returns;
-errors name the line if mappings have an attribute ``line``.
+profile is checked here; whether a GPU has it, the driver says later.
 
 One extension, for exact places: `PLACEMENTS`, a second YAML document. mig-parted reads only the first document and so
 accepts the file. It is also read as a key of the first document (``-o json`` writes that).
@@ -20,120 +19,18 @@ from typing import Any, Final, NamedTuple
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig
-from gpushare.inputs import yaml_text
+from gpushare.form import Form, Value, constant, mapping, one_or_several, several, table, text, whole, yes_or_no
+from gpushare.inputs import Mark, yaml_text
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import present
 from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
 
-_REQUIRED: Final = ("devices", "mig-enabled")
-_KEYS: Final = (*_REQUIRED, "mig-devices", "device-filter")
+VERSION: Final = "v1"
+PLACEMENTS: Final = "gpushare-placements"
 _ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
 # The memory size is part of the name there: 3g alone is refused.
 _PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
-
-
-def _refused(message: str, hint: str, near: object = None, *, code: str = "bad_file") -> BadUsage:
-    """Return the error of a file, with the line of ``near`` if the parser has noted it."""
-    line = getattr(near, "line", None)
-    return BadUsage(message if line is None else f"{message} (line {line})", hint, code=code)
-
-
-def _kind_of(value: object) -> str:
-    """Return the type of a YAML value in words; its content may be very long."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, Mapping):
-        return "a mapping"
-    return "a list" if isinstance(value, list) else "of another kind"
-
-
-def _text_key(key: object, what: str, near: object) -> str:
-    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
-        shown = _kind_of(key) if key != "" else "empty"
-        raise _refused(f"{what} is {shown}", "put it in quotes", near)
-    return str(key)
-
-
-def _entry_keys(raw: object, where: str) -> Mapping[object, object]:
-    """Return an entry, a mapping with all required keys and no unknown ones."""
-    if not isinstance(raw, Mapping):
-        raise _refused(f"{where} is {_kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
-    unknown = [key for key in raw if key not in _KEYS]
-    if unknown:
-        raise _refused(f"{where}: unknown key '{str(unknown[0])[:40]}'", f"the keys are: {', '.join(_KEYS)}", raw)
-    missing = [key for key in _REQUIRED if key not in raw]
-    if missing:
-        raise _refused(f"{where}: '{missing[0]}' is missing", f"every entry has {' and '.join(_REQUIRED)}", raw)
-    return raw
-
-
-def _switch_of(raw: object, where: str, near: object) -> bool:
-    if not isinstance(raw, bool):
-        raise _refused(f"{where}: 'mig-enabled' is {_kind_of(raw)}", "write true or false, without quotes", near)
-    return raw
-
-
-def _indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
-    """Return ``devices``: None for ``all``, else the indexes."""
-    if raw == "all":
-        return None
-    if isinstance(raw, int) and not isinstance(raw, bool):
-        raise _refused(
-            f"{where}: 'devices' is one number", f"mig-parted accepts only a list: devices: [{str(raw)[:9]}]", near
-        )
-    if isinstance(raw, str):
-        raise _refused(f"{where}: 'devices' is '{raw[:40]}'", "write all, or a list of indexes: [0, 1]", near)
-    if not isinstance(raw, list):
-        raise _refused(f"{where}: 'devices' is {_kind_of(raw)}", "write all, or a list of indexes: [0, 1]", near)
-    for one in raw:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            shown = f"'{one[:40]}'" if isinstance(one, str) else _kind_of(one)
-            shown = "below 0" if isinstance(one, int) and not isinstance(one, bool) else shown
-            raise _refused(f"{where}: an index in 'devices' is {shown}", "give numbers from 0: [0, 1]", near)
-    return tuple(raw)
-
-
-def _filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
-    """Return ``device-filter`` as written; empty for any GPU."""
-    if raw is None or raw == "":
-        return ()
-    words = raw if isinstance(raw, list) else [raw]
-    for word in words:
-        if not isinstance(word, str):
-            hint = 'put it in quotes: "0x20B510DE" (bare, YAML reads a number)'
-            raise _refused(f"{where}: 'device-filter' is {_kind_of(word)}, not a text", hint, near)
-    return tuple(words)
-
-
-def _counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
-    """Return ``mig-devices`` in its order, or None if it is absent."""
-    if raw is None:
-        return None
-    if not isinstance(raw, Mapping):
-        raise _refused(f"{where}: 'mig-devices' is {_kind_of(raw)}", 'write: {"1g.10gb": 7}', near)
-    for profile, count in raw.items():
-        match = _PROFILE.fullmatch(profile) if isinstance(profile, str) else None
-        attributes = (match["attributes"] or "").split(",") if match else []
-        if match is None or len(set(attributes)) != len(attributes):
-            hint = "write it as the driver does: 1g.10gb, 1g.10gb+me, 1c.3g.40gb"
-            raise _refused(f"{where}: '{str(profile)[:40]}' is not a MIG profile", hint, raw)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            shown = str(count)[:20] if isinstance(count, int) and not isinstance(count, bool) else _kind_of(count)
-            raise _refused(f"{where}: the count of '{profile}' is {shown}", "give a number from 0", raw)
-    if raw and not any(raw.values()):
-        raise _refused(f"{where}: all counts of 'mig-devices' are 0", "for none write: mig-devices: {}", raw)
-    return tuple((str(profile), int(count)) for profile, count in raw.items())
-
-
-VERSION: Final = "v1"
-PLACEMENTS: Final = "gpushare-placements"
-_PROFILE_START: Final = re.compile(r"(?:\d+c\.)?[^:*\s]+:\d+(?:\*\d+)?", re.ASCII)
+_PROFILE_START: Final = r"^(?:[0-9]+c\.)?[^:*\s]+:[0-9]+(?:\*[0-9]+)?$(?!\n)"
 
 
 class PciIds(NamedTuple):
@@ -189,40 +86,6 @@ class Demand:
     mig_enabled: bool
     wish: Wish = ()
     of_all: bool = False
-
-
-def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]:
-    """Return the configurations of a v1 file by name, in their order.
-
-    ``raw`` is the first document of the file, ``placements`` the second, if any.
-    """
-    top = _top(raw)
-    configs = top.get("mig-configs")
-    if not isinstance(configs, Mapping) or not configs:
-        what = "has no 'mig-configs'" if "mig-configs" not in top else "has no entry in 'mig-configs'"
-        if configs is not None and not isinstance(configs, Mapping):
-            what = f"'mig-configs' is {_kind_of(configs)}"
-        raise _refused(f"the file {what}", "it maps names to lists of entries")
-    places = _placements(top.get(PLACEMENTS) if placements is None else _second(placements))
-    found = {}
-    for key, entries in configs.items():
-        name = _text_key(key, "the name of a configuration", configs)
-        if not isinstance(entries, list) or not entries:
-            raise _refused(
-                f"config '{name}' has no list of entries",
-                "give at least one: - devices: all, mig-enabled: false",
-                entries if isinstance(entries, Mapping) else configs,
-            )
-        where = [(f"config '{name}', entry {number}", entry) for number, entry in enumerate(entries, 1)]
-        found[name] = Config(
-            name=name, entries=tuple(_entry(one, title) for title, one in where), placements=places.get(name, {})
-        )
-    unknown = sorted(set(places) - set(found))
-    if unknown:
-        raise _refused(
-            f"'{PLACEMENTS}' names config '{unknown[0]}'", f"the file has: {', '.join(found)}", code="unknown_config"
-        )
-    return found
 
 
 def choose(configs: Mapping[str, Config], name: str | None) -> Config:
@@ -302,77 +165,126 @@ def idle_entries(
     return tuple(said)
 
 
-def _top(raw: object) -> Mapping[object, object]:
-    if raw is None:
-        raise _refused("the file is empty", "it begins with: version: v1")
-    if not isinstance(raw, Mapping):
-        raise _refused(f"the file is {_kind_of(raw)}", "it is a mapping with version and mig-configs")
-    if raw.get("kind") == "ConfigMap":
-        raise _refused("this is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
-    if "version" not in raw:
-        raise _refused("the file has no 'version'", "it begins with: version: v1")
-    if raw["version"] != VERSION:
-        shown = raw["version"] if isinstance(raw["version"], (str, int)) else _kind_of(raw["version"])
-        raise _refused(f"unknown version: {str(shown)[:40]}", "version v1 is read here")
-    unknown = [key for key in raw if key not in {"version", "mig-configs", PLACEMENTS}]
-    if unknown:
-        raise _refused(f"unknown key '{str(unknown[0])[:40]}'", "the file has only version and mig-configs")
-    return raw
+# -- reading ---------------------------------------------------------------------------------------
 
 
-def _entry(raw: object, where: str) -> ConfigEntry:
-    fields = _entry_keys(raw, where)
-    devices = _indexes_of(fields["devices"], where, raw)
-    enabled = _switch_of(fields["mig-enabled"], where, raw)
-    counts = _counts_of(fields.get("mig-devices"), where, raw)
+def _name(key: object) -> str | None:
+    return str(key) if isinstance(key, str | int) and not isinstance(key, bool) and key != "" else None
+
+
+def _profile(key: object) -> str | None:
+    match = _PROFILE.fullmatch(key) if isinstance(key, str) else None
+    attributes = [] if match is None else (match["attributes"] or "").split(",")
+    return None if match is None or len(set(attributes)) != len(attributes) else str(key)
+
+
+def _devices_of(value: Value) -> tuple[int, ...] | None:
+    if value.raw == "all":
+        return None
+    if not isinstance(value.raw, list):
+        example = value.raw if isinstance(value.raw, int) and not isinstance(value.raw, bool) else "0, 1"
+        raise value.wrong(f"is {value.short}, neither all nor a list of indexes", f"write all, or a list: [{example}]")
+    return several(whole(0, _MOST)).read(value)
+
+
+def _counts_of(value: Value) -> tuple[tuple[str, int], ...] | None:
+    if value.raw is None:
+        return None
+    counts = table(_profile, "a MIG profile as the driver writes it: 1g.10gb, 1g.10gb+me, 1c.3g.40gb", _COUNT).read(
+        value
+    )
+    if counts and not any(counts.values()):
+        raise value.wrong("has only counts of 0", "for none write: mig-devices: {}")
+    return tuple(counts.items())
+
+
+def _filters_of(value: Value) -> tuple[str, ...]:
+    # Bare, YAML reads 0x20B510DE as a number.
+    some = one_or_several(text("", 'a text in quotes: "0x20B510DE"'), unique=False)
+    return () if value.raw in (None, "", []) else some.read(value)
+
+
+def _entry(found: Mapping[str, Any], value: Value) -> ConfigEntry:
+    enabled, counts = found["mig-enabled"], found.get("mig-devices")
     if enabled and counts is None:
-        raise _refused(f"{where}: no 'mig-devices' although MIG is on", "for none write: mig-devices: {}", raw)
+        raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
     if counts and not enabled:
-        raise _refused(f"{where}: 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true", raw)
+        raise value.wrong("has 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true")
     return ConfigEntry(
-        devices=devices,
-        mig_enabled=enabled,
-        counts=counts or (),
-        filters=_filters_of(fields.get("device-filter"), where, raw),
+        devices=found["devices"], mig_enabled=enabled, counts=counts or (), filters=found.get("device-filter", ())
     )
 
 
-def _second(raw: object) -> object:
-    if not isinstance(raw, Mapping) or list(raw) != [PLACEMENTS]:
-        raise _refused(f"the second document of the file is not '{PLACEMENTS}'", "give one mig-parted file", raw)
-    return raw[PLACEMENTS]
-
-
-def _placements(raw: object) -> dict[str, dict[str, Wish]]:
-    if raw is None:
-        return {}
-    shape = f"'{PLACEMENTS}' maps a config to GPUs, and a GPU to a list like [3g.40gb:4]"
-    if not isinstance(raw, Mapping):
-        raise _refused(f"'{PLACEMENTS}' is {_kind_of(raw)}", shape)
-    found: dict[str, dict[str, Wish]] = {}
-    for name, gpus in raw.items():
-        if not isinstance(gpus, Mapping):
-            raise _refused(f"'{PLACEMENTS}' of config '{str(name)[:60]}' is {_kind_of(gpus)}", shape, raw)
-        found[_text_key(name, "the name of a configuration", raw)] = {
-            _text_key(gpu, "a GPU", gpus): _places(words, str(name)[:60], gpus) for gpu, words in gpus.items()
-        }
-    return found
-
-
-def _places(raw: object, name: str, near: object) -> Wish:
-    words = []
-    for word in raw if isinstance(raw, list) else [raw]:
-        if not isinstance(word, str) or _PROFILE_START.fullmatch(word) is None:
-            shown = f"'{word[:40]}'" if isinstance(word, str) else _kind_of(word)
-            raise _refused(f"'{PLACEMENTS}' of config '{name}': {shown} is no placement", "write: [3g.40gb:4]", near)
-        words.append(word)
+def _places_of(value: Value) -> Wish:
+    place = text(_PROFILE_START, "a placement like 3g.40gb:4")
+    words = several(place).read(value) if isinstance(value.raw, list) else (place.read(value),)
     return parse_wish(" ".join(words)) if words else ()
+
+
+_MOST: Final = 1 << 20
+_COUNT: Final = whole(0, _MOST)
+_ENTRY: Final = mapping(
+    {
+        "devices": Form(_devices_of),
+        "mig-enabled": yes_or_no(),
+        "mig-devices": Form(_counts_of),
+        "device-filter": Form(_filters_of),
+    },
+    _entry,
+    need=("devices", "mig-enabled"),
+)
+_CONFIGS: Final = table(_name, "the name of a configuration (put it in quotes)", several(_ENTRY, least=1))
+_PLACES: Final = table(
+    _name, "the name of a configuration (put it in quotes)", table(_name, "a GPU by index or UUID", Form(_places_of))
+)
+
+
+def _check_configs(value: Value, fields: Mapping[str, Value]) -> None:
+    if not fields["mig-configs"].raw:
+        raise value.wrong("has no entry in 'mig-configs'", "it maps names to lists of entries")
+
+
+_FILE: Final = mapping(
+    {"version": constant(VERSION, f"is not {VERSION}, the only version"), "mig-configs": _CONFIGS, PLACEMENTS: _PLACES},
+    lambda found, _: found,
+    need=("version", "mig-configs"),
+    check=_check_configs,
+)
+_SECOND: Final = mapping({PLACEMENTS: _PLACES}, lambda found, _: found[PLACEMENTS], need=(PLACEMENTS,))
+
+
+def parse_parted(raw: object, placements: object = None, shown: str = "the file") -> Mapping[str, Config]:
+    """Return the configurations of a v1 file by name, in their order.
+
+    ``raw`` is the first document of the file, ``placements`` the second, if any; ``shown`` is the file, for errors.
+
+    Raises:
+        BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN``.
+    """
+    document = Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
+    if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
+        raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
+    found = _FILE.read(document)
+    places: dict[str, dict[str, Wish]] = found.get(PLACEMENTS, {})
+    if placements is not None:
+        places = _SECOND.read(Value(placements, getattr(placements, "mark", Mark()), "the second document", shown))
+    unknown = sorted(places.keys() - found["mig-configs"].keys())
+    if unknown:
+        raise BadUsage(
+            f"'{PLACEMENTS}' names config '{unknown[0]}'",
+            f"the file has: {', '.join(found['mig-configs'])}",
+            code="unknown_config",
+        )
+    return {
+        name: Config(name=name, entries=entries, placements=places.get(name, {}))
+        for name, entries in found["mig-configs"].items()
+    }
 
 
 def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
     """Return a demand with its places, which must be of the same MIG devices."""
     if demand is None or not demand.mig_enabled or _devices(demand.wish) != _devices(exact):
-        raise _refused(
+        raise BadUsage(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",
             f"change both, or remove '{PLACEMENTS}'",
             code="bad_placement",

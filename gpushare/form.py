@@ -43,7 +43,7 @@ class Value:
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
         """Return the values of a mapping by key."""
-        if not isinstance(self.raw, dict):
+        if not isinstance(self.raw, Mapping):
             raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._as_mapping())
         located = self.raw if isinstance(self.raw, Located) else Located()
         for key in self.raw:
@@ -179,11 +179,10 @@ def yes_or_no() -> Form[bool]:
     return Form(read, {"type": "boolean"})
 
 
-def several(item: Form[T], *, most: int | None = None, merge: str = "", unique: bool = True) -> Form[tuple[T, ...]]:
-    """Return the form of a list; ``merge`` says how to write more than ``most`` items shorter.
-
-    The items of a ``unique`` list differ, and there is at least one.
-    """
+def several(
+    item: Form[T], *, least: int = 0, most: int | None = None, merge: str = "", unique: bool = False
+) -> Form[tuple[T, ...]]:
+    """Return the form of a list; the items of a ``unique`` one differ. ``merge`` says how to write more than ``most`` shorter."""
 
     def read(value: Value) -> tuple[T, ...]:
         items = value.items()
@@ -195,18 +194,37 @@ def several(item: Form[T], *, most: int | None = None, merge: str = "", unique: 
             if unique and one in found:
                 raise each.wrong(f"is given twice: {each.short}")
             found.append(one)
-        if unique and not found:
+        if len(found) < least:
             raise value.wrong("is empty")
         return tuple(found)
 
-    bounds = {"minItems": 1, "uniqueItems": True} if unique else {}
+    bounds: dict[str, Any] = {"uniqueItems": True} if unique else {}
+    bounds |= {"minItems": least} if least else {}
     bounds |= {} if most is None else {"maxItems": most}
     return Form(read, {"type": "array", "items": item.schema, **bounds})
 
 
-def one_or_several(item: Form[T]) -> Form[tuple[T, ...]]:
-    """Return the form of a value, or a list of them."""
-    many = several(item)
+def table(key_of: Callable[[object], str | None], meaning: str, item: Form[T]) -> Form[dict[str, T]]:
+    """Return the form of a mapping with keys of the user's: ``key_of`` returns a key as text, or None if it is not ``meaning``."""
+
+    def read(value: Value) -> dict[str, T]:
+        if not isinstance(value.raw, dict):
+            raise value.is_not("a mapping")
+        for key in value.raw:
+            if key_of(key) is None:
+                shown = repr(key)[:60] if isinstance(key, str | int | float | None) else "a list or mapping"
+                raise value.wrong(
+                    f"has the key {shown}, which is not {meaning}", at=getattr(value.raw, "keys_at", {}).get(key)
+                )
+        fields = value.fields(tuple(value.raw))
+        return {str(key_of(key)): item.read(each) for key, each in fields.items()}
+
+    return Form(read, {"type": "object", "additionalProperties": item.schema})
+
+
+def one_or_several(item: Form[T], *, unique: bool = True) -> Form[tuple[T, ...]]:
+    """Return the form of a value, or a list of at least one."""
+    many = several(item, least=1, unique=unique)
     return Form(
         lambda value: many.read(value) if isinstance(value.raw, list) else (item.read(value),),
         {"oneOf": [item.schema, many.schema]},
