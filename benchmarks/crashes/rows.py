@@ -314,11 +314,14 @@ def _run_rows() -> list[Row]:
     mig = _run("--mig", "2g.20gb")
     waits = _run("--wait", "--mig", "2g.20gb", "--memory", "4G")
     named = _run("--mig", "idle", "--threads", "50")
+    made, recover = _run("--mig", "3g.40gb", "--create", "-g", "0"), ("mig", "recover", "-y")
     production = _run("-g", "0", "--production", "web")
     opportunistic = _run("-g", "0", "--opportunistic")
     inside = partial(Row, host=MIG_HOST, prepare=_mig, runs=True)
     return [
         row(name="run", command=plain, then=[plain, stop]),
+        inside(name="run --mig --create", command=made, then=[made, recover]),
+        inside(name="run --mig --create, its guard too", command=made, then=[made, recover], guard_after=3),
         row(name="run -d", command=detached, then=[detached, stop]),
         row(name="run, its guard too", command=plain, then=[plain, stop], guard_after=3),
         row(name="run with limits", command=limits, then=[limits]),

@@ -101,14 +101,14 @@ def apply(
 
 def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
-    from gpushare.cli.mig_change import need_mig_rights
     from gpushare.host.records import sweep_leftovers
+    from gpushare.mig.driver import need_rights
     from gpushare.mig.recover import recover
 
     sweep_leftovers(host)
     if ledger.interrupted() is None:
         return ()
-    need_mig_rights(host)
+    need_rights(host)
     with ledger.locked():
         return recover(host, ledger)
 

@@ -51,6 +51,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
+        ("In one that is made for it", "run --mig 1g.10gb --create --wait -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
@@ -217,7 +218,7 @@ def path_of(ctx: Any) -> str:
 
 
 # What `--help` of a command with many options leaves to `--help-all` and to the manual page.
-MORE: Final[Mapping[str, str]] = {"run": "bind weight strict metric lower-is-better grace"}
+MORE: Final[Mapping[str, str]] = {"run": "bind create weight strict metric lower-is-better grace"}
 ALL: Final = "gpushare.help.all"
 
 

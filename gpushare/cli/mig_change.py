@@ -110,6 +110,7 @@ def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
 def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
     """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
     from gpushare.mig.change import transact
+    from gpushare.mig.driver import need_rights
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import is_complete
 
@@ -126,7 +127,7 @@ def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refre
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     first = make(host, ledger).plan if ledger.interrupted() is None else None
-    need_mig_rights(host)
+    need_rights(host)
     agreed = () if first is None else consented(first)
     said: list[str] = []
     while True:
@@ -149,27 +150,18 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
         OperationFailed: as `recover`, and `MigLedger.locked`.
     """
     from gpushare.host.records import sweep_leftovers
+    from gpushare.mig.on_demand import remove_left
     from gpushare.mig.recover import recover
 
     with ledger.locked():
         sweep_leftovers(host)
-        notes = recover(host, ledger)
+        notes = (*recover(host, ledger), *remove_left(host, ledger))
         try:
             yield notes
         except GpushareError:
             for one in notes:
                 note(one)
             raise
-
-
-def need_mig_rights(host: Host) -> None:
-    """Raise unless this user may change MIG."""
-    from gpushare.mig.driver import may_change
-
-    if not may_change(host):
-        from gpushare.base.errors import NoPermission
-
-        raise NoPermission("changing MIG needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")
 
 
 def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
@@ -344,19 +336,22 @@ def recover(
 
 def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
     """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
+    from gpushare.mig.driver import need_rights
+    from gpushare.mig.on_demand import left_instances, remove_left
     from gpushare.mig.recover import not_restored, recover, way_forward
 
-    left = ledger.interrupted()
-    if ledger.running() or (left is None and not ledger.not_restored()):
+    left, jobs = ledger.interrupted(), left_instances(host)
+    if ledger.running() or (left is None and not jobs and not ledger.not_restored()):
         return (), None, ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
         again = (f"{one.seen}; it would be tried again" for one in not_restored(host, ledger))
-        done = (*(() if left is None else (_foreseen(host, left),)), *again)
+        gone = (f"{one} was made for a job that has ended; it would be destroyed" for one in jobs)
+        done = (*(() if left is None else (_foreseen(host, left),)), *again, *gone)
     else:
-        need_mig_rights(host)
+        need_rights(host)
         with ledger.locked():
-            done = recover(host, ledger, retry=True)
+            done = (*recover(host, ledger, retry=True), *remove_left(host, ledger))
     lost = not_restored(host, ledger)
     if lost and not done:
         hints = dict.fromkeys(one.remedy for one in lost)

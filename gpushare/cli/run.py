@@ -88,6 +88,9 @@ def run(
         str | None,
         typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance, or in that one."),
     ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the instance if none is free, and remove it afterwards (root).")
+    ] = False,
     threads: ClientThreads = None,
     memory: JobMemory = None,
     over: OverAction = None,
@@ -173,7 +176,7 @@ def run(
     yields, share = (None, None) if how is None else parse_yield(how)
     swaps = None if swap is None else parse_swap(swap)
     values = {
-        "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
+        "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--create": create, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
         "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
         "--timeout": timeout, "--requeue": requeue, "--swap": swap, "--production": production, "--metric": metric,
         "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
@@ -236,6 +239,7 @@ def run(
         say=note,
         count=gpus or 1,
         bind=bind,
+        creates=create,
     )
     return started.run(gpu, mig, options)
 
@@ -347,6 +351,7 @@ REFUSED: Final = (
     Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g"),
     Refused("--mig", "--swap", "a checkpoint needs a GPU without MIG", "--swap request"),
     Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait"),
+    Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create", True),
     Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3"),
     Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G"),
     Refused("--gpus", "--opportunistic", "an opportunistic job spares production on one GPU", "--gpus 2 --wait --memory 20G"),

@@ -275,6 +275,16 @@ def may_change(host: Host) -> bool:
     return host.root or (not host.is_simulated and os.access("/dev/nvidia-caps/nvidia-cap1", os.R_OK))
 
 
+def need_rights(host: Host) -> None:
+    """Raise NoPermission unless this user may create and destroy instances."""
+    if not may_change(host):
+        raise NoPermission(
+            "changing MIG needs root, or the driver's capability mig/config",
+            "run it as root: sudo gpushare ...; or look first: --dry-run; who may read /dev/nvidia-caps/nvidia-cap1 has the "
+            "capability, and may destroy every instance",
+        )
+
+
 class MigChanges:
     """The modifying calls; each raises as `nvml_error` says. The mode needs root, the others root or mig/config."""
 

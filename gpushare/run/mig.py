@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.base.model import Holder
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.ledger import Place as Entry
     from gpushare.memory.ledger import Reservation
+    from gpushare.run.created import Creator
 
 # The kernel cuts process names at 15 bytes.
 _MPS_PROCESS: Final = "nvidia-cuda-mps"
@@ -35,10 +36,15 @@ Held = list[tuple[Place, Inside]]
 _MOST_KEYS: Final = 128
 
 
-def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
-    """Return the instances that ``--mig`` may mean, the first choice first, free or not."""
+def find_places(host: Host, text: str, gpu: str | None, creator: Creator | None = None) -> list[Place]:
+    """Return the instances that ``--mig`` may mean, the first choice first, free or not; none, if one may be made."""
     if means_profile(text):
-        return profile_places(host, text, gpu)
+        try:
+            return profile_places(host, text, gpu)
+        except NotFound as error:
+            if creator is None or error.code != "no_instance":
+                raise
+            return []
     places = named_places(host, text)
     if gpu is not None:
         devices = select(gpu, host.nvml.sweep())
@@ -77,22 +83,41 @@ def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]
 
 
 def take_place(
-    host: Host, text: str, gpu: str | None, check: Callable[[Device], None] = lambda _: None
+    host: Host,
+    text: str,
+    gpu: str | None,
+    check: Callable[[Device], None] = lambda _: None,
+    creator: Creator | None = None,
 ) -> tuple[Place, HeldClaim]:
     """Take a free instance of a profile, or the one with a name; no other `gpushare run --mig` gets it meanwhile.
 
-    ``check`` raises when the program cannot run in such an instance; it is called before anything is taken.
+    ``check`` raises when the program cannot run in such an instance; it is called before anything is taken. A ``creator``
+    makes one if none is free.
 
     Raises:
         InUse: all of them are in use.
         GpushareError: as `find_places` and `take_claim`.
     """
-    places = find_places(host, text, gpu)
-    check(places[0].device)
+    places = find_places(host, text, gpu, creator)
+    if places:
+        check(places[0].device)
     taken, held = _take(host, places)
+    if taken is None and creator is not None:
+        creator.make()
+        taken, held = _take(host, find_places(host, text, gpu))
     if taken is None:
         raise _busy(host, held)
+    if not places:
+        _check_made(taken, check)
     return taken
+
+
+def _check_made(taken: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
+    try:
+        check(taken[0].device)
+    except BaseException:
+        taken[1].release()
+        raise
 
 
 def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
@@ -130,6 +155,7 @@ def wait_for_place(
     name: str | None,
     say: Callable[[str], None],
     quiet: bool = False,
+    creator: Creator | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Place, HeldClaim]:
@@ -145,9 +171,12 @@ def wait_for_place(
     from gpushare.memory.ledger import Place as Entry
     from gpushare.memory.room import POLL_SECONDS
 
-    places = find_places(host, text, gpu)
-    check(places[0].device)
-    keys = tuple(place.mig.uuid for place in places[:_MOST_KEYS])
+    places = find_places(host, text, gpu, creator)
+    if places:
+        check(places[0].device)
+    # Those that may make one stand in one line: for its GPUs.
+    made_on = () if creator is None else tuple(one.uuid or "" for one in creator.gpus)
+    keys = (*made_on, *(place.mig.uuid for place in places))[:_MOST_KEYS]
     entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
     began = could = clock()
     try:
@@ -161,7 +190,13 @@ def wait_for_place(
                 if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
                     taken, _ = _take(host, free[len(ahead) :] or free)
                     if taken is not None:
+                        if creator is not None:
+                            _check_made(taken, check)
                         return taken
+                makes = creator is not None and not free and not _makers_before(found, entry, made_on)
+                if makes and creator is not None and creator.made_if_room():
+                    places = find_places(host, text, gpu, creator)
+                    continue
                 why = in_use(held) if held else "none is there" if not places else "others were first"
                 if seconds is not None and now - began >= seconds:
                     raise _none_in_time(text, why, seconds)
@@ -170,7 +205,7 @@ def wait_for_place(
                 draw(f"waiting for a free instance ({quoted(text)}){line}: {why}", now - began, seconds)
                 sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
                 try:
-                    places = find_places(host, text, gpu)
+                    places = find_places(host, text, gpu, creator)
                 except GpushareError:
                     # It is being changed, or the GPU does not answer: it may come back.
                     places = []
@@ -192,6 +227,16 @@ def jobs_before(found: Sequence[Reservation], entry: Entry | None, free: Sequenc
         ):
             before.append(one)
     return before
+
+
+def _makers_before(found: Sequence[Reservation], entry: Entry, made_on: Sequence[str]) -> bool:
+    """Return whether a job that waits before this one may make an instance on one of these GPUs."""
+    for one in found:
+        if one.id == entry.claim.path.name:
+            return False
+        if one.waits and not one.stopped and not set(made_on).isdisjoint(one.keys):
+            return True
+    return False
 
 
 def wait_words(text: str, seconds: float | None) -> str:

@@ -55,6 +55,11 @@ def after_death(
             time.sleep(_POLL_SECONDS)
     for one in claims:
         one.release()
+    if has_records(host, "on-demand"):
+        from gpushare.mig.on_demand import sweep_left
+
+        with contextlib.suppress(GpushareError):
+            sweep_left(host)
     forget_ended(host)
     sweep_cgroups(host)
     if has_records(host, "swap"):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gpushare.mig.places import Place
     from gpushare.mps.limits import Limits
     from gpushare.part import Part
+    from gpushare.run.created import Creator
     from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
     from gpushare.run.mig import OutlookOnPlaces
     from gpushare.run.program import QueueOptions, Run, RunOptions
@@ -90,6 +91,8 @@ class JobStart:
     # On how many GPUs it runs; and whether on the CPUs next to them.
     count: int = 1
     bind: bool = False
+    # An instance is made for it if none is free.
+    creates: bool = False
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
@@ -366,7 +369,22 @@ class JobStart:
         return spared
 
     def _in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
-        """Run a program in a free MIG instance, or in the one with a name."""
+        """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
+        if not self.creates:
+            return self._in_place(text, gpu, options)
+        from gpushare.mps.limits import check_memory
+        from gpushare.run.created import Creator
+        from gpushare.run.mig import find_places, free_places
+
+        # Any GPU is all of them, as without -g.
+        gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
+        with Creator(self.host, text, gpu, self.say) as creator:
+            check_memory(creator.device, self._bytes_on(creator.device), job=True)
+            if self.dry_run and not free_places(self.host, find_places(self.host, text, gpu, creator))[0]:
+                return creator.planned(self.command)
+            return self._in_place(text, gpu, options, creator)
+
+    def _in_place(self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None) -> Any:
         from gpushare.mps.limits import check_memory
         from gpushare.run.mig import wait_words
         from gpushare.run.plain import PlainShare
@@ -384,7 +402,7 @@ class JobStart:
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
-        place, claim, room = self._place_for(text, gpu, check, options)
+        place, claim, room = self._place_for(text, gpu, check, options, creator)
         if room is not None:
             options = replace(options, before=(step_of_run(wait_words(text, queue.seconds)),))
         share = (
@@ -426,6 +444,7 @@ class JobStart:
         gpu: str | None,
         check: Callable[[Device], None],
         options: RunOptions,
+        creator: Creator | None,
     ) -> tuple[Place, HeldClaim | None, OutlookOnPlaces | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
         from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
@@ -434,7 +453,7 @@ class JobStart:
         if not queue.wait:
             if self.dry_run:
                 return free_place(self.host, text, gpu), None, None
-            return (*take_place(self.host, text, gpu, check), None)
+            return (*take_place(self.host, text, gpu, check, creator), None)
         from gpushare.run.queued import check_not_waiting
 
         check_not_waiting(self.host, options.name)
@@ -452,6 +471,7 @@ class JobStart:
             name=options.name,
             say=self.say,
             quiet=self.quiet,
+            creator=creator,
         )
         return (*taken, None)
 

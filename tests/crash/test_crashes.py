@@ -26,6 +26,7 @@ PARTS = {
     "mig": (["mig*"], 4),
     # Real programs and guards: a point takes most of a second, and nearly all of that is waiting.
     "run": (["run", "run --mig"], 4),
+    "an instance for one job": (["run --mig --create*"], 4),
     "run, its guard too": (["run, its guard too"], 4),
     "waiting for memory": (["run --wait", "run --wait, its guard too"], 2),
     "the ledger of memory": (["run --memory*", "run --swap turns"], 2),

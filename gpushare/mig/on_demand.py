@@ -1,0 +1,189 @@
+"""An instance for one job: made for it, and destroyed after it unless somebody else came in (`run --mig PROFILE --create`).
+
+Its record is written before the instance is made. If gpushare dies, the guard of the job destroys the instance; if that
+dies too, the next change of MIG, or `gpushare mig recover`, does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.base.errors import BadUsage, GpushareError, InUse, OperationFailed
+from gpushare.base.typed import Count, Pid
+from gpushare.base.values import dataclass
+from gpushare.host.identity import Identity, identity_of
+from gpushare.host.store import Kept, RecordStore, any_lives
+from gpushare.mig.change import gpu_change, plan_change, transact
+from gpushare.mig.driver import need_rights
+from gpushare.mig.holders import no_plan_error
+from gpushare.mig.layouts import layouts_of
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.places import one_request
+from gpushare.mig.plan import MigPlan, NoPlan
+from gpushare.mig.planner import Target, plan_add, plan_destroy
+from gpushare.mig.recover import recover
+
+if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
+    from gpushare.host.host import Host
+    from gpushare.mig.profile import GpuInstance, Layout
+
+# The driver takes a moment to notice that a program has ended.
+_LEAVE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDemand(Kept):
+    """An instance that is made for one job: its gpushare, and the place of the instance."""
+
+    pid: Pid
+    started: Count
+    gpu_uuid: str
+    profile: str
+    start: Count
+
+    def __str__(self) -> str:
+        return f"{self.profile}:{self.start} of {self.gpu_uuid}"
+
+
+ON_DEMAND: Final = RecordStore(OnDemand, "on-demand", "the record of an instance for one job", durable=True)
+
+
+def plan_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> MigPlan | NoPlan:
+    """Return the plan that adds one instance of a profile to GPUs with MIG on, and destroys nothing.
+
+    Raises:
+        BadUsage: the text asks for a part of an instance.
+        NoPermission: this user may not change MIG.
+    """
+    request = one_request(text)
+    if request.compute:
+        raise BadUsage(
+            f"--create makes whole instances, and {request.one} is a part of one",
+            f"give the profile of one: --mig {request.profile} --create",
+            code="bad_mig",
+        )
+    need_rights(host)
+    on = [gpu for gpu in gpus if gpu.mig_enabled and gpu.error is None]
+    return plan_add(layouts_of(host, on), (request,))
+
+
+def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
+    """Make an instance for this process and return its record.
+
+    Raises:
+        InUse, NotSupported: there is no room for it, now or ever.
+        GpushareError: as `plan_instance` and `transact`; then nothing is left of it.
+    """
+    ledger = MigLedger(host)
+    with ledger.locked():
+        recover(host, ledger)
+        gpus = [host.nvml.gpu(gpu.index) for gpu in gpus]
+        found = plan_instance(host, text, gpus)
+        if isinstance(found, NoPlan):
+            raise no_plan_error(found)
+        plan = next(one for one in found.gpus if one.changes)
+        gpu = next(one for one in gpus if one.index == plan.gpu)
+        (layout,) = layouts_of(host, [gpu])
+        new = plan.created[0].instance
+        me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
+        record = OnDemand(
+            **me._asdict(),
+            gpu_uuid=gpu.uuid or "",
+            profile=new.profile.name,
+            start=new.start,
+            path=ON_DEMAND.path(host, f"{os.getpid()}-{plan.gpu}-{new.start}"),
+        )
+        ON_DEMAND.write(record)
+        try:
+            change = plan_change(host, [gpu_change(gpu, layout, plan)], ledger, title=f"create {new} for a job")
+            transact(host, ledger, change)
+        except GpushareError:
+            ON_DEMAND.forget(record.path)
+            raise
+    return record
+
+
+def remove_instance(host: Host, record: OnDemand) -> str | None:
+    """Destroy the instance of a job that has ended, and forget its record; return in words why it stays, if it does."""
+    ledger = MigLedger(host)
+    with ledger.locked():
+        recover(host, ledger)
+        return _removed(host, ledger, record)
+
+
+def left_instances(host: Host) -> list[OnDemand]:
+    """Return the records of instances whose gpushare has died."""
+    return [record for record in ON_DEMAND.all(host, users=False) if not any_lives(host, record)]
+
+
+def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
+    """Destroy the instances of jobs whose gpushare has died; the caller holds the lock. Return what was done, in words."""
+    done = []
+    for record in left_instances(host):
+        try:
+            why = _removed(host, ledger, record)
+        except GpushareError as error:
+            done.append(f"{record} was made for a job that has ended, and could not be destroyed: {error.message}")
+            continue
+        done.append(f"{record} was made for a job that has ended" + (f", and stays: {why}" if why else ": destroyed"))
+    # Those of an earlier boot, whose instances are gone.
+    ON_DEMAND.sweep(host, lambda _: False)
+    return tuple(done)
+
+
+def sweep_left(host: Host) -> None:
+    """Destroy the instances of jobs whose gpushare has died: what the guard of a job does. Raises as `remove_instance`."""
+    if left_instances(host):
+        ledger = MigLedger(host)
+        with ledger.locked():
+            recover(host, ledger)
+            remove_left(host, ledger)
+
+
+def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while True:
+        gpu, layout = _layout(host, record)
+        instance = next((one for one in layout.instances if one.place == (record.profile, record.start)), None)
+        if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    why = None
+    # One without the note is not what was made: another has been put in its place.
+    if instance is not None and instance.made:
+        why = "it has a name" if instance.name else "somebody else is in it" if instance.busy else None
+        if why is None:
+            plan = plan_destroy([layout], [Target(layout.gpu, instance.id)])
+            if isinstance(plan, NoPlan):
+                raise no_plan_error(plan)
+            change = plan_change(
+                host, [gpu_change(gpu, layout, plan.gpus[0])], ledger, title=f"destroy {instance}, made for a job"
+            )
+            try:
+                transact(host, ledger, change)
+            except InUse as error:
+                # A job came in just now.
+                why = error.message
+    ON_DEMAND.forget(record.path)
+    return why
+
+
+def _layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:
+    host.nvml.restart()
+    index = next((gpu.index for gpu in host.nvml.identities() if gpu.uuid == record.gpu_uuid), None)
+    if index is None:
+        raise OperationFailed(f"{record.gpu_uuid} does not answer", "see: gpushare status", code="not_restored")
+    gpu = host.nvml.gpu(index)
+    return gpu, layouts_of(host, [gpu])[0]
+
+
+def _is_used(host: Host, instance: GpuInstance) -> bool:
+    """Return whether a process that lives is, or may be, in an instance."""
+    parts = [instance.holders, *(part.holders for part in instance.compute)]
+    return any(part is None for part in parts) or any(
+        host.processes.describe(holder.pid) is not None for part in parts for holder in part or ()
+    )

@@ -1,0 +1,123 @@
+"""The instance that `run --mig PROFILE --create` makes for its job, and removes after it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.base.model import MigInstance
+from gpushare.base.selection import Device, select
+from gpushare.base.units import quoted
+from gpushare.mig.driver import MigReader, need_rights
+from gpushare.mig.holders import no_plan_error
+from gpushare.mig.on_demand import make_instance, plan_instance, remove_instance
+from gpushare.mig.places import means_profile, one_request
+from gpushare.mig.plan import NoPlan, Why, shown_steps
+from gpushare.mig.wish import find_profile
+from gpushare.signals import undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.base.model import Gpu
+    from gpushare.host.host import Host
+    from gpushare.mig.on_demand import OnDemand
+
+
+class Creator:
+    """Makes an instance of a profile for a job when none is free, and removes what it made at the end."""
+
+    def __init__(self, host: Host, text: str, gpu: str | None, say: Callable[[str], None]) -> None:
+        """Raises BadUsage: the text is no profile; NotFound: MIG is off; NoPermission: this user may not change MIG."""
+        if not means_profile(text):
+            raise BadUsage(
+                f"--create makes an instance of a profile, and {quoted(text)} is a name",
+                "give a profile: --mig 1g.10gb --create",
+                code="bad_mig",
+            )
+        self._host, self._text, self._say = host, text, say
+        swept = host.nvml.sweep()
+        chosen = swept if gpu is None else [device.gpu for device in select(gpu, swept) if device.mig is None]
+        self.gpus: Sequence[Gpu] = [one for one in chosen if one.mig_enabled and one.error is None]
+        if not self.gpus:
+            first = next((one.index for one in chosen if one.mig_capable), 0)
+            raise NotFound(
+                "MIG is off on the GPUs that the job may have: an instance is made only where it is on",
+                f"switch it on first: sudo gpushare mig enable -g {first}",
+                code="mig_off",
+            )
+        self._made: list[OnDemand] = []
+
+    def __enter__(self) -> Creator:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove what was made; a failure is a note, and the next change of MIG tries again."""
+        with undisturbed():
+            for record in self._made:
+                try:
+                    why = remove_instance(self._host, record)
+                except GpushareError as failed:
+                    self._say(f"the instance {record} was not removed: {failed.message}; later: gpushare mig recover")
+                else:
+                    if why is not None:
+                        self._say(f"the instance {record} stays: {why}")
+
+    def plan(self) -> Any:
+        """Return the plan for an instance, or why there is none now. Raises NotSupported: it never fits."""
+        found = plan_instance(self._host, self._text, self.gpus)
+        if isinstance(found, NoPlan) and found.why is Why.NEVER:
+            raise no_plan_error(found)
+        return found
+
+    @property
+    def device(self) -> Device:
+        """Return an instance as it would be made, without a UUID."""
+        gpu = self.gpus[0]
+        profile = find_profile(str(one_request(self._text).profile), MigReader(self._host.nvml).profiles(gpu.index))
+        return Device(gpu=gpu, mig=MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes))
+
+    def make(self) -> None:
+        """Make an instance. Raises as `make_instance`."""
+        need_rights(self._host)
+        self._made.append(make_instance(self._host, self._text, self.gpus))
+        # The driver lists it from now on.
+        self._host.nvml.restart()
+
+    def made_if_room(self) -> bool:
+        """Make an instance if there is room for it now; return whether there was."""
+        if isinstance(self.plan(), NoPlan):
+            return False
+        try:
+            self.make()
+        except InUse:
+            # Another change came first.
+            return False
+        return True
+
+    def planned(self, command: Sequence[str]) -> Any:
+        """Return what would be done, as the result of a dry run."""
+        from gpushare.plan import Plan
+        from gpushare.run.program import step_of_run
+        from gpushare.show.plan import plan_result
+
+        found = self.plan()
+        if isinstance(found, NoPlan):
+            raise no_plan_error(found)
+        plan = next(one for one in found.gpus if one.changes)
+        new = plan.created[0].instance
+        steps = (
+            *shown_steps(found),
+            step_of_run(f"run {command[0]} in {new} of GPU {plan.gpu}", shlex.join(command)),
+            step_of_run(
+                f"destroy {new} on GPU {plan.gpu}, unless somebody else is in it",
+                f"gpushare mig destroy {new} -g {plan.gpu}",
+            ),
+        )
+        return plan_result("run", Plan(title="the program has ended", steps=steps), dry_run=True)

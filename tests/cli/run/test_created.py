@@ -1,0 +1,110 @@
+"""``gpushare run --mig PROFILE --create``: an instance for one job, which is gone after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.mig.on_demand import ON_DEMAND, OnDemand
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+PRINT = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+CREATE = ("run", "--mig", "1g", "--create")
+ALIVE = ("--", "cat")
+
+
+def instances(world: World) -> list[str]:
+    return [f"{one.profile}:{one.start}" for one in world.state.gpus[0].mig]
+
+
+@pytest.fixture
+def on(world: World) -> World:
+    """Return a host with MIG on and no instance."""
+    world.run("mig", "enable")
+    return world
+
+
+def test_an_instance_is_made_and_is_gone_afterwards(real: Callable[..., Started], cli: Cli, on: World) -> None:
+    planned = cli("-o", "json", *CREATE, "-n", "--", "true").ok().data["steps"]
+    assert [step["what"].split(" ")[0] for step in planned] == ["create", "run", "destroy"]
+    done = real(*CREATE, "--", sys.executable, "-c", PRINT).result()
+    assert done.out.startswith("MIG-")
+    assert (done.code, instances(on), ON_DEMAND.all(on.host)) == (0, [], [])
+
+
+def test_one_that_is_free_is_taken_and_stays(real: Callable[..., Started], world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:4")
+    assert real(*CREATE, "--", sys.executable, "-c", PRINT).result().out.strip() == uuid
+    assert instances(world) == ["1g.18gb:4"]
+
+
+def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on: World) -> None:
+    started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
+    (uuid,) = until(lambda: [one.uuid for one in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
+    admin.add_process(on.spec, "0", mig=uuid)
+    assert "stays: somebody else is in it" in started.result().err
+    assert len(instances(on)) == 1
+    assert ON_DEMAND.all(on.host) == []
+
+
+def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Callable[..., Started], on: World) -> None:
+    started = real(*CREATE, "--", "sleep", "300")
+    started.says("runs in MIG 1g.18gb")
+    os.kill(started.pid, signal.SIGKILL)
+    until(lambda: not instances(on), "the instance is gone")
+    until(lambda: not ON_DEMAND.all(on.host), "its record is gone")
+    started.result()
+
+
+def test_what_nobody_removed_is_removed_by_the_next_change(cli: Cli, on: World) -> None:
+    on.run("mig", "create", "1g.18gb:0", "2g.35gb:4")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for profile, start in (("1g.18gb", 0), ("3g.71gb", 4)):
+        path = ON_DEMAND.path(on.host, f"{dead.pid}-0-{start}")
+        record = OnDemand(pid=dead.pid, started=1, gpu_uuid=on.uuid(), profile=profile, start=start, path=path)
+        ON_DEMAND.write(record)
+    assert "it would be destroyed" in cli("mig", "recover", "-n").ok().out
+    assert "1g.18gb:0" in cli("mig", "recover").ok().out
+    # The other place has an instance that it does not speak of.
+    assert instances(on) == ["2g.35gb:4"]
+    assert ON_DEMAND.all(on.host) == []
+
+
+def test_a_job_waits_for_room_and_then_makes_its_own(real: Callable[..., Started], cli: Cli, on: World) -> None:
+    first = real("run", "--mig", "7g", "--create", *ALIVE, stdin=subprocess.PIPE)
+    until(lambda: instances(on), "it is made")
+    assert ((answer := cli("-o", "json", *CREATE, "--", "true")).code, answer.error["code"]) == (19, "no_room")
+    second = real(*CREATE, "--wait", "--", sys.executable, "-c", PRINT)
+    second.says("waiting for a free instance")
+    assert first.result().code == 0
+    assert second.result().out.startswith("MIG-")
+    assert instances(on) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--create",), "bad_combination", 2),
+        (("--create", "--mig", "train"), "bad_mig", 2),
+        (("--create", "--mig", "1c.3g.71gb"), "bad_mig", 2),
+        (("--create", "--mig", "9g.99gb"), "mig_profile_unknown", 3),
+        (("--create", "--mig", "1g", "--memory", "40G"), "limit_above_gpu", 2),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    refused: Callable[..., str], on: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+    assert instances(on) == []
+
+
+def test_mig_that_is_off_is_not_switched_on(refused: Callable[..., str]) -> None:
+    assert "gpushare mig enable -g 0" in refused(*CREATE, "--", "true", code="mig_off", exit_code=6)
