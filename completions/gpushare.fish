@@ -363,6 +363,7 @@ complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked
 complete -c gpushare -n '__gpushare_at run' -l gpus -x -d 'On how many of them at the same time. [default: 1]'
 complete -c gpushare -n '__gpushare_at run' -l bind -d 'Run it on the CPUs next to its GPUs.'
 complete -c gpushare -n '__gpushare_at run' -l mig -x -a '(__gpushare_asked @places)' -d 'Run in a free MIG instance, or in that one.'
+complete -c gpushare -n '__gpushare_at run' -l create -d 'Make the instance if none is free, and remove it afterwards (root).'
 complete -c gpushare -n '__gpushare_at run' -l threads -x -d 'Active thread percentage: above 0 up to 100.'
 complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'Device memory of the job, on each GPU: 20G, 80%.'
 complete -c gpushare -n '__gpushare_at run' -l over -x -d 'Above --memory: end, warn or pause. [default: end]'

@@ -321,7 +321,7 @@ def _run_rows() -> list[Row]:
     return [
         row(name="run", command=plain, then=[plain, stop]),
         inside(name="run --mig --create", command=made, then=[made, recover]),
-        inside(name="run --mig --create, its guard too", command=made, then=[made, recover], guard_after=3),
+        inside(name="run --mig --create, its guard too", command=made, then=[made], guard_after=3),
         row(name="run -d", command=detached, then=[detached, stop]),
         row(name="run, its guard too", command=plain, then=[plain, stop], guard_after=3),
         row(name="run with limits", command=limits, then=[limits]),

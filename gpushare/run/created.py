@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import quoted
 from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.on_demand import make_instance, plan_instance, remove_instance
+from gpushare.mig.on_demand import make_instance, plan_instance, remove_instance, sweep_left
 from gpushare.mig.places import means_profile, one_request
 from gpushare.mig.plan import NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
@@ -58,16 +59,28 @@ class Creator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove what was made; a failure is a note, and the next change of MIG tries again."""
+        """Remove what was made; if that fails, the next change of MIG tries again.
+
+        Raises:
+            GpushareError: it was not removed, and nothing else has failed.
+        """
         with undisturbed():
             for record in self._made:
                 try:
                     why = remove_instance(self._host, record)
                 except GpushareError as failed:
-                    self._say(f"the instance {record} was not removed: {failed.message}; later: gpushare mig recover")
+                    text = f"the job has ended, and its instance {record} was not removed: {failed.message}"
+                    if error is None:
+                        raise failed.restated(message=text, hint="remove it: gpushare mig recover") from failed
+                    self._say(f"{text}; remove it: gpushare mig recover")
                 else:
                     if why is not None:
                         self._say(f"the instance {record} stays: {why}")
+
+    def sweep(self) -> None:
+        """Remove what killed jobs have left: it may be all that is in the way."""
+        with contextlib.suppress(GpushareError):
+            sweep_left(self._host)
 
     def plan(self) -> Any:
         """Return the plan for an instance, or why there is none now. Raises NotSupported: it never fits."""

@@ -382,6 +382,8 @@ class JobStart:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             if self.dry_run and not free_places(self.host, find_places(self.host, text, gpu, creator))[0]:
                 return creator.planned(self.command)
+            if not self.dry_run:
+                creator.sweep()
             return self._in_place(text, gpu, options, creator)
 
     def _in_place(self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None) -> Any:
