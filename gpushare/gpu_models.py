@@ -104,6 +104,8 @@ class GpuModel(NamedTuple):
     max_sm_clock_mhz: int | None
     # Whether `nvidia-smi compute-policy --set-timeslice` works.
     time_slice: bool | None
+    # Whether NVIDIA's vGPU software has types for it (NVIDIA AI Enterprise 8, vGPU Types Reference).
+    vgpu: bool | None
     mig: bool
     # MIG: memory slices of the placement axis, and compute slices.
     axis: int | None
@@ -173,6 +175,12 @@ def find_model(name: str) -> GpuModel:
     raise BadUsage(f"there is no GPU model '{name.strip()[:60]}'", hint, code="unknown_model")
 
 
+def named_model(name: str | None) -> GpuModel | None:
+    """Return the model that NVML reports by this name, or None."""
+    key = _names().get(_plain(name or ""))
+    return None if key is None else model_of(key)
+
+
 @lru_cache(maxsize=1)
 def _names() -> dict[str, str]:
     names: dict[str, str] = {}
@@ -191,7 +199,7 @@ def _plain(name: str) -> str:
 
 _SAME_NAME: Final = (
     *("key", "name", "product", "arch", "compute_capability", "memory_mib", "memory_reserved_bytes"),
-    *("power_limit_watts", "max_sm_clock_mhz", "time_slice", "mig", "axis", "compute_slices"),
+    *("power_limit_watts", "max_sm_clock_mhz", "time_slice", "vgpu", "mig", "axis", "compute_slices"),
     *("reset_for_mode_change", "mode_persists_reboot", "placement_confidence", "confidence"),
 )
 

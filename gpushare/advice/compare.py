@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.advice.table import Mechanism, Table, driver_branch
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import format_bytes
+from gpushare.gpu_models import named_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,10 @@ def _vgpu(_host: HostFacts, gpu: GpuFacts) -> Availability:
     if gpu.vgpu_capable:
         return Availability(usable=True, why="yes: the vGPU host driver runs")
     if gpu.vgpu_capable is False:
-        return Availability(usable=False, why="no: this is a vGPU guest")
+        model = named_model(gpu.name)
+        is_board = model is not None and model.vgpu is False
+        why = f"no: NVIDIA's vGPU software does not support {gpu.name}" if is_board else "no: this is a vGPU guest"
+        return Availability(usable=False, why=why)
     return Availability(
         usable=None, why="not with this driver: it needs a hypervisor, NVIDIA's vGPU driver and a licence"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import driver_branch
 from gpushare.base.errors import GpushareError, NoPermission, NotSupported, or_none
+from gpushare.gpu_models import named_model
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
@@ -141,13 +142,14 @@ def _gpu(
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
-    virtualization = or_none(lambda: nvml.virtualization_mode(gpu.index))
+    virtualization, model = or_none(lambda: nvml.virtualization_mode(gpu.index)), named_model(gpu.name)
+    no_vgpu = virtualization == _GUEST or (model is not None and model.vgpu is False)
     return GpuFacts(
         **known,
         compute_capability=capability,
         multiprocessors=or_none(lambda: nvml.multiprocessors(gpu.index, capability)),
         # On bare metal and in a VM with GPU passthrough, this depends on a driver that is not installed here.
-        vgpu_capable=True if virtualization in _VGPU_HOST else False if virtualization == _GUEST else None,
+        vgpu_capable=True if virtualization in _VGPU_HOST else False if no_vgpu else None,
         memory_total_bytes=gpu.memory_total_bytes,
         memory_used_bytes=gpu.memory_used_bytes,
         mig_capable=gpu.mig_capable,

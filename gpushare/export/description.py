@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
 from gpushare.base.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
 from gpushare.base.selection import check_answers
+from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
@@ -85,6 +86,8 @@ class GpuDescription:
     time_slice: TimeSlice | None = None
     mps: MpsDescription | None = None
     mig: tuple[MigDescription, ...] = ()
+    # Of each GPU of the host by its index: 1 where NVLink connects the two, -1 for this one.
+    links: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,14 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
         mps=_mps_of(host, own, gpu.index) if sharing is Sharing.MPS else None,
         mig=_instances(state, gpu, daemons) if gpu.mig_enabled else (),
+        links=tuple(_link(host, gpu, other) for other in state.gpus),
     )
+
+
+def _link(host: Host, gpu: Gpu, other: Gpu) -> int:
+    if gpu.index == other.index:
+        return -1
+    return int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
 
 
 def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescription | None:

@@ -197,7 +197,9 @@ def _gres(host: HostDescription, *, by_nvml: bool) -> str:
 
 def _devices(gpu: GpuDescription) -> list[str]:
     if gpu.sharing is not Sharing.MIG:
-        return [f"Name=gpu Type={type_of(gpu)} File=/dev/nvidia{gpu.minor}"]
+        # So that a job of several GPUs gets connected ones; with AutoDetect slurmd finds them (gres.conf(5), Links).
+        links = f" Links={','.join(map(str, gpu.links))}" if any(link > 0 for link in gpu.links) else ""
+        return [f"Name=gpu Type={type_of(gpu)} File=/dev/nvidia{gpu.minor}{links}"]
     lines = []
     for mig in gpu.mig:
         if mig.capabilities is None:
@@ -315,6 +317,8 @@ def _lost(host: HostDescription) -> list[str]:
     if Sharing.MPS in ways:
         lost.append("the thread limit of the daemon: Slurm sets one per job; --gres=mps:25 is 25 %")
         lost.append("several users at once: an MPS server serves one user; jobs of others wait for it")
+    if len(host.gpus) > 1 and ways & {Sharing.MPS, Sharing.TIMESLICE}:
+        lost.append("jobs on several shared GPUs: Slurm gives a job one of them; --gres=gpu:N gives it whole GPUs")
     if any(gpu.mps is not None and gpu.mps.limits.priority for gpu in host.gpus):
         lost.append("low priority: Slurm sets no priority")
     if any(mig.name for _, mig in host.instances()):

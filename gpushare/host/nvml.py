@@ -108,6 +108,8 @@ class _GetMemoryLimits(Structure):
     _fields_ = (*_SetMemoryLimits._fields_, ("currentUsed", c_ulonglong))
 
 
+# How well two GPUs are connected at best, see `NvmlReader.closeness`.
+NVLINK: Final = 6
 # NVML_P2P_STATUS_OK; the bits of a word of nvmlDeviceGetCpuAffinity.
 _P2P_OK: Final = 0
 _WORD_BITS: Final = 64
@@ -424,7 +426,7 @@ class NvmlReader:
             lambda nvml: nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK), str(index)
         )
         if status == _P2P_OK:
-            return 6
+            return NVLINK
         level = self.ask(lambda nvml: nvml.nvmlDeviceGetTopologyCommonAncestor(first, second), str(index))
         # From the same board (0) over bridges, a host bridge (30) and a NUMA node (40) to the whole system (50).
         return 0 if level is None else max(0, 5 - int(level) // 10)

@@ -202,6 +202,7 @@ def test_time_slicing_is_bounded_by_free_memory():
         (Mechanism.VGPU, HOST, T4, None, "NVIDIA's vGPU driver"),
         (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=True), True, "vGPU host driver runs"),
         (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=False), False, "vGPU guest"),
+        (Mechanism.VGPU, HOST, replace(T4, name="NVIDIA GH200 480GB", vgpu_capable=False), False, "does not support"),
         (Mechanism.MIG, HOST, replace(H200, error="it fell off the bus"), None, "fell off the bus"),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def records(found: Export) -> list[dict[str, str]]:
     first, *rest = lines
     assert first in {"AutoDetect=nvml", "AutoDetect=off"}
     gres = [dict(word.split("=", 1) for word in line.split()) for line in rest]
-    known = {"Name", "Type", "Count", "File", "MultipleFiles"}
+    known = {"Name", "Type", "Count", "File", "MultipleFiles", "Links"}
     files = {one.get("File") for one in gres if one["Name"] == "gpu"}
     for one in gres:
         assert set(one) <= known
@@ -75,6 +75,24 @@ def test_time_slicing_becomes_shards() -> None:
     assert lines(found)["NodeName"].startswith("gpu01 Gres=")
     assert any("--replicas" in one for one in found.lost)
     assert any("limits neither memory nor threads" in one for one in found.lost)
+
+
+# Two pairs with NVLink, one behind the other: devices are counted by PCI bus id, files by their minor.
+PAIRS = host(
+    gpu(0, Sharing.EXCLUSIVE, minor=3, links=(-1, 1, 0, 0)),
+    gpu(1, Sharing.EXCLUSIVE, minor=2, links=(1, -1, 0, 0)),
+    gpu(2, minor=1, links=(0, 0, -1, 1)),
+    gpu(3, minor=0, links=(0, 0, 1, -1)),
+)
+
+
+def test_jobs_of_several_gpus_get_connected_ones() -> None:
+    links = {one["File"]: one["Links"] for one in records(slurm_export(PAIRS)) if one["Name"] == "gpu"}
+    assert links == {
+        "/dev/nvidia3": "-1,1,0,0", "/dev/nvidia2": "1,-1,0,0", "/dev/nvidia1": "0,0,-1,1", "/dev/nvidia0": "0,0,1,-1",
+    }  # fmt: skip
+    assert "Links" not in records(slurm_export(t4s(4)))[0]
+    assert any("--gres=gpu:N gives it whole GPUs" in one for one in slurm_export(PAIRS).lost)
 
 
 def test_gpus_of_their_own_need_no_shared_resource() -> None:
@@ -254,7 +272,9 @@ def slurmd() -> str | None:
 
 
 @pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
-@pytest.mark.parametrize("described", [t4s(4), MIXED, UNEQUAL, CUT], ids=["t4s", "mixed", "unequal", "cut"])
+@pytest.mark.parametrize(
+    "described", [t4s(4), MIXED, UNEQUAL, CUT, PAIRS], ids=["t4s", "mixed", "unequal", "cut", "pairs"]
+)
 def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
     said = listed(tmp_path, slurm_export(described, autodetect="off"))
     # The order by which it numbers the GPUs. 22.05 lists each file of a MIG device.
