@@ -37,6 +37,7 @@ DOMAIN_OF = {
     "logs": "run",
     "resume": "pause",
     "swap": "memory",
+    "move": "memory",
     "farm": "run",
 }
 

@@ -411,6 +411,7 @@ def _stop_rows() -> list[Row]:
 
 def _swap_rows() -> list[Row]:
     out, back = ("swap", "out", "{job}"), ("swap", "in", "{job}")
+    there = ("move", "{job}", "-g", "1")
     row = partial(Row, host=MPS_HOST, prepare=_job, runs=True)
     gone = _after(out, first=_job)
     guard = partial(row, program="start guard.py")
@@ -426,6 +427,8 @@ def _swap_rows() -> list[Row]:
             command=(*back, "-y"),
             then=[(*back, "-y"), (*out, "-y")],
         ),
+        row(name="move", command=there, then=[there, ("move", "{job}", "-g", "0")]),
+        guard(name="move, its guard too", command=there, then=[there], guard_after=20),
     ]
 
 

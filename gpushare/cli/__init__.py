@@ -46,6 +46,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "pause": "Take a job off the GPU at once; list paused jobs.",
         "resume": "Put paused jobs back on the GPU.",
         "swap": "Move a job out of the GPU into host memory, and back.",
+        "move": "Move a running job to another GPU of the same model.",
     },
     "Decide": {
         "advise": "Recommend a way of sharing, with its commands.",

@@ -57,7 +57,7 @@ def out(job: JobArgument) -> Any:
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
     from gpushare.base.units import format_bytes
-    from gpushare.memory.room import room_kept
+    from gpushare.memory.room import repair_first, room_kept
     from gpushare.memory.swap import (
         BACK,
         LOST,
@@ -78,7 +78,7 @@ def out(job: JobArgument) -> Any:
     found = find_job(host, job)
     consent_to(host, found, "swaps out")
     check_host(host)
-    _repair(host)
+    repair_first(host, note, dry_run=settings.dry_run)
     before = find_swap(host, found.pid, found.name)
     # The record of another user, which is not corrected here; if he is swapping it now, `go_out` waits for him.
     if (
@@ -149,7 +149,7 @@ def back_in(
     from gpushare.base.units import format_bytes, parse_seconds
     from gpushare.hostfile.kept import kept_limits
     from gpushare.memory.ledger import Request
-    from gpushare.memory.room import back_bytes
+    from gpushare.memory.room import back_bytes, repair_first
     from gpushare.memory.swap import BACK, LOST, check_continues, ended_swap, lost, taken_over
     from gpushare.plan import Plan, Step
 
@@ -158,7 +158,7 @@ def back_in(
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
     host = settings.connect()
     gone = ended_swap(host, job)
-    repaired = _repair(host)
+    repaired = repair_first(host, note, dry_run=settings.dry_run)
     try:
         swap = taken_over(host, _out_now(host, job, gone))
     except NotFound:
@@ -375,21 +375,6 @@ def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
 
 def _with_job(result: Any, swap: Swap) -> Any:
     return with_answer(result, SwapAnswer, job=_row(swap))
-
-
-def _repair(host: Host) -> list[Swap]:
-    """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
-    from gpushare.host.records import sweep_leftovers
-    from gpushare.memory.room import room_kept
-    from gpushare.memory.swap import repair
-
-    if settings.dry_run:
-        return []
-    sweep_leftovers(host)
-    repaired = repair(host, note, room_kept)
-    for one in repaired:
-        note(f"{one.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
-    return repaired
 
 
 def _already(swap: Swap) -> GpushareError:

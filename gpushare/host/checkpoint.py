@@ -8,12 +8,18 @@ hangs forever, so every call here has its own time limit.
 A checkpoint copies the memory of a locked process to its host memory and frees the GPU; 16.7 GiB took 9 s, and 4 s back
 (H200). A restore without room on the GPU fails for good: all later ones answer 304 (NVIDIA/cuda-checkpoint issue 44). The
 end of a process that was restored has hung a host (issue 53): lock and checkpoint it first.
+
+From driver 580 a restore takes pairs of GPU UUIDs (old, new), and the process continues on another GPU of the same model.
+The pairs must name every GPU of the host, whatever CUDA_VISIBLE_DEVICES shows to the process: one pair of two GPUs answers
+1 (CUDA_ERROR_INVALID_VALUE), and a restore without pairs still succeeds after that (two H100, driver 580.159.04,
+2026-11-25, as root and as a plain user).
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
@@ -41,10 +47,27 @@ class _UnlockArguments(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_uint64 * 8),)
 
 
-class _RestoreArguments(ctypes.Structure):
-    """CUcheckpointRestoreArgs, and CUcheckpointCheckpointArgs: all zero."""
+class _CheckpointArguments(ctypes.Structure):
+    """CUcheckpointCheckpointArgs."""
 
     _fields_ = (("reserved", ctypes.c_uint64 * 8),)
+
+
+class GpuPair(ctypes.Structure):
+    """CUcheckpointGpuPair: two UUIDs of 16 bytes."""
+
+    _fields_ = (("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16))
+
+
+class RestoreArguments(ctypes.Structure):
+    """CUcheckpointRestoreArgs."""
+
+    _fields_ = (
+        ("gpuPairs", ctypes.POINTER(GpuPair)),
+        ("gpuPairsCount", ctypes.c_uint),
+        ("reserved0", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint64 * 6),
+    )
 
 
 class Checkpoint:
@@ -86,14 +109,16 @@ class Checkpoint:
 
     def checkpoint(self, pid: int, size: int) -> None:
         """Copy the GPU memory of a locked process, ``size`` bytes, to host memory and free it. Raises as `lock`."""
-        arguments = _RestoreArguments()
+        arguments = _CheckpointArguments()
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
         _demand(
             self._call("cuCheckpointProcessCheckpoint", pid, ctypes.byref(arguments), seconds=seconds), "swap out", pid
         )
 
-    def restore(self, pid: int, size: int) -> None:
+    def restore(self, pid: int, size: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
         """Copy the memory of a process back to the GPU. The caller has made sure that there is room.
+
+        ``pairs`` are (old, new) UUIDs of all GPUs of the host, for a process that continues on another GPU.
 
         Raises:
             OperationFailed: it failed, and the process cannot be restored any more (code ``job_lost``); or the driver
@@ -102,7 +127,9 @@ class Checkpoint:
         """
         # Without persistence mode the driver restores only for a caller that has initialized CUDA.
         self._function("cuInit")(0)
-        arguments = _RestoreArguments()
+        # The array lives as long as the call, which may outlive its time limit: the structure keeps it.
+        array = (GpuPair * len(pairs))(*(GpuPair(_uuid_bytes(old), _uuid_bytes(new)) for old, new in pairs))
+        arguments = RestoreArguments(gpuPairs=array if pairs else None, gpuPairsCount=len(pairs))
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
         code = self._call("cuCheckpointProcessRestore", pid, ctypes.byref(arguments), seconds=seconds)
         state = self.state(pid)
@@ -178,6 +205,11 @@ class Checkpoint:
             raise NotSupported(
                 f"this driver has no {name}", "driver 570 or later is needed", code="driver_too_old"
             ) from None
+
+
+def _uuid_bytes(uuid: str) -> Any:
+    """Return the 16 bytes of ``GPU-ee331e42-...`` as CUuuid has them."""
+    return (ctypes.c_ubyte * 16)(*bytes.fromhex(uuid.removeprefix("GPU-").replace("-", "")))
 
 
 def _hangs(name: str, pid: int) -> TimedOut:

@@ -16,6 +16,7 @@ from gpushare.base.selection import Device, select, titles
 from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
+from gpushare.host.records import sweep_leftovers
 from gpushare.memory.harm import Command, There, best_together, in_words, order
 from gpushare.memory.ledger import (
     PREFIX,
@@ -243,6 +244,17 @@ def repair_after_death(host: Host, _processes: object, _word: str) -> None:
         with contextlib.suppress(GpushareError, OSError):
             repair(host, keep=room_kept)
             return
+
+
+def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> list[Swap]:
+    """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
+    if dry_run:
+        return []
+    sweep_leftovers(host)
+    repaired = repair(host, say, room_kept)
+    for job in repaired:
+        say(f"{job.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
+    return repaired
 
 
 @contextlib.contextmanager

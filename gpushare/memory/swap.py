@@ -77,7 +77,8 @@ class Swap(Kept):
     """A job that is out, or on its way. ``images`` are its processes, in the order of leaving.
 
     ``gpu_uuid`` is where it comes back. ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
-    ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`).
+    ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`). ``left_uuid``: the GPU that it
+    moves from (`move.py`); None: it comes back to where it was. The images of ``arrived`` are of ``gpu_uuid`` already.
     """
 
     pid: Pid
@@ -90,6 +91,8 @@ class Swap(Kept):
     images: Annotated[tuple[Image, ...], Most(256)]
     out_seconds: Annotated[float, Within(0, 1e6)] | None = None
     restored: bool = False
+    left_uuid: Shown | None = None
+    arrived: Annotated[tuple[Pid, ...], Most(256)] = ()
 
     @property
     def title(self) -> str:
@@ -382,8 +385,11 @@ def go_out(
     checkpoint: Checkpoint,
     again: Callable[[], Sequence[OnGpu]] = lambda: (),
     keep: Keep | None = None,
+    target_uuid: str | None = None,
 ) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
+
+    ``target_uuid``: it moves to this GPU, and the record says that it is on its way there.
 
     The caller holds the lock of the swaps, and has started the guard. ``again`` returns the job's processes on the GPU as
     they are now, and raises if one of them cannot go out: a process that it has started meanwhile goes with the others. If
@@ -434,6 +440,8 @@ def go_out(
     if not swap.living(host):
         raise _ended(swap)
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
+    if target_uuid is not None:
+        done = replace(done, state=RETURNING, gpu_uuid=target_uuid, left_uuid=swap.gpu_uuid)
     write_if_living(host, done)
     return done
 
@@ -568,7 +576,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         for pid, _, size in reversed(living):
             if checkpoint.state(pid) == CHECKPOINTED:
                 with _unless_ended(host, pid):
-                    checkpoint.restore(pid, size)
+                    _restore(host, swap, checkpoint, pid, size)
     except OperationFailed as error:
         _not_back(host, swap, checkpoint, error.code)
         raise
@@ -576,12 +584,22 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     if not swap.living(host):
         raise _ended(swap)
     _demand_running(host, swap, checkpoint)
-    back = replace(swap, state=BACK, restored=True, since=uptime())
+    back = replace(swap, state=BACK, restored=True, since=uptime(), left_uuid=None, arrived=())
     try:
         write_if_living(host, back)
     except GpushareError as error:
         raise error.restated(message=f"{swap.title} is back on the GPU, but {error.message}") from error
     return back
+
+
+def _restore(host: Host, swap: Swap, checkpoint: Checkpoint, pid: int, size: int) -> None:
+    """Copy one process back: to the GPU that it left, or by the driver's pairs to another."""
+    pairs: list[tuple[str, str]] = []
+    if swap.left_uuid is not None and pid not in swap.arrived:
+        exchanged = {swap.left_uuid: swap.gpu_uuid, swap.gpu_uuid: swap.left_uuid}
+        uuids = [gpu.uuid for gpu in host.nvml.identities() if gpu.uuid is not None]
+        pairs = [(uuid, exchanged.get(uuid, uuid)) for uuid in uuids]
+    checkpoint.restore(pid, size, pairs)
 
 
 def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
@@ -669,6 +687,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     if FAILED in states.values():
         SWAPS.write(replace(swap, state=LOST))
         return
+    swap = _with_arrived(host, swap)
     out = [pid for pid, state in states.items() if state == CHECKPOINTED]
     need = sum(sizes[pid] for pid in out)
     if out and not (room or (lambda size: has_room(host, swap, size)))(need):
@@ -683,12 +702,21 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         return
     for pid in out:
         with _unless_ended(host, pid):
-            checkpoint.restore(pid, sizes[pid])
+            _restore(host, swap, checkpoint, pid, sizes[pid])
     _unlock(host, swap, checkpoint)
     if out or swap.restored or swap.state != LEAVING:
-        write_if_living(host, replace(swap, state=BACK, restored=True))
+        write_if_living(host, replace(swap, state=BACK, restored=True, left_uuid=None, arrived=()))
     else:
         _forget(swap)
+
+
+def _with_arrived(host: Host, swap: Swap) -> Swap:
+    """Return the record of a job that moves with the processes that NVML lists on its new GPU by now."""
+    if swap.left_uuid is None:
+        return swap
+    there = {process.pid for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid for process in gpu.processes or ()}
+    arrived = there.intersection(image.pid for image in swap.images) | set(swap.arrived)
+    return replace(swap, arrived=tuple(sorted(arrived)))
 
 
 def _leave_out(host: Host, swap: Swap) -> None:

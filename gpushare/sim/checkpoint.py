@@ -5,7 +5,15 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.host.checkpoint import CHECKPOINTED, FAILED, ILLEGAL_STATE, LOCKED, RUNNING, SUCCESS
+from gpushare.host.checkpoint import (
+    CHECKPOINTED,
+    FAILED,
+    ILLEGAL_STATE,
+    LOCKED,
+    RUNNING,
+    SUCCESS,
+    RestoreArguments,
+)
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.job import target_of
@@ -13,6 +21,7 @@ from gpushare.sim.job import target_of
 if TYPE_CHECKING:
     from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
+INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
 NOT_INITIALIZED: Final = 3
 OPERATING_SYSTEM: Final = 304
@@ -50,9 +59,15 @@ class SimulatedCheckpoint:
         """Move the memory of a process to the host."""
         return self._moved(pid, "checkpoint", LOCKED, _out)
 
-    def cuCheckpointProcessRestore(self, pid: int, _arguments: Any) -> int:
-        """Move it back: without room it fails, then and ever after."""
-        return self._moved(pid, "restore", CHECKPOINTED, _in)
+    def cuCheckpointProcessRestore(self, pid: int, arguments: Any) -> int:
+        """Move it back, or to the GPU that the pairs name: without room it fails, then and ever after."""
+        given = ctypes.cast(arguments, ctypes.POINTER(RestoreArguments)).contents
+        pairs = (
+            {bytes(pair.old).hex(): bytes(pair.new).hex() for pair in given.gpuPairs[: given.gpuPairsCount]}
+            if given.gpuPairsCount
+            else {}
+        )
+        return self._moved(pid, "restore", CHECKPOINTED, lambda state, process: _in(state, process, pairs))
 
     def _moved(self, pid: int, name: str, before: int, move: Any) -> int:
         with changing(self._state_file) as (state, _):
@@ -83,7 +98,28 @@ def _out(_state: SimulatedHostState, process: SimulatedProcess) -> int:
     return _set(process, CHECKPOINTED)
 
 
-def _in(state: SimulatedHostState, process: SimulatedProcess) -> int:
+def _plain(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").replace("-", "")
+
+
+def _in(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, str]) -> int:
+    gpus = {_plain(gpu.uuid): gpu for gpu in state.gpus}
+    if pairs:
+        target = gpus.get(pairs.get(_plain(process.gpu_uuid), ""))
+        # As H100s answer (driver 580): every GPU of the host is named, on both sides.
+        if set(pairs) != set(gpus) or set(pairs.values()) != set(gpus) or target is None:
+            return INVALID_VALUE
+        if target.model != gpus[_plain(process.gpu_uuid)].model:
+            return INVALID_VALUE
+        before, process.gpu_uuid = process.gpu_uuid, target.uuid
+        code = _back(state, process)
+        if code != SUCCESS:
+            process.gpu_uuid = before
+        return code
+    return _back(state, process)
+
+
+def _back(state: SimulatedHostState, process: SimulatedProcess) -> int:
     total, reserved, used = activity.memory_of(state, target_of(state, process))
     if process.image_bytes > total - reserved - used:
         _set(process, FAILED)

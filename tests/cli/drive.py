@@ -43,6 +43,7 @@ ASKING = (
     *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
     ("mps", "stop"),
     ("sim", "reset"),
+    ("move",),
     ("stop",),
     ("swap", "out"),
     ("swap", "in"),

@@ -235,7 +235,7 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     cli("swap", "out", pid).ok()
     real = Checkpoint.restore
 
-    def restore(self: Checkpoint, one: int, size: int) -> None:
+    def restore(self: Checkpoint, one: int, size: int, pairs: object) -> None:
         job(130 * GIB)
         real(self, one, size)
 
@@ -346,7 +346,7 @@ def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
 def test_the_structure_has_the_size_of_the_drivers() -> None:
     import ctypes
 
-    assert ctypes.sizeof(driver._RestoreArguments) == 64
+    assert ctypes.sizeof(driver.RestoreArguments) == 64
 
 
 def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_processes(cli: Cli, world: World) -> None:

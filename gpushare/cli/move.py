@@ -1,0 +1,75 @@
+"""``gpushare move``: a running job to another GPU of the host; done by `gpushare/run/moving.py` and `gpushare/memory/`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.cli.options import AskingCommand, carried_out, note, settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("move", cls=AskingCommand, short_help="Move a running job to another GPU of the same model.")(move)
+
+
+def move(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="A job by name or PID.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "-g", "--gpu", metavar="GPU", help="Where it goes: the first of these GPUs with room. [default: any]"
+        ),
+    ] = None,
+    off: Annotated[
+        str | None, typer.Option("--off", metavar="GPU", help="Move all jobs off this GPU, instead of one JOB.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until a GPU has room, first come first served.")] = False,
+    timeout: Annotated[
+        str | None,
+        typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
+    ] = None,
+) -> Any:
+    """Move a running job to another GPU: it continues there, and does not notice.
+
+    Driver 580 or later, between whole GPUs of one model; root is not needed. Its room there is reserved first; the job
+    stands still while its memory is copied to the host and back, about 2 GB per second in all. If the driver refuses, it
+    stays where it was. Not under MPS, not on MIG instances, and not for jobs of several GPUs or ranks (NCCL).
+    """
+    if (job is None) == (off is None):
+        if job is None:
+            raise BadUsage("missing JOB", "name one, or empty a GPU: gpushare move --off 0", code="usage")
+        raise BadCombination("--off cannot be combined with JOB", f"gpushare move --off {off}")
+    if off is not None and wait:
+        raise BadCombination("--wait cannot be combined with --off", "move jobs one by one: gpushare move JOB --wait")
+    if timeout is not None and not wait:
+        raise BadCombination("--timeout belongs to --wait", "gpushare move JOB --wait --timeout 10m")
+    import os
+
+    from gpushare.base.selection import select, select_one
+    from gpushare.base.units import parse_seconds
+    from gpushare.hostfile.kept import kept_limits
+    from gpushare.memory.room import repair_first
+    from gpushare.run.moving import Mover
+    from gpushare.show.result import jsonable
+    from gpushare.show.waiting import waiting_line
+
+    seconds = 0.0 if not wait else None if timeout is None else parse_seconds(timeout)
+    host = settings.connect()
+    repair_first(host, note, dry_run=settings.dry_run)
+    mover = Mover(
+        host,
+        kept_limits(host).without(os.geteuid()),
+        seconds,
+        note,
+        lambda: waiting_line(note, quiet=settings.quiet),
+    )
+    devices = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
+    moves = mover.one(job, devices) if job is not None else mover.off(select_one(off, host.nvml.sweep()), devices)
+    result = carried_out("move", moves.plan)
+    return replace(result, data={**result.data, "jobs": jsonable(moves.jobs)})

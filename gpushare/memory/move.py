@@ -1,0 +1,172 @@
+"""Move: a running job to another GPU of the same host, out to host memory and in again with the driver's pairs (`swap.py`).
+
+Between two GPUs of one model, from driver 580, without root and whatever CUDA_VISIBLE_DEVICES shows to the program (two
+H100, driver 580.159.04, 2026-11-25). A refused restore leaves the job in host memory, and it goes back to where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed
+from gpushare.base.units import format_bytes
+from gpushare.memory.swap import GPU_MARGIN_BYTES, SWAPS, come_in, go_out
+
+if TYPE_CHECKING:
+    from gpushare.base.model import Gpu
+    from gpushare.host.checkpoint import Checkpoint
+    from gpushare.host.host import Host
+    from gpushare.memory.swap import Keep, OnGpu, Swap
+
+FIRST_DRIVER: Final = 580
+# How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.
+_WORLD_SIZES: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def check_driver(host: Host) -> None:
+    """Raise NotSupported unless the driver moves jobs between GPUs: 580 or later (code ``driver_too_old``)."""
+    version = host.nvml.driver_version() or ""
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < FIRST_DRIVER:
+        raise NotSupported(
+            f"driver {version} cannot move a job to another GPU",
+            f"driver {FIRST_DRIVER} or later is needed; the job can be swapped out and in: gpushare swap out JOB",
+            code="driver_too_old",
+        )
+
+
+def check_alone(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
+    """Raise NotSupported if a job is one rank of several (code ``several_ranks``).
+
+    After a move the driver still tells the old PCI address, so NCCL does not find the GPU (NVIDIA/cuda-checkpoint issue 48).
+    """
+    for process in processes:
+        variables = host.processes.environment(process.pid) or {}
+        for name in _WORLD_SIZES:
+            size = variables.get(name, "")
+            if size.isdecimal() and int(size) > 1:
+                raise NotSupported(
+                    f"{title} is one of {int(size)} ranks ({name}): NCCL does not find its GPU after a move",
+                    "pause it instead: gpushare pause JOB",
+                    code="several_ranks",
+                )
+
+
+def check_target(source: Gpu, target: Gpu) -> None:
+    """Raise unless the driver moves jobs from one GPU to the other.
+
+    Raises:
+        NotSupported: one is in MIG mode, or they are of two models.
+    """
+    for gpu in (source, target):
+        if gpu.mig_enabled:
+            raise NotSupported(
+                f"GPU {gpu.index} is in MIG mode, and a job moves only between whole GPUs",
+                "see the GPUs: gpushare status",
+                gpu=str(gpu.index),
+                code="mig_enabled",
+            )
+    if (target.name, target.memory_total_bytes) != (source.name, source.memory_total_bytes):
+        raise NotSupported(
+            f"GPU {target.index} ({target.name or 'unknown model'}) is not of the same model as GPU {source.index} "
+            f"({source.name or 'unknown model'})",
+            "a job moves only between GPUs of one model",
+            gpu=str(target.index),
+            code="other_model",
+        )
+
+
+def targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return the GPUs that a job on ``source`` can move to, whether they have room or not."""
+    movable = []
+    for gpu in gpus:
+        with contextlib.suppress(NotSupported):
+            check_target(source, gpu)
+            if gpu.error is None and gpu.uuid not in {None, source.uuid}:
+                movable.append(gpu)
+    return movable
+
+
+def spread(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
+    """Return on which GPU each job goes, so that all have room: the largest first, each where most is free.
+
+    ``sizes`` are bytes by the PID of the job, ``free`` bytes by the index of the GPU. A job without room is left out.
+    """
+    left = dict(free)
+    chosen: dict[int, int] = {}
+    for pid, size in sorted(sizes.items(), key=lambda job: (-job[1], job[0])):
+        index = max(left, key=lambda index: (left[index], -index), default=None)
+        if index is not None and left[index] >= size + GPU_MARGIN_BYTES:
+            chosen[pid] = index
+            left[index] -= size + GPU_MARGIN_BYTES
+    return chosen
+
+
+def move(
+    host: Host,
+    swap: Swap,
+    target: Gpu,
+    checkpoint: Checkpoint,
+    again: Callable[[], Sequence[OnGpu]],
+    keep: Keep,
+) -> Swap:
+    """Move a job whose room on ``target`` is reserved; return its record. The caller holds the lock and has the guard.
+
+    Raises:
+        GpushareError: as `go_out`: nothing has changed.
+        OperationFailed: the driver refused (code ``move_refused``), and the job is back where it was, or out if there is no
+            room any more; or it is lost (``job_lost``).
+        NotFound: it has ended.
+    """
+    source_uuid = swap.gpu_uuid
+    way = go_out(host, swap, checkpoint, again, keep, target_uuid=target.uuid)
+    try:
+        return come_in(host, way, checkpoint)
+    except (OperationFailed, InUse) as error:
+        if error.code not in {"restore_refused", "no_room"}:
+            raise
+        out = SWAPS.read(swap.path)
+        if out is None:
+            raise NotFound(f"{swap.title} has ended", "see what runs: gpushare jobs", code="no_job") from error
+        come_back(host, out, source_uuid, checkpoint, keep)
+        raise OperationFailed(
+            f"{swap.title} is where it was: {error.message}", "see: sudo dmesg | tail", code="move_refused"
+        ) from error
+
+
+def come_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, keep: Keep) -> None:
+    """Bring a job that was refused on its new GPU back to the one it left. Raises InUse if that has no room any more."""
+    behind = turned(out, source_uuid)
+    with keep(host, behind) as room:
+        if room(behind.memory_bytes) is False:
+            raise InUse(
+                f"{out.title} is out: its new GPU refused it, and another program took its {format_bytes(out.memory_bytes)}",
+                f"bring it back when there is room: gpushare swap in {out.selector} --wait",
+                code="no_room",
+            )
+        come_in(host, behind, checkpoint)
+
+
+def turned(out: Swap, uuid: str) -> Swap:
+    """Return the record of a job that is out with another GPU to come in to; its images stay those of the GPU they left.
+
+    Raises:
+        NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
+    """
+    left = out.left_uuid or out.gpu_uuid
+    if uuid == out.gpu_uuid:
+        return out
+    if uuid == left:
+        # Those that had arrived cross again, the others are at home.
+        home = tuple(image.pid for image in out.images if image.pid not in out.arrived)
+        return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=home)
+    if out.arrived:
+        raise NotSupported(
+            f"{out.title} was moved half way, and comes back only to one of its two GPUs",
+            f"bring it back first: gpushare swap in {out.selector}",
+            code="several_gpus",
+        )
+    return replace(out, gpu_uuid=uuid, left_uuid=left, arrived=())

@@ -1,0 +1,316 @@
+"""Which jobs `gpushare move` takes to which GPU, as a plan; the move itself is `gpushare/memory/move.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.base.selection import Device, titles
+from gpushare.base.units import format_bytes
+from gpushare.base.values import dataclass
+from gpushare.memory import move
+from gpushare.memory.ledger import Place, Request
+from gpushare.memory.room import back_bytes, read_lines, room_kept, wait_for_room
+from gpushare.memory.swap import (
+    BACK,
+    LEAVING,
+    LOST,
+    OUT,
+    Swap,
+    check_continues,
+    check_host,
+    come_in,
+    find_swap,
+    guarded,
+    is_back,
+    leaving,
+    locked,
+    lost,
+    taken_over,
+)
+from gpushare.plan import Plan, Step
+from gpushare.run.jobs import Job, consent_to, find_job, job_names, processes_to_swap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpushare.base.model import Gpu
+    from gpushare.host.host import Host
+
+Draw = Callable[[str, float, "float | None"], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedJob:
+    """A job that moves: where it is, and where it goes; ``to_gpu`` None: to the first of several with room."""
+
+    pid: int
+    name: str | None
+    user: str | None
+    memory_bytes: int
+    from_gpu: int
+    to_gpu: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Move:
+    job: Job
+    # What go_out writes; of a job that is out already, its record.
+    swap: Swap
+    source: Gpu
+    candidates: tuple[Gpu, ...]
+
+    @property
+    def row(self) -> MovedJob:
+        to = self.candidates[0].index if len(self.candidates) == 1 else None
+        return MovedJob(
+            pid=self.job.pid,
+            name=self.job.name,
+            user=self.job.user,
+            memory_bytes=self.swap.memory_bytes,
+            from_gpu=self.source.index,
+            to_gpu=to,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """The plan of a move, and the jobs that it is about."""
+
+    plan: Plan
+    jobs: tuple[MovedJob, ...]
+
+
+class Mover:
+    """Plans moves.
+
+    ``limits`` are those of users in gpushare.yaml, ``seconds`` how long a job waits for room: 0 not at all, None as long as
+    it takes; ``waiting`` shows meanwhile what it waits for (`show.waiting`).
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        limits: Mapping[int, int],
+        seconds: float | None,
+        say: Callable[[str], None],
+        waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
+    ) -> None:
+        self._host, self._limits, self._seconds = host, limits, seconds
+        self._say, self._waiting = say, waiting
+        check_host(host)
+        move.check_driver(host)
+        self._gpus = host.nvml.sweep()
+
+    def one(self, text: str, devices: Sequence[Device] | None) -> Moves:
+        """Return the move of one job, by name or PID, to one of these devices; None: to any GPU of its model.
+
+        Raises:
+            GpushareError: it cannot move there (`move.check_target`, `jobs.processes_to_swap`), or no GPU has room and it
+                does not wait.
+        """
+        job = find_job(self._host, text)
+        consent_to(self._host, job, "moves")
+        swap, source = self._record(job)
+        if devices is None:
+            candidates = move.targets(source, self._gpus)
+            if not candidates:
+                raise NotSupported(
+                    f"no other GPU of this host is of the model of GPU {source.index} ({source.name or 'unknown model'})",
+                    "swap the job out and in instead: gpushare swap out JOB",
+                    code="other_model",
+                )
+        else:
+            candidates = [self._whole(device) for device in devices]
+            if swap.state == LEAVING and any(gpu.uuid == source.uuid for gpu in candidates):
+                # It is there.
+                return self._planned([])
+            for gpu in candidates:
+                move.check_target(source, gpu)
+        return self._planned([self._placed(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))])
+
+    def off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
+        """Return the moves of all jobs of a GPU to others with room.
+
+        Raises:
+            GpushareError: one of them cannot move; nothing has changed.
+            InUse: the other GPUs have no room for all of them (code ``no_room``).
+        """
+        source = self._whole(device)
+        if source.mig_enabled:
+            raise NotSupported(
+                f"GPU {source.index} is in MIG mode, and a job moves only between whole GPUs",
+                "see the GPUs: gpushare status",
+                gpu=str(source.index),
+                code="mig_enabled",
+            )
+        others = [self._whole(one) for one in devices] if devices is not None else self._gpus
+        candidates = move.targets(source, others)
+        moves = []
+        for job in self._jobs_on(source):
+            consent_to(self._host, job, "moves")
+            swap, _ = self._record(job)
+            moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
+        chosen = move.spread({one.job.pid: one.swap.memory_bytes for one in moves}, self._free(candidates))
+        without = [one for one in moves if one.job.pid not in chosen]
+        if without:
+            first = without[0]
+            raise InUse(
+                f"no other GPU of this model has room for {first.job.title} with {format_bytes(first.swap.memory_bytes)}",
+                "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
+                gpu=str(source.index),
+                code="no_room",
+            )
+        by_index = {gpu.index: gpu for gpu in candidates}
+        return self._planned([replace(one, candidates=(by_index[chosen[one.job.pid]],)) for one in moves])
+
+    def _whole(self, device: Device) -> Gpu:
+        if device.mig is not None:
+            raise NotSupported(
+                f"{device.title} is an instance, and a job moves only between whole GPUs",
+                "name a GPU: -g 1",
+                code="mig_enabled",
+            )
+        if device.gpu.error is not None:
+            raise GpuLost(device.gpu.error, "see: gpushare status", gpu=str(device.gpu.index))
+        return device.gpu
+
+    def _jobs_on(self, gpu: Gpu) -> list[Job]:
+        """Return the jobs with a compute process on a GPU: each by its name, or else by the process."""
+        pids = [process.pid for process in gpu.processes or () if process.compute or process.mps]
+        names = job_names(self._host, pids)
+        texts = dict.fromkeys(names.get(pid) or str(pid) for pid in pids)
+        jobs = [find_job(self._host, text) for text in texts]
+        # A process below another one of them goes with that.
+        inside = {
+            pid for job in jobs for pid in self._host.processes.descendants(job.pid) if pid != job.pid and job.pid
+        }
+        return [job for job in jobs if job.pid not in inside]
+
+    def _record(self, job: Job) -> tuple[Swap, Gpu]:
+        """Return the record of a job that is about to leave, or of one that is out, and the GPU of its memory."""
+        swap = find_swap(self._host, job.pid, job.name)
+        if swap is not None and swap.state == LOST:
+            raise lost(swap)
+        if swap is not None and swap.state != BACK and not is_back(self._host, swap, self._host.open_checkpoint()):
+            check_continues(self._host, swap)
+            return taken_over(self._host, swap), self._of(swap.gpu_uuid, job)
+        processes = processes_to_swap(self._host, job)
+        move.check_alone(self._host, job.title, processes)
+        source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
+        source = self._of(None if source is None else source.uuid, job)
+        gone = leaving(
+            self._host,
+            pid=job.pid,
+            started=job.started,
+            name=job.name,
+            uid=job.uid,
+            gpu_uuid=source.uuid or "",
+            processes=processes,
+        )
+        return gone, source
+
+    def _of(self, uuid: str | None, job: Job) -> Gpu:
+        gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)
+        if gpu is None:
+            raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
+        return gpu
+
+    def _free(self, gpus: Sequence[Gpu]) -> dict[int, int]:
+        """Return the bytes that are neither held nor reserved, by the index of the GPU."""
+        lines = read_lines(self._host, [Device(gpu=gpu) for gpu in gpus], self._limits)
+        return {line.device.gpu.index: line.free_bytes for line in lines}
+
+    def _placed(self, wish: _Move) -> _Move:
+        """Return it with the one GPU that it goes to now; without room, as it is: it waits, or says why it cannot."""
+        chosen = move.spread({wish.job.pid: wish.swap.memory_bytes}, self._free(wish.candidates))
+        target = next((gpu for gpu in wish.candidates if gpu.index == chosen.get(wish.job.pid)), None)
+        return wish if target is None else replace(wish, candidates=(target,))
+
+    def _planned(self, moves: Sequence[_Move]) -> Moves:
+        undo = "; ".join(_undo(one) for one in moves)
+        title = "; ".join(
+            f"{one.job.title} is on GPU {one.candidates[0].index} now"
+            if len(one.candidates) == 1
+            else f"{one.job.title} has moved"
+            for one in moves
+        )
+        plan = Plan(
+            title=title if moves else "no job is there",
+            steps=tuple(self._step(one) for one in moves),
+            undo=undo or None,
+            consent=tuple(
+                loss
+                for one in moves
+                for loss in consent_to(self._host, one.job, "moves", [image.pid for image in one.swap.images])
+            ),
+        )
+        return Moves(plan=plan, jobs=tuple(one.row for one in moves))
+
+    def _step(self, wish: _Move) -> Step:
+        to = titles([Device(gpu=gpu) for gpu in wish.candidates])
+        some = "" if len(wish.candidates) == 1 else "the first with room of "
+        pids = " ".join(str(image.pid) for image in wish.swap.images)
+        pairs = ",".join(f"{old}={new}" for old, new in self._map(wish.source, wish.candidates[0]))
+        actions = ["lock", "checkpoint", f"restore --device-map {pairs}", "unlock"]
+        left = actions[2:] if wish.swap.state == OUT else actions
+        command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in left)
+        return Step(
+            what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {some}{to}",
+            command=f"for pid in {pids}; do {command}; done",
+            undo=_undo(wish),
+            do=lambda: self._carry(wish),
+            revert=lambda: self._carry_back(wish),
+        )
+
+    def _map(self, source: Gpu, target: Gpu) -> list[tuple[str, str]]:
+        other = {source.uuid: target.uuid, target.uuid: source.uuid}
+        return [(gpu.uuid, other.get(gpu.uuid) or gpu.uuid) for gpu in self._gpus if gpu.uuid is not None]
+
+    def _carry(self, wish: _Move) -> None:
+        with self._reserved(wish) as target, guarded(self._host, self._say), locked(self._host, say=self._say):
+            checkpoint = self._host.open_checkpoint()
+            now = find_swap(self._host, wish.job.pid, wish.job.name)
+            if now is not None and now.state in {OUT, LOST} and not is_back(self._host, now, checkpoint):
+                come_in(self._host, move.turned(taken_over(self._host, now), target.uuid or ""), checkpoint)
+                return
+            move.move(
+                self._host,
+                wish.swap,
+                target,
+                checkpoint,
+                lambda: processes_to_swap(self._host, wish.job),
+                room_kept,
+            )
+
+    def _carry_back(self, wish: _Move) -> None:
+        """Undo a move that was carried out."""
+        swap = find_swap(self._host, wish.job.pid, wish.job.name)
+        if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
+            return
+        there = self._of(swap.gpu_uuid, wish.job)
+        back, _ = self._record(wish.job)
+        self._carry(_Move(job=wish.job, swap=back, source=there, candidates=(wish.source,)))
+
+    @contextlib.contextmanager
+    def _reserved(self, wish: _Move) -> Iterator[Gpu]:
+        """Yield the GPU on which the job's room is reserved meanwhile."""
+        devices = [Device(gpu=gpu) for gpu in wish.candidates]
+        need = back_bytes(self._host, devices[0], wish.swap.memory_bytes)
+        keys = tuple(device.uuid for device in devices)
+        place = Place(self._host, Request(memory_bytes=need, keys=keys, client=False, name=wish.job.name))
+        try:
+            with self._waiting() as draw:
+                (device,) = wait_for_room(self._host, place, devices, self._seconds, self._limits, draw)
+            yield device.gpu
+        finally:
+            place.leave()
+
+
+def _undo(wish: _Move) -> str:
+    if wish.swap.state == OUT:
+        return f"gpushare swap out {wish.job.selector}"
+    return f"gpushare move {wish.job.selector} -g {wish.source.index}"

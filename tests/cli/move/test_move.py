@@ -1,0 +1,190 @@
+"""``gpushare move``: a running job to another GPU, all jobs off a GPU, what is refused, and what a refusal of the driver leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from gpushare.base.errors import OperationFailed
+from gpushare.base.units import GIB
+from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
+from gpushare.memory import move
+from gpushare.memory.ledger import reservations
+from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
+from gpushare.sim import admin
+from gpushare.sim.current import changing
+from gpushare.sim.state import SimulatedProcess
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+SPEC = "sim:3xh200"
+
+
+@pytest.fixture
+def world() -> World:
+    return World.new(SPEC)
+
+
+def job(gpu: int = 0, size: int = 20 * GIB, **options: object) -> int:
+    return admin.add_process(SPEC, str(gpu), memory_bytes=size, name="train", **options)  # type: ignore[arg-type]
+
+
+def process(world: World, pid: int) -> SimulatedProcess:
+    return next(one for one in world.state.processes if one.pid == pid)
+
+
+def gpu_of(world: World, pid: int) -> int:
+    return [gpu.uuid for gpu in world.state.gpus].index(process(world, pid).gpu_uuid)
+
+
+def refuse_pairs(monkeypatch: pytest.MonkeyPatch, *but: int) -> None:
+    """Let the driver refuse each restore on another GPU, except of these processes."""
+    real = Checkpoint.restore
+
+    def restore(self: Checkpoint, pid: int, size: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        if pairs and pid not in but:
+            raise OperationFailed("the driver did not", "try again", code="restore_refused")
+        real(self, pid, size, pairs)
+
+    monkeypatch.setattr(Checkpoint, "restore", restore)
+
+
+def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None:
+    pid = job()
+    answer = cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok()
+    assert answer.data["jobs"] == [
+        {"pid": pid, "name": None, "user": "root", "memory_bytes": 20 * GIB, "from_gpu": 0, "to_gpu": 1}
+    ]
+    assert answer.data["undo"] == f"gpushare move {pid} -g 0"
+    there = process(world, pid)
+    assert (gpu_of(world, pid), there.checkpoint, there.memory_bytes) == (1, RUNNING, 20 * GIB)
+    assert reservations(world.host) == []
+    swap = find_swap(world.host, pid)
+    assert swap is not None
+    assert (swap.state, swap.restored, swap.left_uuid) == (BACK, True, None)
+    cli(*answer.data["undo"].split()[1:], host=SPEC).ok()
+    assert gpu_of(world, pid) == 0
+    # It is there.
+    assert cli("move", str(pid), "-g", "0", host=SPEC).ok().out.startswith("nothing to do")
+
+
+def test_without_g_it_goes_where_most_is_free_and_a_dry_run_says_the_same(cli: Cli, world: World) -> None:
+    pid = job()
+    job(1, 100 * GIB)
+    plan = cli("move", str(pid), "-n", output="json", host=SPEC).ok().data
+    assert (plan["jobs"][0]["to_gpu"], gpu_of(world, pid)) == (2, 0)
+    assert plan["steps"] == cli("move", str(pid), output="json", host=SPEC).ok().data["steps"]
+    assert gpu_of(world, pid) == 2
+
+
+def test_all_processes_of_a_job_move_together(cli: Cli, world: World) -> None:
+    first = job()
+    pids = [first, *(job(0, 4 * GIB, parent=first) for _ in range(2))]
+    cli("move", str(first), "-g", "2", host=SPEC).ok()
+    assert {gpu_of(world, pid) for pid in pids} == {2}
+
+
+def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> None:
+    pid = job()
+    cli("swap", "out", str(pid), host=SPEC).ok()
+    assert cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok().data["undo"] == f"gpushare swap out {pid}"
+    assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
+
+
+def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None:
+    small, large = job(0, 30 * GIB), job(0, 80 * GIB)
+    job(1, 90 * GIB)
+    answer = cli("move", "--off", "0", output="json", host=SPEC).ok()
+    assert {row["pid"]: row["to_gpu"] for row in answer.data["jobs"]} == {large: 2, small: 2}
+    assert {gpu_of(world, pid) for pid in (small, large)} == {2}
+    assert cli("move", "--off", "0", host=SPEC).ok().out.startswith("nothing to do")
+
+
+def test_what_cannot_move_is_refused_and_nothing_changes(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    pid, ranked = str(job()), str(job(environment={"WORLD_SIZE": "2"}))
+    both = job()
+    job(1, parent=both)
+    job(1, 130 * GIB)
+    cli("mps", "start", "-g", "2", host=SPEC).ok()
+    home = world.state.daemons[0].pipe_directory
+    client = str(job(2, GIB, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": home}))
+    for words, code, exit_code in (
+        ((pid, "-g", "7"), "unknown_gpu", 6),
+        ((pid, "-g", "1"), "no_room", 19),
+        ((ranked, "-g", "1"), "several_ranks", 3),
+        ((str(both), "-g", "2"), "several_gpus", 3),
+        ((client, "-g", "1"), "under_mps", 3),
+        (("999999", "-g", "1"), "no_job", 6),
+        ((), "usage", 2),
+        ((pid, "--off", "0"), "bad_combination", 2),
+        (("--off", "0", "--wait"), "bad_combination", 2),
+        ((pid, "--timeout", "5"), "bad_combination", 2),
+        (("--off", "0"), "several_ranks", 3),
+    ):
+        refused("move", *words, code=code, exit_code=exit_code, host=SPEC)
+
+
+def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Callable[..., str], cli: Cli) -> None:
+    mixed = World.new("sim:h200,h100,h200")
+    pid = str(admin.add_process(mixed.spec, "0", memory_bytes=GIB))
+    refused("move", pid, "-g", "1", code="other_model", exit_code=3, host=mixed.spec)
+    with changing(mixed.file) as (state, _):
+        state.gpus[2].mig_mode = state.gpus[2].mig_pending = 1
+    refused("move", pid, "-g", "2", code="mig_enabled", exit_code=3, host=mixed.spec)
+    refused("move", pid, code="other_model", exit_code=3, host=mixed.spec)
+    with changing(mixed.file) as (state, _):
+        state.driver = "575.57.08"
+    refused("move", pid, "-g", "2", code="driver_too_old", exit_code=3, host=mixed.spec)
+
+
+def test_a_job_that_the_driver_refuses_is_where_it_was(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = job()
+    second = job(0, 4 * GIB, parent=first)
+    # The second process comes in first, and has to go back.
+    with monkeypatch.context() as patch:
+        refuse_pairs(patch, second)
+        error = cli("move", str(first), "-g", "1", output="json", host=SPEC).error
+    assert error["code"] == "move_refused"
+    assert {gpu_of(world, pid) for pid in (first, second)} == {0}
+    assert {process(world, pid).checkpoint for pid in (first, second)} == {RUNNING}
+
+
+def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = job()
+    real = Checkpoint.restore
+
+    def restore(self: Checkpoint, one: int, size: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        if pairs:
+            job(0, 130 * GIB)
+            raise OperationFailed("the driver did not", "try again", code="restore_refused")
+        real(self, one, size, pairs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "restore", restore)
+        error = cli("move", str(pid), "-g", "1", output="json", host=SPEC).error
+    assert (error["code"], process(world, pid).checkpoint) == ("no_room", CHECKPOINTED)
+    (swap,) = [one for one in swaps(world.host) if one.state == OUT]
+    assert swap.memory_bytes == 20 * GIB
+    # The other GPU has room, and takes it now.
+    cli("move", str(pid), "-g", "2", host=SPEC).ok()
+    assert gpu_of(world, pid) == 2
+
+
+def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: World) -> None:
+    pid = job()
+    cli("swap", "out", str(pid), host=SPEC).ok()
+    swap = find_swap(world.host, pid)
+    assert swap is not None
+    SWAPS.write(replace(move.turned(swap, world.state.gpus[1].uuid), state=RETURNING))
+    repair(world.host)
+    assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
+
+
+def test_spread_places_the_largest_first_and_leaves_out_what_has_no_room() -> None:
+    free = {1: 50 * GIB, 2: 100 * GIB}
+    assert move.spread({7: 20 * GIB, 8: 90 * GIB, 9: 60 * GIB}, free) == {8: 2, 7: 1}
+    assert move.spread({7: GIB}, {}) == {}
