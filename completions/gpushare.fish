@@ -152,6 +152,8 @@ function __gpushare_valued
             return 0
         case --forget
             return 0
+        case --off
+            return 0
         case --processes
             return 0
         case --sms
@@ -286,6 +288,7 @@ complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slices: how long 
 complete -c gpushare -n '__gpushare_at ' -a pause -d 'Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs'
 complete -c gpushare -n '__gpushare_at ' -a resume -d 'Put a job that `gpushare pause` took off the GPU back, where its kernels stopped'
 complete -c gpushare -n '__gpushare_at ' -a swap -d 'Move a whole job out of the GPU into host memory, and back'
+complete -c gpushare -n '__gpushare_at ' -a move -d 'Move a running job to another GPU: it continues there, and does not notice'
 complete -c gpushare -n '__gpushare_at ' -a advise -d 'Recommend a way of sharing a GPU, say why, and print the commands for this host'
 complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
 complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
@@ -798,6 +801,19 @@ complete -c gpushare -n '__gpushare_at swap list' -s q -l quiet -d 'Print no not
 complete -c gpushare -n '__gpushare_at swap list' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at swap list' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at swap list' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at move' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'Where it goes: the first of these GPUs with room. [default: any]'
+complete -c gpushare -n '__gpushare_at move' -l off -x -d 'Move all jobs off this GPU, instead of one JOB.'
+complete -c gpushare -n '__gpushare_at move' -l wait -d 'Wait until a GPU has room, first come first served.'
+complete -c gpushare -n '__gpushare_at move' -l timeout -x -d 'With --wait: give up after this time: 10m. [default: never]'
+complete -c gpushare -n '__gpushare_at move' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at move' -s y -l yes -d 'Do not ask before something named, granted or in use goes.'
+complete -c gpushare -n '__gpushare_at move' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at move' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at move' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
+complete -c gpushare -n '__gpushare_at move' -s v -l verbose -d 'Print more: each step of a change, for example.'
+complete -c gpushare -n '__gpushare_at move' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at move' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at move' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at advise' -l like -x -a 'jupyter spark ci rendering hpc serving training' -d 'The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
 complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G, 1500M.'
