@@ -64,6 +64,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "swap out": ("gpushare.cli.swap:SwapAnswer", PLAN),
     "swap in": ("gpushare.cli.swap:SwapAnswer", PLAN),
     "swap list": ("gpushare.cli.swap:SwapListAnswer",),
+    "move": ("gpushare.cli.move:MoveAnswer",),
     "advise": ("Any",),
     "compare": ("Any",),
     "bench": ("Any",),

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.selection import select, select_one
+from gpushare.base.units import parse_seconds
+from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, carried_out, note, settings
+from gpushare.hostfile.kept import kept_limits
+from gpushare.memory.room import repair_first
+from gpushare.run.moving import MovedJob, Mover
+from gpushare.show.plan import PlanAnswer, with_answer
+from gpushare.show.waiting import waiting_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveAnswer(PlanAnswer):
+    """The answer of ``move``: the plan, and the jobs that it is about."""
+
+    jobs: tuple[MovedJob, ...]
 
 
 def register(app: typer.Typer) -> None:
@@ -49,16 +64,6 @@ def move(
         raise BadCombination("--wait cannot be combined with --off", "move jobs one by one: gpushare move JOB --wait")
     if timeout is not None and not wait:
         raise BadCombination("--timeout belongs to --wait", "gpushare move JOB --wait --timeout 10m")
-    import os
-
-    from gpushare.base.selection import select, select_one
-    from gpushare.base.units import parse_seconds
-    from gpushare.hostfile.kept import kept_limits
-    from gpushare.memory.room import repair_first
-    from gpushare.run.moving import Mover
-    from gpushare.show.result import jsonable
-    from gpushare.show.waiting import waiting_line
-
     seconds = 0.0 if not wait else None if timeout is None else parse_seconds(timeout)
     host = settings.connect()
     repair_first(host, note, dry_run=settings.dry_run)
@@ -71,5 +76,4 @@ def move(
     )
     devices = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
     moves = mover.one(job, devices) if job is not None else mover.off(select_one(off, host.nvml.sweep()), devices)
-    result = carried_out("move", moves.plan)
-    return replace(result, data={**result.data, "jobs": jsonable(moves.jobs)})
+    return with_answer(carried_out("move", moves.plan), MoveAnswer, jobs=moves.jobs)
