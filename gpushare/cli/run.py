@@ -114,6 +114,10 @@ def run(
         str | None,
         typer.Option("--timeout", metavar="TIME", help="Wait for at most this long: 30m, 2h."),
     ] = None,
+    run_time: Annotated[
+        str | None,
+        typer.Option("--time", metavar="TIME", help="End it after this long; it passes jobs that it cannot delay."),
+    ] = None,
     requeue: Annotated[
         bool, typer.Option("--requeue", help="If it runs out of memory, wait again for a fifth more.")
     ] = False,
@@ -178,7 +182,7 @@ def run(
     values = {
         "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--create": create, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
         "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
-        "--timeout": timeout, "--requeue": requeue, "--swap": swap, "--production": production, "--metric": metric,
+        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--swap": swap, "--production": production, "--metric": metric,
         "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
         "--name": name,
     }  # fmt: skip
@@ -222,6 +226,7 @@ def run(
         wait=wait or leaves or (swaps is not None and swaps.turns),
         seconds=None if timeout is None else parse_seconds(timeout),
         requeue=requeue,
+        run_seconds=None if run_time is None else _positive_seconds("--time", run_time),
         swap=swaps,
         for_production=leaves,
     )
@@ -279,6 +284,13 @@ def _name(name: str | None) -> str | None:
     from gpushare.run.jobs import check_job_name
 
     return check_job_name(name)
+
+
+def _positive_seconds(option: str, text: str) -> float:
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BadUsage(f"invalid duration for {option}: {quoted(text)}", f"give {option} 2h", code="bad_duration")
+    return seconds
 
 
 def percentage_of_cap(text: str) -> float:
@@ -357,6 +369,7 @@ REFUSED: Final = (
     Refused("--gpus", "--opportunistic", "an opportunistic job spares production on one GPU", "--gpus 2 --wait --memory 20G"),
     Refused("--gpus", "--swap", "a job that is swapped has one GPU", "--gpus 2 --wait --memory 20G"),
     Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman"),
+    Refused("--time", "--swap --yield:swap --yield:requeue", "a job that leaves the GPU has no fixed end", "--wait --time 2h"),
     Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3"),
     Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME"),
     Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G"),

@@ -1,20 +1,21 @@
 """Who may start next: jobs that wait for memory on a GPU, in the order in which they came. Pure.
 
-First come, first served. A job may pass an earlier one only if it cannot delay it: whatever the jobs that run now leave
-behind when they end, in any order, the earlier job must fit at least as soon as without the one that passes. A job that
-jobs of its own user keep out holds up that user's jobs only. A job of several devices gets all of them at once, or none.
+First come, first served. A job passes an earlier one only if it does not delay it. Either the earlier job fits at least as
+soon as without it, whichever of the running jobs end first (their run times need not be known). Or it ends before the
+earlier job can start, by the times that it and the running jobs were given (backfill, as EASY does for the first job of the
+line; here for every earlier job). A job that jobs of its own user keep out holds up that user's jobs only. A job of several
+devices gets all of them at once, or none.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from gpushare.base.values import dataclass
 
-# With more jobs on one GPU than this, a bound replaces the exact sums of all their subsets.
-_MOST_EXACT: Final = 12
+# With more different sums of the jobs on one GPU than this, a bound replaces the largest that fits.
+_MOST_SUMS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Running:
     client: bool = False
     # Its owner, if known.
     uid: int | None = None
+    # In how many seconds it ends at the latest; None: it has no time.
+    ends_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ class Waiting:
     count: int = 1
     client: bool = False
     uid: int | None = None
+    # How long it runs at most; None: it has no time.
+    run_seconds: float | None = None
 
 
 class UserLimits(Mapping[int, int]):
@@ -94,22 +99,59 @@ def admitted(
     """
     now = {key: list(running.get(key, ())) for key in rooms}
     found: dict[str, tuple[str, ...]] = {}
-    passed: list[Waiting] = []
+    # With the seconds within which they can start.
+    passed: list[tuple[Waiting, float | None]] = []
     for job in waiting:
         free = tuple(
             key
             for key in job.keys
             if key in rooms
             and fits(rooms[key], now[key], job)
-            and all(not _delays(rooms[key], now[key], job, earlier) for earlier in passed if key in earlier.keys)
+            and all(
+                _ends_within(job, seconds) or not _delays(rooms[key], now[key], ahead, job, earlier)
+                for earlier, seconds, ahead in _passed_on(rooms[key], key, passed)
+            )
         )
         if len(free) < job.count:
-            passed.append(job)
+            passed.append((job, _starts_within(rooms, now, job)))
             continue
         found[job.name] = free
         for key in free[: job.count]:
-            now[key].append(Running(memory_bytes=_size(rooms[key], job), client=job.client, uid=job.uid))
+            size = _size(rooms[key], job)
+            now[key].append(Running(memory_bytes=size, client=job.client, uid=job.uid, ends_seconds=job.run_seconds))
     return found
+
+
+def _passed_on(
+    room: Room, key: str, passed: Sequence[tuple[Waiting, float | None]]
+) -> Iterator[tuple[Waiting, float | None, list[Running]]]:
+    """Yield the jobs that wait for a device and would be passed, each with those before it: these may run when it starts."""
+    ahead: list[Running] = []
+    for job, seconds in passed:
+        if key in job.keys:
+            yield job, seconds, [*ahead]
+            ahead.append(Running(memory_bytes=_size(room, job), client=job.client, uid=job.uid))
+
+
+def _ends_within(job: Waiting, seconds: float | None) -> bool:
+    return job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds
+
+
+def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], job: Waiting) -> float | None:
+    """Return in how many seconds a job can start at the latest, by the times of those that run; None: no time bounds it."""
+    soonest = sorted(
+        seconds
+        for key in job.keys
+        if key in rooms and (seconds := _fits_within(rooms[key], running[key], job)) is not None
+    )
+    return soonest[job.count - 1] if len(soonest) >= job.count else None
+
+
+def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float | None:
+    for seconds in sorted({0.0, *(one.ends_seconds for one in running if one.ends_seconds is not None)}):
+        if fits(room, [one for one in running if one.ends_seconds is None or one.ends_seconds > seconds], job):
+            return seconds
+    return None
 
 
 def fits(room: Room, running: Sequence[Running], job: Waiting) -> bool:
@@ -130,8 +172,8 @@ def _size(room: Room, job: Waiting) -> int:
     return max(room.whole_bytes, job.memory_bytes) if room.alone and not job.client else job.memory_bytes
 
 
-def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:
-    """Return whether ``earlier`` might start later on this device if ``job`` starts now."""
+def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:
+    """Return whether ``earlier`` might start later on this device if ``job`` starts now; ``ahead`` wait before it."""
     need = _size(room, earlier)
     if need > room.memory_bytes:
         # It never starts here.
@@ -142,12 +184,13 @@ def _delays(room: Room, running: Sequence[Running], job: Waiting, earlier: Waiti
             # Jobs of the same user are in its way: nobody can make others wait with a small job and a large one.
             return False
     # The most that may still be there when it starts, if the job does not.
-    most = _largest_sum([one.memory_bytes for one in running if one.memory_bytes], room.memory_bytes - need)
+    there = [*running, *ahead]
+    most = _largest_sum([one.memory_bytes for one in there if one.memory_bytes], room.memory_bytes - need)
     if most + need + _size(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False
-    clients = min(sum(one.client for one in running), room.clients - 1)
+    clients = min(sum(one.client for one in there), room.clients - 1)
     return clients + 2 > room.clients
 
 
@@ -155,7 +198,9 @@ def _largest_sum(sizes: Sequence[int], limit: int) -> int:
     """Return the largest sum of some of the sizes that is at most ``limit``; for many sizes, an upper bound of it."""
     if sum(sizes) <= limit:
         return sum(sizes)
-    if len(sizes) > _MOST_EXACT:
-        return limit
-    sums = (sum(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count))
-    return max(one for one in sums if one <= limit)
+    sums = {0}
+    for size in sizes:
+        sums |= {total + size for total in sums if total + size <= limit}
+        if len(sums) > _MOST_SUMS:
+            return limit
+    return max(sums)

@@ -8,6 +8,7 @@ the one that came later steps back.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -44,6 +45,8 @@ _MOST_FIXES: Final = 4
 _MOST_ADDED: Final = 6
 # How long to wait for jobs that are just entering the ledger.
 _CHOOSING_SECONDS: Final = 0.5
+# How long a job with a time takes besides, to start and to end.
+TIME_MARGIN_SECONDS: Final = 15.0
 # Further waiting jobs of one user are not in the line yet.
 MOST_WAITING_OF_ONE_USER: Final = 64
 _MOST_BYTES: Final = 1 << 50
@@ -74,6 +77,9 @@ class Reservation:
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
+    # How long it runs at most; and until when, from when it has its place (CLOCK_BOOTTIME): its user's word.
+    run_seconds: float | None = None
+    until_ns: int | None = None
 
     @property
     def id(self) -> str:
@@ -240,6 +246,7 @@ def _reservation(claim: Claim) -> Reservation | None:
     if not 1 <= int(count) <= len(set(keys)) or len(set(fixed)) not in {0, int(count)}:
         return None
     limit, above = _limit(facts.get("limit", ""))
+    seconds, until = (_count(facts.get(word, "")) for word in ("time", "until"))
     role = facts.get("role")
     return Reservation(
         claim=claim,
@@ -257,7 +264,13 @@ def _reservation(claim: Claim) -> Reservation | None:
         leaves="leaves" in facts,
         stays="stays" in facts,
         turns="turns" in facts,
+        run_seconds=seconds,
+        until_ns=until,
     )
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _limit(text: str) -> tuple[int | None, str | None]:
@@ -318,10 +331,11 @@ def line_of(
         holders.append(one)
         # Without a reservation, what it holds counts.
         takes = room.whole_bytes if alone and not one.client else max(size, held)
-        running.append(Running(memory_bytes=takes, client=one.client, uid=one.claim.uid))
+        ends = _seconds_left(one)
+        running.append(Running(memory_bytes=takes, client=one.client, uid=one.claim.uid, ends_seconds=ends))
         # Each of its processes is a client of its own.
         more = sum(process.mps for process in own_processes) - 1
-        running += [Running(memory_bytes=0, client=True, uid=one.claim.uid)] * more
+        running += [Running(memory_bytes=0, client=True, uid=one.claim.uid, ends_seconds=ends)] * more
     for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
@@ -338,6 +352,12 @@ def line_of(
         granted=dict(granted),
         beyond=frozenset(beyond),
     )
+
+
+def _seconds_left(one: Reservation) -> float | None:
+    """Return in how many seconds a job ends by its time; None: it has none, or has not kept it."""
+    left = 0 if one.until_ns is None else one.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return left / 1e9 if left > 0 else None
 
 
 def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
@@ -369,7 +389,15 @@ def _waiting(
     keys = tuple(
         key for key in one.keys if key not in lines or _within_limit(lines[key], uid, one.memory_bytes, limits)
     )
-    return Waiting(name=name, memory_bytes=one.memory_bytes, keys=keys, count=one.count, client=one.client, uid=uid)
+    return Waiting(
+        name=name,
+        memory_bytes=one.memory_bytes,
+        keys=keys,
+        count=one.count,
+        client=one.client,
+        uid=uid,
+        run_seconds=None if one.run_seconds is None else one.run_seconds + TIME_MARGIN_SECONDS,
+    )
 
 
 def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str, tuple[str, ...]]:
@@ -440,6 +468,8 @@ class Request:
     leaves: bool = False
     turns: bool = False
     opportunistic: bool = False
+    # How long it runs at most: then it passes those that cannot start before its end.
+    run_seconds: float | None = None
 
 
 class Lapses:
@@ -530,6 +560,8 @@ class Place:
             self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
             if request.count > 1:
                 self._claim.tell(f"gpus {request.count}")
+            if request.run_seconds is not None:
+                self._claim.tell(f"time {math.ceil(request.run_seconds)}")
             if request.name is not None:
                 self._claim.tell(f"name {request.name}")
             if request.production or request.opportunistic:
@@ -554,8 +586,14 @@ class Place:
 
     def take(self, *keys: str) -> None:
         """Hold devices whether or not there is room: a job that does not wait."""
+        self._hold(keys)
+
+    def _hold(self, keys: tuple[str, ...]) -> None:
         self._claim.tell(f"sure {','.join(keys)}")
         self.held = keys
+        if self.request.run_seconds is not None:
+            seconds = self.request.run_seconds + TIME_MARGIN_SECONDS
+            self._claim.tell(f"until {time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)}")
 
     def try_to_take(
         self,
@@ -573,8 +611,7 @@ class Place:
             return False
         self._claim.tell(f"hold {','.join(keys)}")
         if self._still_fit(keys, devices, clients, limits):
-            self._claim.tell(f"sure {','.join(keys)}")
-            self.held = keys
+            self._hold(keys)
             return True
         self._claim.tell("back")
         self._steps_back += 1

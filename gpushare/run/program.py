@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.base.errors import GpushareError, NoPermission
+from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
 from gpushare.guard import DONE, Guard
 from gpushare.host.host import make_private_directory
@@ -21,6 +24,7 @@ from gpushare.host.process import Streams, known, start_of
 from gpushare.host.written_file import open_to_append
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
+from gpushare.part import Part
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.signals import ENDING, Wakeups, handled
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
-    from gpushare.part import Part
+    from gpushare.part import Watched
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
@@ -178,6 +182,8 @@ class QueueOptions:
     wait: bool = False
     seconds: float | None = None
     requeue: bool = False
+    # How long the job runs at most: then it is ended, and others may reckon with that.
+    run_seconds: float | None = None
     swap: SwapWish | None = None
     # It leaves when any production job needs room.
     for_production: bool = False
@@ -185,7 +191,7 @@ class QueueOptions:
     @property
     def takes_place(self) -> bool:
         """Return whether the job has to be in the ledger of memory."""
-        return self.wait or self.swappable
+        return self.wait or self.swappable or self.run_seconds is not None
 
     @property
     def swappable(self) -> bool:
@@ -194,6 +200,38 @@ class QueueOptions:
     @property
     def turns(self) -> bool:
         return self.swap is not None and self.swap.turns
+
+
+class TimeLimit(Part):
+    """Ends a job that runs longer than its ``--time``."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = seconds, clock
+        self._due = math.inf
+        self._over = False
+
+    def started(self, _watch: Watched) -> None:
+        """Begin to count."""
+        self._due = self._clock() + self._limit
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the end."""
+        return self._due - self._clock()
+
+    def poll(self) -> bool:
+        """Return whether the time is over."""
+        self._over = self._over or self.seconds <= 0
+        return self._over
+
+    def raise_end(self) -> None:
+        """Raise OperationFailed if it has ended the program (code ``time_limit``)."""
+        if self._over:
+            raise OperationFailed(
+                f"the job ran longer than its --time of {format_duration(self._limit)}: ended",
+                "give it more time: --time TIME",
+                code="time_limit",
+            )
 
 
 class Reporter(Protocol):

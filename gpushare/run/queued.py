@@ -286,6 +286,7 @@ class Queued:
             opportunistic=self.opportunistic,
             leaves=self.queue.for_production,
             turns=self.queue.turns,
+            run_seconds=self.queue.run_seconds,
         )
 
     def _may_limit(self, device: Device) -> bool:
@@ -331,6 +332,8 @@ class Queued:
         if queue.for_production:
             job = "a production job" if self.spared is None else f"{self.spared} or another production job"
             yield f"swap it out when {job} needs room, and back in when there is room again"
+        if queue.run_seconds is not None:
+            yield f"end it after {format_duration(queue.run_seconds)}"
         more = self._more_that_fits(size) if queue.requeue and size is not None else None
         if more is not None:
             yield f"if it runs out of memory, wait again for {format_bytes(more)}"

@@ -123,7 +123,7 @@ class JobStart:
     ) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
         from gpushare.run.jobs import RecordedJob
-        from gpushare.run.program import Run
+        from gpushare.run.program import Run, TimeLimit
         from gpushare.show.run import InstanceReport, RunReport
 
         typed, command, container = None, self.command, None
@@ -138,6 +138,8 @@ class JobStart:
             from gpushare.run.binding import CpuBinding
 
             parts = (*parts, CpuBinding(self.host, share.devices))
+        if self.queue.run_seconds is not None:
+            parts = (*parts, TimeLimit(self.queue.run_seconds))
         kind = RunReport if mps else InstanceReport
         report = kind(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits if mps else None)
         if len(share.devices) > 1:
@@ -187,7 +189,7 @@ class JobStart:
             code = run.carry_out()
         except OperationFailed as error:
             # It had been started.
-            code = int(error.exit_code) if error.code == "memory_limit" else None
+            code = int(error.exit_code) if error.code in {"memory_limit", "time_limit"} else None
             raise
         else:
             return code

@@ -103,14 +103,44 @@ def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list
     for at, size in enumerate(sizes):
         if str(at) in found:
             continue
-        before = sum(one for other, one in enumerate(sizes[:at]) if str(other) in found)
         later = sum(one for other, one in enumerate(sizes) if other > at and str(other) in found)
-        for count in range(len(held) + 1):
-            for left in itertools.combinations(held, count):
-                # Whoever came before it may still run, or have ended.
-                for earlier in {0, before}:
-                    if sum(left) + earlier + size <= 20:
-                        assert sum(left) + earlier + later + size <= 20
+        # Those that run now or came before it, and still run when it starts.
+        there = [*held, *sizes[:at]]
+        for count in range(len(there) + 1):
+            for left in itertools.combinations(there, count):
+                if sum(left) + size <= 20:
+                    assert sum(left) + later + size <= 20
+
+
+def test_a_job_between_two_that_wait_delays_neither() -> None:
+    """The second one starts next to the first one, and has no room for a third."""
+    waiting = [job("1", 60), job("2", 20), job("3", 10)]
+    assert admitted(GPU, {"a": of(70)}, waiting) == {}
+    assert first(admitted(GPU, {"a": of(60)}, [job("1", 60), job("2", 10), job("3", 10)])) == {"2": "a", "3": "a"}
+
+
+def timed(name: str, size: int, seconds: float | None, keys: tuple[str, ...] = ("a",), count: int = 1) -> Waiting:
+    return Waiting(name=name, memory_bytes=size, keys=keys, count=count, run_seconds=seconds)
+
+
+def test_a_job_with_a_time_passes_those_that_cannot_start_before_its_end() -> None:
+    running = {"a": [Running(memory_bytes=50, ends_seconds=100)]}
+    large = timed("large", 60, None)
+    assert first(admitted(GPU, running, [large, timed("short", 30, 100)])) == {"short": "a"}
+    assert admitted(GPU, running, [large, timed("long", 30, 101)]) == {}
+    # It could start earlier: nothing says how long the other one runs.
+    assert admitted(GPU, {"a": of(50)}, [large, timed("short", 30, 1)]) == {}
+    # Those that pass together leave their room in time, too.
+    both = [large, timed("1", 15, 60), timed("2", 15, 100)]
+    assert first(admitted(GPU, running, both)) == {"1": "a", "2": "a"}
+
+
+def test_a_short_job_runs_on_the_gpu_that_a_job_of_several_waits_with() -> None:
+    rooms = {key: Room(memory_bytes=80) for key in "ab"}
+    running = {"a": [Running(memory_bytes=80, ends_seconds=60)]}
+    pair = timed("pair", 70, None, ("a", "b"), 2)
+    assert first(admitted(rooms, running, [pair, timed("short", 40, 60, ("b",))])) == {"short": "b"}
+    assert admitted(rooms, running, [pair, timed("long", 40, 61, ("b",))]) == {}
 
 
 def test_a_job_that_its_own_users_jobs_keep_out_holds_up_nobody_else() -> None:

@@ -199,3 +199,31 @@ def test_gpus_that_are_connected_go_together() -> None:
     assert [nvml.closeness(0, other) for other in (1, 2, 3)] == [6, 0, 0]
     assert nvml.closeness(2, 3) == 6
     assert World.new(SPEC).host.nvml.closeness(0, 3) == 6
+
+
+def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
+    real: Callable[..., Started], cli: Cli, refused: Callable[..., str], four: World
+) -> None:
+    uuids = [gpu.uuid for gpu in four.state.gpus]
+    for text in ("0", "-1"):
+        refused("run", "--time", text, "--", "true", code="bad_duration", exit_code=2, host=four.spec)
+    refused(
+        "run", "--time", "1h", "--swap", "request", "--", "true", code="bad_combination", exit_code=2, host=four.spec
+    )
+    plan = cli("run", "-n", "-g", "0", "--time", "2h", "--memory", "20G", "--", "true", host=four.spec).ok()
+    assert "end it after 2 h" in plan.out
+    long = start(real, four, "-g", "0", "--time", "2h", "--memory", "100G", "--", *ranks("80G"))
+    until(lambda: on_gpus(four) == {0}, "it runs")
+    (running,) = reservations(four.host) or []
+    assert running.until_ns is not None
+    large = Place(four.host, Request(memory_bytes=120 * GIB, keys=(uuids[0],), client=False))
+    small = ("run", "--wait", "--timeout", "0.3", "-g", "0", "--memory", "30G")
+    # It might run longer than the first one, and would delay the large one, which came before it.
+    assert cli(*small, "--", "true", host=four.spec).code == 19
+    assert cli(*small, "--time", "3h", "--", "true", host=four.spec).code == 19
+    assert cli(*small, "--time", "1h", "--", "true", host=four.spec).code == 0
+    large.leave()
+    over = cli("run", "-g", "1", "--time", "0.3", "--name", "over", "--", *ranks(seconds="30"), host=four.spec)
+    assert (over.code, over.lines("error")[0]) == (1, "error: the job ran longer than its --time of 0.3 s: ended")
+    long.signal(signal.SIGINT)
+    long.process.wait(20)
