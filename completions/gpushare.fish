@@ -106,6 +106,8 @@ function __gpushare_valued
             return 0
         case --timeout
             return 0
+        case --time
+            return 0
         case --swap
             return 0
         case --production
@@ -377,6 +379,7 @@ complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it 
 complete -c gpushare -n '__gpushare_at run' -l container -x -a 'podman docker' -d 'podman or docker; CMD is [OPTIONS] IMAGE [CMD].'
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait in line until a GPU, or an instance, has room.'
 complete -c gpushare -n '__gpushare_at run' -l timeout -x -d 'Wait for at most this long: 30m, 2h.'
+complete -c gpushare -n '__gpushare_at run' -l time -x -d 'End it after this long; it passes jobs that it cannot delay.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again for a fifth more.'
 complete -c gpushare -n '__gpushare_at run' -l swap -x -d 'Leave the GPU at: request, idle=10m, turns[=60s].'
 complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as a job that opportunistic jobs spare.'
@@ -397,7 +400,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Print no notes, an
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --time --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
 complete -c gpushare -n '__gpushare_at farm' -l copies -x -d 'Run N copies, numbered from 0.'
 complete -c gpushare -n '__gpushare_at farm' -l each -r -F -d 'Run one copy for each line of FILE; - is stdin.'
 complete -c gpushare -n '__gpushare_at farm' -l parallel -x -d 'At most K at a time. [default: as many as fit]'
