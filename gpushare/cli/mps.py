@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
-from gpushare.base.units import counted
+from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
@@ -278,6 +278,14 @@ def start(
             help="Set compute mode exclusive-process: no program runs outside MPS (root; restored by stop).",
         ),
     ] = False,
+    users: Annotated[
+        str | None,
+        typer.Option(
+            "--users",
+            metavar="all|USER,...",
+            help="Let these users run on it at the same time, in one server of root (root; driver 580).",
+        ),
+    ] = None,
 ) -> Any:
     """Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back.
 
@@ -292,17 +300,34 @@ def start(
     from gpushare.plan import one_plan
 
     wanted = LimitOptions(threads, memory, priority)
+    allowed = None if users is None else _users(users)
     host = settings.connect()
     gpus = gpus_of(host)
     devices = select_for_change(gpu, gpus)
     limits = wanted.for_devices(devices)
 
     def plan() -> Plan:
-        return one_plan([plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices])
+        return one_plan(
+            [plan_start(host, one, limits[one.uuid], exclusive=exclusive, users=allowed) for one in devices]
+        )
 
     # Once before the locks, which need directories: a refused start must leave nothing behind.
     homes = [own_home(host, one.uuid) for one in devices]
     return carried_out("mps start", plan(), homes=homes, again=plan)
+
+
+def _users(text: str) -> tuple[str, ...]:
+    """Return the users of --users by name; none for all. Raises NotFound: there is no such user."""
+    from gpushare.host.capabilities import user_id, user_name
+
+    if text.strip().lower() == "all":
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise BadUsage(
+            f"--users {quoted(text)} is no list of users", "give all, or names: --users alice,bob", code="bad_user"
+        )
+    return tuple(dict.fromkeys(user_name(user_id(word)) for word in words))
 
 
 def set_limits(

@@ -91,8 +91,8 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     check = check_step(lambda: _look_again(host, index), entry, index)
     changes = [] if work.change is None or not work.change.changes else [work.change]
     change = plan_change(host, changes, ledger, title=title, first=[*stops, *first], after=[*after, *daemons, check])
-    exclusive = entry.mps is not None and entry.mps.exclusive
-    root = bool(changes or first or after or (daemons and exclusive))
+    wishes = [wish for wish in (entry.mps, *(one.mps for one in entry.mig)) if wish is not None]
+    root = bool(changes or first or after or (daemons and any(wish.exclusive or wish.multiuser for wish in wishes)))
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
     return GpuApply(replace(change, plan=plan, names=work.new_names), root)
 
@@ -169,7 +169,11 @@ class _GpuWork:
         wishes, gone = self._wishes(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
-            restarts = wish is not None and daemon.wish is not None and wish.exclusive != daemon.wish.exclusive
+            restarts = (
+                wish is not None
+                and daemon.wish is not None
+                and (wish.exclusive, wish.multiuser) != (daemon.wish.exclusive, daemon.wish.multiuser)
+            )
             if (
                 (wish is None and not daemon.transient)
                 or restarts

@@ -91,6 +91,7 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
         ("priority", _priority(held), _priority(limits)),
         ("users", _users(now.users), _users(wanted.users)),
         ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
+        ("multiuser", str(now.multiuser).lower(), str(wanted.multiuser).lower()),
     ):
         if found != want:
             yield Point(what=f"{what} {name}", found=found, wanted=want)

@@ -79,6 +79,8 @@ class MpsWish:
     limits: Limits = field(default_factory=Limits)
     users: tuple[str, ...] = ()
     exclusive: bool = False
+    # Several users at the same time, in one server of root.
+    multiuser: bool = False
     replicas: int | None = None
 
 
@@ -227,6 +229,8 @@ def _mps(mps: MpsWish) -> dict[str, object]:
         found["users"] = list(mps.users)
     if mps.exclusive:
         found["exclusive"] = True
+    if mps.multiuser:
+        found["multiuser"] = True
     if mps.replicas is not None:
         found["replicas"] = mps.replicas
     return found

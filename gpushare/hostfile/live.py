@@ -341,4 +341,4 @@ def same_limits(one: MpsWish, other: MpsWish) -> bool:
 
 def limits_key(wish: MpsWish) -> tuple[object, ...]:
     """Return the limits of a daemon, with explicit defaults."""
-    return wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive
+    return wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive, wish.multiuser

@@ -158,6 +158,7 @@ def _mps(found: FoundDaemon) -> LiveMps:
         limits=Limits.of(daemon),
         users=pipe_users(home.pipe) or (),
         exclusive=record.previous_compute_mode is not None,
+        multiuser=record.users is not None,
     )
     return LiveMps(pid=daemon.pid, wish=wish, transient=transient)
 

@@ -73,6 +73,7 @@ def _limits(found: Mapping[str, Any]) -> MpsWish:
         ),
         users=found.get("users", ()),
         exclusive=found.get("exclusive", False),
+        multiuser=found.get("multiuser", False),
         replicas=found.get("replicas"),
     )
 
@@ -85,6 +86,7 @@ _DAEMON_KEYS: Final[Mapping[str, Form[Any]]] = {
     "memory": _SIZE.about("Pinned device memory per client process: 4G, 1500M."),
     "priority": choice({level.title: level for level in Priority}),
     "users": _USERS,
+    "multiuser": yes_or_no().about("These users, or all, at the same time, in one server of root (driver 580)."),
     "replicas": _REPLICAS,
 }
 _EXCLUSIVE: Final = yes_or_no().about("No program runs outside MPS: compute mode exclusive-process.")

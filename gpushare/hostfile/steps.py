@@ -241,7 +241,9 @@ class _Daemon:
         with home.locked():
             # Restricted before a client can connect.
             self._let_in(home)
-            carry_out(plan_start(self._host, device, self._wish.limits, exclusive=self._wish.exclusive))
+            wish = self._wish
+            users = wish.users if wish.multiuser else None
+            carry_out(plan_start(self._host, device, wish.limits, exclusive=wish.exclusive, users=users))
             self._started = True
 
     def _let_in(self, home: DaemonHome) -> None:
@@ -294,9 +296,11 @@ def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
 
 def _words(wish: MpsWish) -> list[str]:
     words = [*wish.limits.words, *([f"for {', '.join(wish.users)}"] if wish.users else [])]
+    words += ["several users at the same time"] if wish.multiuser else []
     return words + (["no programs outside it"] if wish.exclusive else [])
 
 
 def _command(wish: MpsWish, selector: str) -> str:
     exclusive = ["--exclusive"] if wish.exclusive else []
-    return shlex.join(["gpushare", "mps", "start", "-g", selector, *wish.limits.options(), *exclusive])
+    users = ["--users", ",".join(wish.users) or "all"] if wish.multiuser else []
+    return shlex.join(["gpushare", "mps", "start", "-g", selector, *wish.limits.options(), *exclusive, *users])

@@ -266,7 +266,7 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
     # MIG has no exclusive compute mode.
     exclusive = record.previous_compute_mode is not None and now.mig is None
     with home.locked():
-        carry_out(plan_start(host, now, record.limits, exclusive=exclusive))
+        carry_out(plan_start(host, now, record.limits, exclusive=exclusive, users=record.users))
 
 
 def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:

@@ -72,6 +72,8 @@ class DaemonRecord(Kept):
     # The compute mode to restore, by name, or None when it was not changed.
     previous_compute_mode: Annotated[str, ComputeMode.__members__.__contains__] | None = None
     transient: bool = False
+    # Who may connect to its server for several users: these, or all (empty); None: its server has one user at a time.
+    users: tuple[str, ...] | None = None
     state: Annotated[str, {RUNNING, STARTING}.__contains__] = RUNNING
     attached: tuple[AttachedClient, ...] = ()
     # That of its MIG device, while the daemon is stopped for a while.
@@ -292,7 +294,8 @@ def start_command(record: DaemonRecord, device: Device | None) -> str:
     whole = device is None or device.mig is None
     exclusive = ["--exclusive"] if record.previous_compute_mode is not None and whole else []
     selector = record.device_uuid if device is None else device.selector
-    return shlex.join(["gpushare", "mps", "start", "-g", selector, *record.limits.options(), *exclusive])
+    users = [] if record.users is None else ["--users", ",".join(record.users) or "all"]
+    return shlex.join(["gpushare", "mps", "start", "-g", selector, *record.limits.options(), *exclusive, *users])
 
 
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import counted
-from gpushare.host.compute_mode import compute_mode_step
+from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.process import start_of
-from gpushare.mps.control import PROGRAM, MpsControl, control_command, start_environment
+from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
-from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, own_home
+from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.program import Completed
@@ -30,11 +32,22 @@ _MOST_NAMED: Final = 3
 _ANSWER_SECONDS: Final = 20.0
 
 
-def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = False, transient: bool = False) -> Plan:
+def plan_start(
+    host: Host,
+    device: Device,
+    limits: Limits,
+    *,
+    exclusive: bool = False,
+    transient: bool = False,
+    users: Sequence[str] | None = None,
+) -> Plan:
     """Return the plan that starts a daemon for one device.
 
+    With ``users`` one server, which runs as root, serves these users at the same time, or all (empty).
+
     Raises:
-        NotSupported: nvidia-cuda-mps-control is missing, or the device cannot have MPS.
+        NotSupported: nvidia-cuda-mps-control is missing, the device cannot have MPS, or the driver has no such server.
+        NoPermission: only root may start a server for several users.
         InUse: a daemon serves the device already.
         BadUsage: the memory limit is above the device's memory.
     """
@@ -43,8 +56,15 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
     home = own_home(host, device.uuid)
     # The daemon itself would die silently.
     home.check_path()
+    if users is not None:
+        _check_several_users(host)
     notes = _notes(host, device, home)
-    start = _Start(host, device, home, limits, transient=transient)
+    if users is not None:
+        notes.append(
+            "the programs of all users share one server, which runs as root: the fault of one ends the work of all, and its "
+            "limits hold for each process"
+        )
+    start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
     _refuse_second(host, device)
     if start.previous is not None and not exclusive:
@@ -52,7 +72,7 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
             f"a dead daemon had changed the compute mode of {device.title}; mps stop restores {start.previous.title}"
         )
     return Plan(
-        title=in_force(device, limits) + (", no programs outside it" if exclusive else ""),
+        title=in_force(device, limits) + _for_whom(users) + (", no programs outside it" if exclusive else ""),
         steps=tuple(start.steps(exclusive=exclusive)),
         undo=f"gpushare mps stop -g {device.selector}",
         notes=tuple(notes),
@@ -62,8 +82,19 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
 class _Start:
     """The steps of a start. ``previous`` is the compute mode that a stop restores: the record of a dead daemon has it."""
 
-    def __init__(self, host: Host, device: Device, home: DaemonHome, limits: Limits, *, transient: bool) -> None:
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        home: DaemonHome,
+        limits: Limits,
+        *,
+        transient: bool,
+        users: Sequence[str] | None,
+    ) -> None:
         self._host, self._device, self._home, self._limits, self._transient = host, device, home, limits, transient
+        self._users = None if users is None else tuple(users)
+        self._users_before: tuple[str, ...] | None = None
         self._control = MpsControl(host.programs, str(home.pipe))
         self._before = home.read()
         self._started = False
@@ -101,12 +132,23 @@ class _Start:
                 )
             )
         start = f"CUDA_VISIBLE_DEVICES={self._device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log}"
+        users = _for_whom(self._users)
+        if self._users is not None:
+            steps.append(
+                Step(
+                    what=f"open the pipe directory of {self._device.title}{users}",
+                    command=_access_command(pipe, self._users),
+                    # Before a client can connect.
+                    do=self._let_in,
+                    revert=self._let_in_as_before,
+                )
+            )
         return [
             *steps,
             *modes,
             Step(
-                what=f"start the MPS control daemon of {self._device.title}",
-                command=f"{start} {PROGRAM} -d",
+                what=f"start the MPS control daemon of {self._device.title}{users}",
+                command=" ".join([start, *self._argv]),
                 undo=control_command(home.pipe, "quit"),
                 do=self._start,
                 revert=self._end_started,
@@ -115,6 +157,18 @@ class _Start:
             # Undone by the first record step, after everything that it names.
             Step(what="record that the daemon is running", command=f"write {path}", do=self._write_running),
         ]
+
+    @property
+    def _argv(self) -> list[str]:
+        return [PROGRAM, "-d", *([] if self._users is None else ["-M"])]
+
+    def _let_in(self) -> None:
+        self._users_before = pipe_users(self._home.pipe)
+        let_in(self._home.pipe, self._users or ())
+
+    def _let_in_as_before(self) -> None:
+        if self._users_before is not None:
+            let_in(self._home.pipe, self._users_before)
 
     def _exclusive(self) -> list[Step]:
         host, device = self._host, self._device
@@ -142,6 +196,7 @@ class _Start:
                 limits=self._limits,
                 previous_compute_mode=None if self.previous is None else self.previous.name,
                 transient=self._transient,
+                users=self._users,
                 state=state,
             )
         )
@@ -203,7 +258,7 @@ class _Start:
         environment = start_environment(device.uuid, str(home.pipe), str(home.log))
         # Before the program runs: an interruption ends what it started.
         self._started = True
-        done = self._host.programs.run([PROGRAM, "-d"], env=environment, timeout=_ANSWER_SECONDS)
+        done = self._host.programs.run(self._argv, env=environment, timeout=_ANSWER_SECONDS)
         if "already running" in done.text:
             self._started = False
         if done.exit_code != 0:
@@ -240,6 +295,33 @@ class _Start:
         pid = self._pid() if self._started else None
         if pid is not None:
             end_daemon(self._host, self._control, pid, seconds=1.0, force=True)
+
+
+def _for_whom(users: Sequence[str] | None) -> str:
+    return "" if users is None else f", for {', '.join(users) or 'all users'} at the same time"
+
+
+def _access_command(pipe: str, users: Sequence[str]) -> str:
+    """Return the command that lets only these users, or all, enter a pipe directory."""
+    if not users:
+        return f"setfacl -b {pipe}; chmod 755 {pipe}"
+    return f"chmod 700 {pipe}; setfacl {' '.join(f'-m u:{shlex.quote(user)}:rx' for user in users)} {pipe}"
+
+
+# The first binary with -M/--multiuser-server: CUDA 13.0, driver 580 (`strings` of 550.163 and 580.178).
+_MULTIUSER_VERSION: Final = 13000
+
+
+def _check_several_users(host: Host) -> None:
+    need_root(host, "a daemon for several users at the same time")
+    version = probe_version(host.programs)
+    if version is None or version < _MULTIUSER_VERSION:
+        raise NotSupported(
+            "this driver has no MPS server for several users: nvidia-cuda-mps-control -M came with driver 580",
+            "without --users the programs of one user at a time run, and those of others wait; side by side, users need "
+            "MIG instances: gpushare mig create 1g --name USER",
+            code="no_multiuser",
+        )
 
 
 def _refuse_second(host: Host, device: Device) -> None:

@@ -142,19 +142,21 @@ def _attach_client(
     log = [control_line(daemon, "Accepting connection...")]
     new = f"NEW CLIENT {process.pid} from user {process.uid}: "
     pending = control_line(daemon, f"{new}Server is not ready, push client to pending list")
-    if any(other.uid != process.uid and clients_of(state, other.pid) for other in daemon.servers):
+    # With -M one server of root serves all users.
+    uid = 0 if daemon.multiuser else process.uid
+    if any(other.uid != uid and clients_of(state, other.pid) for other in daemon.servers):
         return [*log, pending]
     if _closed(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
         return log
-    server = next((server for server in daemon.servers if server.uid == process.uid), None)
+    server = next((server for server in daemon.servers if server.uid == uid), None)
     if server is not None:
         log.append(control_line(daemon, f"{new}Server already exists"))
         return log + _connect(state, process, daemon, server, devices, environment)
     log.append(pending)
     for other in list(daemon.servers):
         log += _drop(state, daemon, other)
-    server, lines = mps_servers.start_server(state, daemon, process.uid)
+    server, lines = mps_servers.start_server(state, daemon, uid)
     return log + lines + _connect(state, process, daemon, server, devices, environment)
 
 

@@ -27,9 +27,10 @@ def main(
     """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds."""
     deadline, words = clock() + timeout, list(argv[1:])
     state = current(state_file)
-    if words == ["-d"]:
+    multiuser = words == ["-d", "-M"] and state.branch >= 580
+    if words == ["-d"] or multiuser:
         with changing(state_file) as (state, lines):
-            code, said, started = mps_daemon.start(state, env)
+            code, said, started = mps_daemon.start(state, env, multiuser=multiuser)
             lines += started
         return Completed(tuple(argv), code, said, "")
     # The older programs take any other argument for the UI, and read commands from stdin alone.

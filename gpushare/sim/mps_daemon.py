@@ -35,7 +35,9 @@ _CUDA_ERROR_NO_DEVICE = 100
 _NO_LIBCUDA = 244
 
 
-def start(state: SimulatedHostState, env: Mapping[str, str]) -> tuple[int, str, list[LogLine]]:
+def start(
+    state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool = False
+) -> tuple[int, str, list[LogLine]]:
     """Start a daemon as ``nvidia-cuda-mps-control -d`` does; return the exit code, what goes to stdout, and the log lines."""
     if state.branch >= 580:
         if not state.nvml_installed:
@@ -43,7 +45,10 @@ def start(state: SimulatedHostState, env: Mapping[str, str]) -> tuple[int, str, 
         if not state.driver_loaded:
             return _CUDA_ERROR_NO_DEVICE, "", []
     pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
+    if multiuser and state.uid:
+        return 1, "Only root user may enable -multiuser-server!\n", []
     daemon = _new(state, env, pipe)
+    daemon.multiuser = multiuser
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
     error = _open_pipe(state, pipe)
     if error is not None:

@@ -213,6 +213,8 @@ class SimulatedDaemon:
     servers: list[SimulatedServer] = field(default_factory=list)
     hangs: bool = False
     stopped: bool = False
+    # One server, of root, for the clients of all users.
+    multiuser: bool = False
 
     @property
     def answers(self) -> bool:

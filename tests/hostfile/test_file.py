@@ -75,6 +75,7 @@ instance_daemons = st.builds(
     MpsWish,
     limits=limits,
     users=users,
+    multiuser=st.booleans(),
     replicas=replicas,
 )
 daemons = st.builds(lambda wish, exclusive: replace(wish, exclusive=exclusive), instance_daemons, st.booleans())

@@ -13,6 +13,7 @@ from gpushare.base.model import ComputeMode
 from gpushare.base.units import GIB, MIB
 from gpushare.mps import start
 from gpushare.mps.control import MpsControl
+from gpushare.mps.home import pipe_users
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
 
@@ -294,3 +295,57 @@ def test_programs_that_run_already_are_named(cli: Cli, world: World) -> None:
     world.fault("busy")
     (pid,) = world.pids()
     assert f"outside MPS ({pid})" in cli("mps", "start").ok().err
+
+
+# -- several users at the same time ------------------------------------------------------------------
+
+
+def test_a_daemon_for_all_users_serves_them_at_the_same_time(cli: Cli, world: World) -> None:
+    answer = cli("mps", "start", "--users", "all", "--threads", "30").ok()
+    assert "for all users at the same time" in answer.out
+    assert "share one server, which runs as root" in answer.err
+    assert answer.out.rstrip().endswith("undo: gpushare mps stop -g 0")
+    pids = [world.client(user=user) for user in ("nobody", "daemon")]
+    assert [world.process(pid).mps_server is not None for pid in pids] == [True, True]
+    assert len(world.state.daemons[0].servers) == 1
+    # What takes a stop back starts the same daemon.
+    planned = cli("mps", "stop", "--force", "-n", output="json").ok().data
+    assert "gpushare mps start -g 0 --threads 30 --users all" in planned["undo"]
+
+
+def test_a_daemon_of_one_user_keeps_others_waiting(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    pids = [world.client(user=user) for user in ("nobody", "daemon")]
+    assert [world.process(pid).mps_server is not None for pid in pids] == [True, False]
+
+
+def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--users", "nobody,daemon").ok()
+    assert pipe_users(Path(world.state.daemons[0].pipe_directory)) == ("daemon", "nobody")
+    file = cli("capture").ok().out
+    assert "multiuser: true" in file
+    assert cli("mps", "stop").ok().code == 0
+    cli("mps", "start", "--users", "all").ok()
+    assert pipe_users(Path(world.state.daemons[0].pipe_directory)) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "code", "exit_code"),
+    [
+        ("all", ("driver", "550.163.01"), "no_multiuser", 3),
+        ("all", ("user", "1000"), "no_permission", 4),
+        ("nobody,", None, "bad_user", 2),
+        ("no-such-user", None, "no_user", 6),
+    ],
+)
+def test_users_that_are_refused(
+    refused: Callable[..., str],
+    world: World,
+    words: str,
+    fault: tuple[str, str] | None,
+    code: str,
+    exit_code: int,
+) -> None:
+    if fault is not None:
+        world.fault(*fault)
+    refused("mps", "start", "--users", words, code=code, exit_code=exit_code)
