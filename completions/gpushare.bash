@@ -102,8 +102,8 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'mps start')
-      options='-g --gpu --threads --memory --priority --exclusive -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --threads --memory --priority --host -o --output'
+      options='-g --gpu --threads --memory --priority --exclusive --users -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --threads --memory --priority --users --host -o --output'
       ;;
     'mps stop')
       options='-g --gpu --pipe-directory --drain --force -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -409,11 +409,11 @@ _gpushare_values() {
     --each) printf '%s\n' '@files' ;;
     --logs) printf '%s\n' '@files' ;;
     --like) printf '%s\n' '@files' ;;
+    --users) printf '%s\n' 'same different' ;;
     --pipe-directory) printf '%s\n' '@files' ;;
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;
     --evict) printf '%s\n' '@instances' ;;
     --forget) printf '%s\n' '@names' ;;
-    --users) printf '%s\n' 'same different' ;;
     --isolation) printf '%s\n' 'none quota fault full' ;;
     --pattern) printf '%s\n' 'interactive bursty steady' ;;
     --role) printf '%s\n' 'production opportunistic' ;;

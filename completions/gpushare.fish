@@ -138,6 +138,8 @@ function __gpushare_valued
             return 0
         case --lines
             return 0
+        case --users
+            return 0
         case --pipe-directory
             return 0
         case --drain
@@ -159,8 +161,6 @@ function __gpushare_valued
         case --processes
             return 0
         case --sms
-            return 0
-        case --users
             return 0
         case --isolation
             return 0
@@ -460,6 +460,7 @@ complete -c gpushare -n '__gpushare_at mps start' -l threads -x -d 'Active threa
 complete -c gpushare -n '__gpushare_at mps start' -l memory -x -d 'Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G.'
 complete -c gpushare -n '__gpushare_at mps start' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
 complete -c gpushare -n '__gpushare_at mps start' -l exclusive -d 'Set compute mode exclusive-process: no program runs outside MPS (root; restored by stop).'
+complete -c gpushare -n '__gpushare_at mps start' -l users -x -a 'same different' -d 'Let these users run on it at the same time, in one server of root (root; driver 580).'
 complete -c gpushare -n '__gpushare_at mps start' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps start' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps start' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
