@@ -36,12 +36,12 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.values import NOT_STORED, dataclass
-from gpushare.host.identity import Identity, real_uid
+from gpushare.host.identity import Identity, parent_of, real_uid
 
 if TYPE_CHECKING:
     import socket
@@ -217,45 +217,11 @@ class Refused(Exception):
         self.code, self.text, self.status = code, text, status
 
 
-class OpenProcess(Protocol):
-    """A process held by a pidfd, or its simulation."""
-
-    identity: Identity
-
-    def numbers(self) -> list[int]:
-        """Return the descriptors whose path is the control node. Their device is not checked yet."""
-
-    def inherited(self, number: int) -> bool:
-        """Return whether an ancestor has the same open file, and so created its clients. False if unknown."""
-
-    def duplicate(self, number: int) -> int:
-        """Return our duplicate of a descriptor, checked to be the control device. Raises Refused."""
-
-
-class ControlFiles(Protocol):
-    """The control files of processes, and ioctls on them: the kernel's, or those of a simulated host."""
-
-    def check(self) -> None:
-        """Raise Refused if this kernel or a sandbox allows no process to be duplicated from."""
-
-    def process(self, pid: int, started: int | None) -> contextlib.AbstractContextManager[OpenProcess]:
-        """Open a process. Raises Refused when it has ended, or its PID belongs to another process now."""
-
-    def own(self) -> int | None:
-        """Open the control node ourselves; None if that is not allowed."""
-
-    def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
-        """Make one ioctl; it writes its results to both buffers."""
-
-    def close(self, file: int) -> None:
-        """Close a descriptor of `duplicate` or `own`."""
-
-    def sees_host_pids(self) -> bool:
-        """Return whether this PID namespace is the host's. Up to driver 535 RM names PIDs of the host only."""
-
-
 class KernelFiles:
-    """The control files of this machine. ``node`` and ``device`` are replaced in tests."""
+    """The control files of processes, and ioctls on them: of this machine here; a simulated host's overrides every method.
+
+    ``node`` and ``device`` are replaced in tests.
+    """
 
     def __init__(self, node: str = CONTROL_NODE, device: tuple[int, int] = CONTROL_DEVICE) -> None:
         import ctypes
@@ -265,7 +231,10 @@ class KernelFiles:
         self._ioctl, self._address, self._byte = fcntl.ioctl, ctypes.addressof, ctypes.c_char.from_buffer
 
     def check(self) -> None:
-        """Duplicate a descriptor of this process, which is always allowed where the call is."""
+        """Raise Refused if this kernel or a sandbox allows no process to be duplicated from.
+
+        A descriptor of this process is duplicated, which is always allowed where the call is.
+        """
         if _in_wsl() and not os.path.exists(self._node):
             raise Refused("wsl")
         refused = _refused_here()
@@ -276,20 +245,23 @@ class KernelFiles:
             raise Refused("ptrace_scope", scope)
 
     @contextlib.contextmanager
-    def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:
-        """Open a process with a pidfd, which is closed at the end."""
+    def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
+        """Open a process with a pidfd, which is closed at the end.
+
+        Raises Refused when it has ended, or its PID belongs to another process now.
+        """
         pidfd = _pidfd(pid)
         try:
             identity = _identity(pid)
             # The start time was read while the pidfd was open and its process alive: both are the same process.
             if identity is None or started not in {None, identity.started} or _ended(pidfd):
                 raise Refused("gone")
-            yield _KernelProcess(identity, pidfd, self._node, self._device)
+            yield KernelProcess(identity, pidfd, self._node, self._device)
         finally:
             os.close(pidfd)
 
     def own(self) -> int | None:
-        """Open the control node here."""
+        """Open the control node ourselves; None if that is not allowed."""
         try:
             file = os.open(CONTROL_NODE, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -300,7 +272,7 @@ class KernelFiles:
         return file
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
-        """Make one ioctl. Every call to the driver goes through here."""
+        """Make one ioctl, which writes its results to both buffers. Every call to the driver goes through here."""
         _POINTER(argument, 16, self._address(self._byte(parameters)))
         self._ioctl(file, request, argument)
 
@@ -309,19 +281,22 @@ class KernelFiles:
         os.close(file)
 
     def sees_host_pids(self) -> bool:
-        """Return whether this PID namespace is the host's."""
+        """Return whether this PID namespace is the host's. Up to driver 535 RM names PIDs of the host only."""
         try:
             return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
         except OSError:
             return False
 
 
-class _KernelProcess:
+class KernelProcess:
+    """A process held by a pidfd."""
+
     def __init__(self, identity: Identity, pidfd: int, node: str, device: tuple[int, int]) -> None:
         self.identity = identity
         self._pidfd, self._node, self._device = pidfd, node, device
 
     def numbers(self) -> list[int]:
+        """Return the descriptors whose path is the control node. Their device is not checked yet."""
         try:
             found = _control_numbers(self.identity.pid, self._node)
         except PermissionError:
@@ -333,10 +308,11 @@ class _KernelProcess:
         return found
 
     def inherited(self, number: int) -> bool:
+        """Return whether an ancestor has the same open file, and so created its clients. False if unknown."""
         kcmp = _SYS_KCMP.get(os.uname().machine)
         ancestor = self.identity.pid
         for _ in range(_MOST_ANCESTORS if kcmp is not None else 0):
-            ancestor = _parent(ancestor)
+            ancestor = parent_of(ancestor) or 0
             if ancestor <= 1:
                 break
             with contextlib.suppress(OSError):
@@ -347,6 +323,7 @@ class _KernelProcess:
         return False
 
     def duplicate(self, number: int) -> int:
+        """Return our duplicate of a descriptor, checked to be the control device. Raises Refused."""
         file, error = _syscall(_SYS_PIDFD_GETFD, self._pidfd, number, 0)
         if file < 0:
             if error == errno.ENOSYS:
@@ -396,11 +373,6 @@ def _identity(pid: int) -> Identity | None:
     """Return who has a PID, like `identity_of`, from its main thread: the sum of all threads takes the kernel longer."""
     fields = _stat(f"/proc/{pid}/task/{pid}/stat")
     return Identity(pid, int(fields[19])) if len(fields) > 19 and fields[0] not in {b"Z", b"X", b"x"} else None
-
-
-def _parent(pid: int) -> int:
-    fields = _stat(f"/proc/{pid}/stat")
-    return int(fields[1]) if fields else 0
 
 
 def _stat(path: str) -> list[bytes]:
@@ -498,7 +470,7 @@ def _in_gvisor() -> bool:
 class _File:
     """A duplicate, and the calls on it."""
 
-    def __init__(self, files: ControlFiles, file: int) -> None:
+    def __init__(self, files: KernelFiles, file: int) -> None:
         self._files, self._file = files, file
         # Reused by `info`, which a scan calls ten thousand times.
         self._argument = bytearray(ARGUMENT.size)
@@ -563,7 +535,7 @@ def _failed(name: str, status: int) -> Refused:
 
 
 @contextlib.contextmanager
-def _duplicated(files: ControlFiles, process: OpenProcess, number: int) -> Iterator[_File]:
+def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iterator[_File]:
     file = process.duplicate(number)
     try:
         yield _File(files, file)
@@ -571,7 +543,7 @@ def _duplicated(files: ControlFiles, process: OpenProcess, number: int) -> Itera
         files.close(file)
 
 
-def _find(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Scan a process and probe its compute groups; or, given groups, look at their clients only."""
     began = time.monotonic()
     newest = None if request.get("groups") else _newest(files)
@@ -609,7 +581,7 @@ def _find(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
 
 
-def _newest(files: ControlFiles) -> int | None:
+def _newest(files: KernelFiles) -> int | None:
     """Return the newest client number, by allocating a client. It is freed when its file is closed."""
     file = files.own()
     if file is None:
@@ -812,7 +784,7 @@ def _probe(file: _File, group: Group) -> None:
 
 @contextlib.contextmanager
 def _checked(
-    files: ControlFiles, request: Mapping[str, Any], *, skip_stale: bool = False
+    files: KernelFiles, request: Mapping[str, Any], *, skip_stale: bool = False
 ) -> Iterator[list[tuple[_File, _Wire]]]:
     """Duplicate the files of known groups for one request, and check that each is still a group. Raises Refused."""
     found: list[tuple[_File, _Wire]] = []
@@ -838,17 +810,17 @@ def _checked(
         yield found
 
 
-def _check(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
+def _check(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
     files.check()
     return {}
 
 
-def _read(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _read(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     with _checked(files, request) as groups:
         return {"slices": [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]}
 
 
-def _set(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _set(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Set a slice for all groups or for none."""
     wanted = request["microseconds"]
     with _checked(files, request) as groups:
@@ -868,7 +840,7 @@ def _set(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"before": before, "seconds": time.monotonic() - began}
 
 
-def _off(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _off(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Take all channels off the GPU, or none."""
     with _checked(files, request) as groups:
         # What the driver does with a channel that has gone is not known: it is never asked.
@@ -888,7 +860,7 @@ def _off(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"seconds": time.monotonic() - began}
 
 
-def _on(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _on(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Enable the channels that are left; one failure does not stop the others."""
     with _checked(files, request, skip_stale=True) as groups:
         batches = _batches([(file, (*group[:4], _left(file, group))) for file, group in groups])
@@ -931,7 +903,7 @@ def _batches(groups: Sequence[tuple[_File, _Wire]]) -> list[_Batch]:
     ]
 
 
-_REQUESTS: Final[Mapping[str, Callable[[ControlFiles, Mapping[str, Any]], dict[str, Any]]]] = {
+_REQUESTS: Final[Mapping[str, Callable[[KernelFiles, Mapping[str, Any]], dict[str, Any]]]] = {
     "check": _check,
     "find": _find,
     "read": _read,
@@ -941,7 +913,7 @@ _REQUESTS: Final[Mapping[str, Callable[[ControlFiles, Mapping[str, Any]], dict[s
 }
 
 
-def answer(files: ControlFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to one request, as JSON can carry it."""
     try:
         return _REQUESTS[request["do"]](files, request)

@@ -98,14 +98,19 @@ def is_kernel_thread(pid: int) -> bool:
     return fields is not None and bool(int(fields[6]) & _KERNEL_THREAD)
 
 
+def parent_of(pid: int) -> int | None:
+    """Return the PID of a process's parent; None: there is none, or it is not visible."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1]) or None
+
+
 def ancestors() -> frozenset[int]:
     """Return the PIDs of this process and its ancestors, up to init."""
-    found, pid = {1, os.getpid()}, os.getppid()
-    while pid > 1 and pid not in found:
-        found.add(pid)
-        fields = _stat(pid)
-        pid = 0 if fields is None else int(fields[1])
-    return frozenset(found)
+    family, pid = {1, os.getpid()}, os.getppid()
+    while pid > 1 and pid not in family:
+        family.add(pid)
+        pid = parent_of(pid) or 0
+    return frozenset(family)
 
 
 def boot_id() -> str | None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process, signal_refused
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
+from gpushare.host.identity import Identity, has_driver, identity_of, identity_of_child, parent_of, send_same
 
 if TYPE_CHECKING:
     import psutil
 
-    from gpushare.host.identity import Identity
     from gpushare.host.open_files import OpenFiles
 
 
@@ -230,16 +230,12 @@ class Processes:
 
     def identity(self, pid: int) -> Identity | None:
         """Return the process that has a PID now (``/proc/PID/stat``); None: it has ended, or is a zombie."""
-        from gpushare.host.identity import identity_of
-
         return identity_of(pid)
 
     def alive(self, pid: int, started: int | None = None) -> bool:
         """Return whether the process is alive, and no zombie (``/proc/PID/stat``). ``started`` guards against a reused PID."""
-        stat = _read(f"/proc/{pid}/stat")
-        if stat is None or stat.rpartition(")")[2].split()[0] in {"Z", "X", "x"}:
-            return False
-        return started is None or _started_in(stat) == started
+        identity = identity_of(pid)
+        return identity is not None and started in {None, identity.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
@@ -287,8 +283,7 @@ class Processes:
 
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent (field 4 of ``/proc/PID/stat``), or None."""
-        stat = _read(f"/proc/{pid}/stat")
-        return None if stat is None else int(stat.rpartition(")")[2].split()[1]) or None
+        return parent_of(pid)
 
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether a signal does not kill the process, but tells it something; None when unknown.
@@ -334,15 +329,11 @@ class Processes:
             NotFound: it is gone, even if its PID was reused; or the number is a thread's.
             NoPermission: it belongs to another user.
         """
-        from gpushare.host.identity import send_same
-
         if not send_same(pid, lambda: _started(pid) == started, signal):
             raise NotFound(f"process {pid} is gone", "see what runs: gpushare status")
 
     def uses_driver(self, pid: int) -> bool | None:
         """Return whether the process has libcuda or libnvidia-ml loaded (``/proc/PID/maps``)."""
-        from gpushare.host.identity import has_driver
-
         return has_driver(pid)
 
     def spawn(
@@ -446,12 +437,8 @@ def ticks_now() -> int:
 
 def _started(pid: int) -> int | None:
     """Return the start of a process (field 22 of ``/proc/PID/stat``), also of a zombie."""
-    stat = _read(f"/proc/{pid}/stat")
-    return None if stat is None else _started_in(stat)
-
-
-def _started_in(stat: str) -> int:
-    return int(stat.rpartition(")")[2].split()[19])
+    identity = identity_of_child(pid)
+    return None if identity is None else identity.started
 
 
 def _effective_uid(process: psutil.Process) -> int | None:

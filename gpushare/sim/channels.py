@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from gpushare.host import channels as rm
-from gpushare.host.channels import ChannelControl, OpenProcess, Refused, answer
+from gpushare.host.channels import ChannelControl, KernelFiles, KernelProcess, Refused, answer
 from gpushare.host.identity import Identity
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices
@@ -72,7 +72,7 @@ class SimulatedChannels(ChannelControl):
         super().__init__(ask)
 
 
-class SimulatedFiles:
+class SimulatedFiles(KernelFiles):
     """The control files of simulated processes: a descriptor is a number that stands for a PID."""
 
     def __init__(self, state_file: StateFile) -> None:
@@ -91,7 +91,7 @@ class SimulatedFiles:
             raise Refused(fault)
 
     @contextlib.contextmanager
-    def process(self, pid: int, started: int | None) -> Iterator[OpenProcess]:
+    def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
         """Open a process."""
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
@@ -159,7 +159,7 @@ class SimulatedFiles:
         return status
 
 
-class _Process:
+class _Process(KernelProcess):
     def __init__(self, files: SimulatedFiles, state: SimulatedHostState, identity: Identity) -> None:
         self._files, self._state, self.identity = files, state, identity
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from gpushare.base.units import parse_memory_limit
 from gpushare.gpu_models import model_of
 from gpushare.host.capabilities import user_name
-from gpushare.host.identity import identity_of
+from gpushare.host.identity import ancestors, identity_of
 from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
@@ -218,7 +218,7 @@ def _capacity(state: SimulatedHostState, process: SimulatedProcess) -> float:
 def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> int | None:
     """Write the job's need down at its process in the simulated host; return that process, or None: CUDA refused."""
     deadline = time.monotonic() + _FOUND_SECONDS
-    family = _ancestors(os.getpid())
+    family = ancestors()
     if _RANK in os.environ:
         _join(file, int(os.environ[_RANK]))
     while time.monotonic() < deadline and not ended:
@@ -290,19 +290,6 @@ def _settle_in(
         return False
     process.memory_bytes = size
     return True
-
-
-def _ancestors(pid: int) -> set[int]:
-    """Return a process and those that it descends from: it may have been started by a script."""
-    found: set[int] = set()
-    while pid > 1 and pid not in found:
-        found.add(pid)
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-                pid = int(stat.read().rpartition(")")[2].split()[1])
-        except OSError:
-            break
-    return found
 
 
 def _refused(error: str) -> int:
