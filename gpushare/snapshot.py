@@ -206,8 +206,8 @@ class Observer:
         if gpu.processes is None:
             return None
         return tuple(
-            replace(self._with_owner(one), paused_since=paused.get(one.pid), slice_us=slices.get(one.pid))
-            for one in gpu.processes
+            replace(self._with_owner(process), paused_since=paused.get(process.pid), slice_us=slices.get(process.pid))
+            for process in gpu.processes
         )
 
     def _with_owner(self, process: GpuProcess) -> GpuProcess:
@@ -228,7 +228,7 @@ class Observer:
         on_gpus = tuple((gpu.index, process.pid) for gpu in state.gpus for process in gpu.processes or ())
         signs = (on_gpus, state.daemon_signs)
         if time.monotonic() >= self._daemons_until or signs != self._daemon_signs:
-            found = [one.daemon for one in state.daemons]
+            found = [entry.daemon for entry in state.daemons]
             # An MPS program that hangs costs the version only; gpushare doctor reports it.
             if found and not self._mps_asked:
                 self._mps_asked, self._mps_version = True, state.mps_version
@@ -283,7 +283,7 @@ class LastWork:
         at = snapshot.taken_at or time.time()
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
         self._looked = at
-        there = {_identity(one): one.started_at for gpu in gpus for one in gpu.processes or ()}
+        there = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
         self._work = {key: value for key, value in self._work.items() if key in there}
         self._first = {key: self._first.get(key, (began or at) if self._once else at) for key, began in there.items()}
         return replace(snapshot, gpus=gpus)
@@ -294,13 +294,13 @@ class LastWork:
         found = or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None
         if gpu.processes is None:
             return gpu
-        for one in gpu.processes:
+        for process in gpu.processes:
             # A sample from before its start is of another process with the same PID.
-            seen = (found or {}).get(one.pid, 0.0)
-            seen = seen if one.started_at is None or seen >= one.started_at else 0.0
-            seen = at if one.sm_percent else min(seen, at)
+            seen = (found or {}).get(process.pid, 0.0)
+            seen = seen if process.started_at is None or seen >= process.started_at else 0.0
+            seen = at if process.sm_percent else min(seen, at)
             if seen:
-                self._work[_identity(one)] = max(seen, self._work.get(_identity(one), 0.0))
+                self._work[_identity(process)] = max(seen, self._work.get(_identity(process), 0.0))
         return replace(
             gpu, processes=tuple(replace(one, last_work_at=self._work.get(_identity(one))) for one in gpu.processes)
         )

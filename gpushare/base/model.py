@@ -436,7 +436,11 @@ def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
     servers = {server.pid for daemon in daemons for server in daemon.servers}
     clients = {client.pid for daemon in daemons for client in daemon.clients}
     # A starting server is not in its daemon's list yet.
-    others = {one.pid for one in gpu.processes or () if one.compute and not one.mps and one.name != MPS_SERVER}
+    others = {
+        process.pid
+        for process in gpu.processes or ()
+        if process.compute and not process.mps and process.name != MPS_SERVER
+    }
     return others - servers - clients
 
 

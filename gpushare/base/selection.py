@@ -59,7 +59,7 @@ def no_mig(gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has
     if len(gpus) == 1:
         index, name = gpus[0].index, gpus[0].name or "unknown model"
         return NotSupported(f"GPU {index} ({name}) has no MIG", hint, gpu=index, code="no_mig")
-    names = ", ".join(sorted({one.name or "unknown model" for one in gpus})) or "no GPU"
+    names = ", ".join(sorted({gpu.name or "unknown model" for gpu in gpus})) or "no GPU"
     return NotSupported(f"none of these GPUs has MIG ({names})", hint, code="no_mig")
 
 
@@ -176,7 +176,7 @@ def usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
         if not device.gpu.mig_enabled or (device.mig is not None and instances):
             found.append(device)
         elif instances:
-            found += [Device(gpu=device.gpu, mig=one) for one in device.gpu.mig_instances]
+            found += [Device(gpu=device.gpu, mig=instance) for instance in device.gpu.mig_instances]
     if not found:
         raise NotSupported(
             "all GPUs are in MIG mode" + (" without an instance" if instances else ", where jobs cannot be swapped"),

@@ -58,8 +58,8 @@ def explain(
     whole = path is None and log.lines <= 1
     shown = log.matches if settings.verbose or whole else log.faults
     data = [
-        {"title": one.explanation.title, **vars(one), **vars(one.explanation), "normal": one.explanation.normal}
-        for one in log.matches
+        {"title": match.explanation.title, **vars(match), **vars(match.explanation), "normal": match.explanation.normal}
+        for match in log.matches
     ]
     for one in data:
         del one["explanation"]

@@ -442,7 +442,7 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
     there = [
         gpu
         for gpu in state.gpus
-        if profiles.get(gpu.index) and not any(one.replicas for one in matched.entries[gpu.index].mig)
+        if profiles.get(gpu.index) and not any(instance.replicas for instance in matched.entries[gpu.index].mig)
     ]
     applied = {one.gpu.index for one in live_gpus(state, there) if not points(one, matched.entries[one.gpu.index])}
     return wished(found, {index: one for index, one in matched.entries.items() if index not in applied}, profiles)

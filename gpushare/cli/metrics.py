@@ -120,7 +120,7 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
     found = {}
     for gpu in snapshot.gpus:
-        idle = [(one, work.idle_seconds(one, snapshot.taken_at or 0.0)) for one in gpu.processes or ()]
+        idle = [(process, work.idle_seconds(process, snapshot.taken_at or 0.0)) for process in gpu.processes or ()]
         if gpu.processes is not None and all(seconds is not None for _, seconds in idle):
             found[gpu.index] = sum(
                 one.memory_used_bytes or 0 for one, seconds in idle if seconds is not None and seconds >= IDLE_SECONDS
@@ -155,7 +155,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
         version=__version__,
         snapshot=snapshot,
         layouts=layouts,
-        names={(one.gpu_uuid, one.profile, one.start): one.name for one in state.names.values()},
+        names={(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()},
         leases=None if state.claims is None else tuple(state.claims),
         mps_leases={
             str(home.pipe): len(leases)
@@ -165,7 +165,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
         mig_interrupted=interrupted_change(MigLedger(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),
         idle_bytes=_idle_bytes(snapshot, work),
-        pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
+        pauses=tuple((pause.gpu_uuid, pause.pid, pause.pauses, pause.paused) for pause in noted_pauses(host)),
         jobs=tuple(listed_jobs(host, snapshot, most_ended=0)),
     )
 

@@ -210,7 +210,7 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
 
     named = list(names_of(seen.host).values())
     for gpu in seen.gpus:
-        mine = [one for one in named if one.gpu_uuid == gpu.uuid]
+        mine = [name for name in named if name.gpu_uuid == gpu.uuid]
         if not mine or not gpu.mig_enabled:
             continue
         with contextlib.suppress(GpushareError):
@@ -224,15 +224,15 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
 
 def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     # A daemon whose directory is unknown may listen anywhere.
-    if seen.daemons_error is not None or any(one.daemon.pipe_directory is None for one in seen.daemons):
+    if seen.daemons_error is not None or any(entry.daemon.pipe_directory is None for entry in seen.daemons):
         return
     if seen.host.processes.namespace_is_host() is False:
         return
     there = {
         place
-        for one in seen.daemons
-        for ours in {one.trusted, False}
-        for place in _places(one.daemon.pipe_directory or "", ours=ours)
+        for entry in seen.daemons
+        for ours in {entry.trusted, False}
+        for place in _places(entry.daemon.pipe_directory or "", ours=ours)
     }
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(found.items()):

@@ -150,9 +150,9 @@ def _has(found: list[Holder]) -> str:
 
 def _own(seen: Examination) -> set[int]:
     """Return the processes of MPS and of every `gpushare run`: they end with the program."""
-    daemons = {one.daemon.pid or 0 for one in seen.daemons}
-    servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
-    runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases() or ()}
+    daemons = {entry.daemon.pid or 0 for entry in seen.daemons}
+    servers = {server.pid for entry in seen.daemons for server in entry.daemon.servers}
+    runs = {pid for entry in seen.daemons if entry.home is not None for pid in entry.home.live_leases() or ()}
     runs |= {holder.pid for holder in (claimed_instances(seen.host) or {}).values()}
     return daemons | servers | {below for pid in runs for below in seen.host.processes.descendants(pid)}
 

@@ -322,7 +322,9 @@ def devices(seen: Examination) -> Iterator[Check]:
             yield finding("mps.device", found.daemon.gpu_index, daemon=found.daemon)
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.believed):
+        if level not in {None, TimeSlice.DEFAULT} and any(
+            gpu.index in entry.daemon.gpu_indexes for entry in seen.believed
+        ):
             yield finding("mps.timeslice", gpu.index, level=level)
 
 
@@ -344,16 +346,18 @@ def outside(seen: Examination) -> Iterator[Check]:
 
 
 def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
-    mig = next((one for one in gpu.mig_instances if one.uuid == daemon.device_uuid), None)
+    mig = next((instance for instance in gpu.mig_instances if instance.uuid == daemon.device_uuid), None)
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())
     place = (mig.gpu_instance_id, mig.compute_instance_id)
-    return [one for one in gpu.processes or () if (one.gpu_instance_id, one.compute_instance_id) == place]
+    return [
+        process for process in gpu.processes or () if (process.gpu_instance_id, process.compute_instance_id) == place
+    ]
 
 
 def _named(seen: Examination, processes: list[GpuProcess]) -> str:
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
-    return ", ".join(process_title(seen, one.pid) for one in processes[:3]) + more
+    return ", ".join(process_title(seen, process.pid) for process in processes[:3]) + more
 
 
 def pending(seen: Examination) -> Iterator[Check]:

@@ -236,7 +236,7 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     """
     capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
     if not capable:
-        raise no_mig([Gpu(index=one.index, name=one.name) for one in host.gpus])
+        raise no_mig([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
     gpus = [
         Exported(
             index=gpu.index,

@@ -164,7 +164,7 @@ def _check_answers(daemon: MpsDaemon) -> None:
 def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
     host = state.host
     # Daemons of its MIG instances belong to those.
-    own = tuple(one for one in daemons if one.device_uuid in {None, gpu.uuid})
+    own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
     way = mechanism(gpu, own)
     sharing = None if way is None else _SHARING.get(way)
     if sharing is None:
@@ -218,7 +218,7 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
 
 def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
     host, places = state.host, {one.id: one for one in state.layout(gpu).instances}
-    names = {(one.gpu_uuid, one.profile, one.start): one.name for one in state.names.values()}
+    names = {(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()}
     found = []
     for index, mig in enumerate(gpu.mig_instances):
         instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
@@ -293,8 +293,8 @@ def _wished_mps(wish: MpsWish) -> MpsDescription:
 
 def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
     found: list[MigDescription] = []
-    for one in entry.mig:
-        for request in parse_wish(one.wish):
+    for instance in entry.mig:
+        for request in parse_wish(instance.wish):
             found_profile = resolve(request, profiles)
             name = found_profile.name
             # A compute instance that fills its GPU instance has no size in its name.
@@ -306,9 +306,9 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                     index=len(found),
                     start=request.start,
                     memory_total_bytes=found_profile.memory_bytes,
-                    name=one.name,
-                    replicas=one.replicas,
-                    mps=None if one.mps is None else _wished_mps(one.mps),
+                    name=instance.name,
+                    replicas=instance.replicas,
+                    mps=None if instance.mps is None else _wished_mps(instance.mps),
                 )
                 found.append(device)
     return tuple(found)
@@ -351,12 +351,12 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
     # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
     missing = (
         WantedDevice(
-            wish=InstanceWish(wish="", name=one.name, mps=_held(one.mps)),
-            profile=one.profile,
-            start=one.start,
+            wish=InstanceWish(wish="", name=wish.name, mps=_held(wish.mps)),
+            profile=wish.profile,
+            start=wish.start,
             slices=0,
         )
-        for one in wanted
+        for wish in wanted
     )
     devices = (
         PlacedDevice(

@@ -102,14 +102,14 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
             there = [one.name for one in documents if os.path.lexists(directory / one.name)]
             if there:
                 raise _there(directory / there[0])
-            for one in documents:
+            for document in documents:
                 # Never write through a link or file of another user that appeared since.
-                mode = 0o755 if one.kind == "sh" else 0o644
+                mode = 0o755 if document.kind == "sh" else 0o644
                 try:
-                    create_file(one.name, one.text.encode(), directory=descriptor, mode=mode)
+                    create_file(document.name, document.text.encode(), directory=descriptor, mode=mode)
                 except FileExistsError:
-                    raise _there(directory / one.name) from None
-                written.append(str(directory / one.name))
+                    raise _there(directory / document.name) from None
+                written.append(str(directory / document.name))
     except OSError as error:
         raise unwritten(directory, error, "give a directory of your own: --to DIR") from None
     return tuple(written)

@@ -52,7 +52,9 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
     for gpu in host.gpus:
         if gpu.sharing is Sharing.MIG:
             documents += [
-                one for mig in _distinct(gpu, any_gpu=any_gpu) for one in _mig(gpu, mig, version, any_gpu=any_gpu)
+                document
+                for mig in _distinct(gpu, any_gpu=any_gpu)
+                for document in _mig(gpu, mig, version, any_gpu=any_gpu)
             ]
         else:
             documents += _whole(gpu, version, any_gpu=any_gpu)
@@ -63,7 +65,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
             code="no_device",
         )
     # Equal claims for any GPU of a model are one document.
-    unique = list({one.name: one for one in documents}.values())
+    unique = list({document.name: document for document in documents}.values())
     return Export(
         documents=tuple(unique),
         commands=tuple(_commands(unique)),
@@ -190,8 +192,10 @@ def _shared(name: str, request: dict[str, Any], parameters: dict[str, Any] | Non
 
 
 def _commands(documents: list[Document]) -> list[str]:
-    checks = [one for one in documents if one.name.startswith("verify-")]
-    return [f"kubectl apply -f {one.name}" for one in documents if one not in checks] + verified(checks, prefix="")
+    checks = [document for document in documents if document.name.startswith("verify-")]
+    return [f"kubectl apply -f {document.name}" for document in documents if document not in checks] + verified(
+        checks, prefix=""
+    )
 
 
 def _needs(host: HostDescription, kubernetes: str) -> list[str]:

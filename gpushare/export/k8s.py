@@ -456,7 +456,9 @@ def _commands(
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
     lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
-    lines += [f"kubectl apply -f {one.name}" for one in documents if one.name == "mig-parted-config.yaml"]
+    lines += [
+        f"kubectl apply -f {document.name}" for document in documents if document.name == "mig-parted-config.yaml"
+    ]
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )
@@ -480,18 +482,18 @@ def _commands(
         f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{one}' for one in sets)}",
         f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
     ]
-    return lines + verified([one for one in documents if one.name.startswith("verify-")])
+    return lines + verified([document for document in documents if document.name.startswith("verify-")])
 
 
 def verified(checks: Sequence[Document], *, prefix: str = "gpushare-", minutes: int = 5) -> list[str]:
     """Return the commands that run verifying Deployments, one after the other."""
     lines = []
-    for one in checks:
-        name = prefix + one.name.removesuffix(".yaml")
+    for check in checks:
+        name = prefix + check.name.removesuffix(".yaml")
         lines += [
-            f"kubectl apply -f {one.name}",
+            f"kubectl apply -f {check.name}",
             f"kubectl rollout status deployment/{name} --timeout={minutes}m",
-            f"kubectl delete -f {one.name}",
+            f"kubectl delete -f {check.name}",
         ]
     return lines
 

@@ -168,18 +168,18 @@ def _verification(name: str, capacity: dict[str, int], max_nodes: int | None) ->
 
 def _verified(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
     lines: list[str] = []
-    for one in checks:
-        name = f"gpushare-{one.name.removesuffix('.yaml')}"
-        lines += [f"kubectl apply -f {one.name}", f"kubectl rollout status deployment/{name} --timeout=15m"]
+    for check in checks:
+        name = f"gpushare-{check.name.removesuffix('.yaml')}"
+        lines += [f"kubectl apply -f {check.name}", f"kubectl rollout status deployment/{name} --timeout=15m"]
         if max_nodes is not None:
             # Where the pool may not grow, one pod more than shares must stay pending.
-            pods = int(re.search(r"^  replicas: (\d+)$", one.text, re.MULTILINE)[1])  # type: ignore[index]
+            pods = int(re.search(r"^  replicas: (\d+)$", check.text, re.MULTILINE)[1])  # type: ignore[index]
             pending = f"kubectl get pods -l app.kubernetes.io/name={name} --field-selector=status.phase=Pending -o name"
             lines += [
                 f"kubectl scale deployment/{name} --replicas={pods + 1}",
                 f"sleep 60; test $({pending} | wc -l) -eq 1",
             ]
-        lines += ["kubectl get events --sort-by=.lastTimestamp", f"kubectl delete -f {one.name}"]
+        lines += ["kubectl get events --sort-by=.lastTimestamp", f"kubectl delete -f {check.name}"]
     return lines
 
 

@@ -151,7 +151,7 @@ def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
 
     MIG devices come last, because Slurm 22.05 counts each of their files as a device of gres/mps.
     """
-    return Counter(one.type for one in sorted(devices, key=lambda one: one.mig is not None))
+    return Counter(device.type for device in sorted(devices, key=lambda one: one.mig is not None))
 
 
 def _check(host: HostDescription) -> None:
@@ -209,7 +209,10 @@ def _devices(gpu: GpuDescription) -> list[str]:
                 gpu=gpu.index,
                 code="no_capabilities",
             )
-        nodes = [f"/dev/nvidia{gpu.minor}", *(f"/dev/nvidia-caps/nvidia-cap{one}" for one in mig.capabilities)]
+        nodes = [
+            f"/dev/nvidia{gpu.minor}",
+            *(f"/dev/nvidia-caps/nvidia-cap{capability}" for capability in mig.capabilities),
+        ]
         lines.append(f"Name=gpu Type={type_of(gpu, mig)} MultipleFiles={','.join(nodes)}")
     return lines
 
@@ -296,7 +299,7 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
 
 def _files(host: HostDescription) -> str:
     devices = slurm_order(host, by_nvml=False)
-    return ", ".join(dict.fromkeys(f"/dev/nvidia{one.gpu.minor}" for one in devices))
+    return ", ".join(dict.fromkeys(f"/dev/nvidia{device.gpu.minor}" for device in devices))
 
 
 def _named_by_memory(host: HostDescription) -> bool:

@@ -64,7 +64,7 @@ def units_export(
         documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands([one.name for one in documents])),
+        commands=tuple(_commands([document.name for document in documents])),
         needs=tuple(_needs(file, [mps for _, _, mps in daemons])),
         lost=tuple(_lost(daemons)),
     )
@@ -176,7 +176,7 @@ def _needs(file: str, daemons: list[MpsDescription]) -> list[str]:
             "limits to be changed in the unit: gpushare apply leaves its daemon alone",
             f"programs to be started with the directory of the unit's daemon: CUDA_MPS_PIPE_DIRECTORY=/run/{UNIT_RUNTIME}/.../pipe",
         ]
-    if any(one.users for one in daemons):
+    if any(daemon.users for daemon in daemons):
         needs.append("setfacl (package acl), which lets in only the users that 'users' names")
     return needs
 

@@ -99,9 +99,9 @@ def _read(file: Path, path: str) -> CdiSpec | None:
     return CdiSpec(
         path=path,
         devices=tuple(
-            CdiDevice(name=str(one.get("name", "")), nodes=tuple(_nodes(one)))
-            for one in (devices if isinstance(devices, list) else ())
-            if isinstance(one, dict)
+            CdiDevice(name=str(device.get("name", "")), nodes=tuple(_nodes(device)))
+            for device in (devices if isinstance(devices, list) else ())
+            if isinstance(device, dict)
         ),
     )
 

@@ -207,7 +207,7 @@ class Cgroups:
 
     def left(self) -> list[JobCgroup]:
         """Return the cgroups of gpushares that are gone."""
-        return [one for one in self.jobs() if identity_of(one.maker.pid) != one.maker]
+        return [job for job in self.jobs() if identity_of(job.maker.pid) != job.maker]
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ class Channels:
     @functools.cached_property
     def wire(self) -> list[_Wire]:
         """Return the compute groups as a request names them."""
-        return [(one.descriptor, one.client, one.handle, one.subdevice, one.channels) for one in self.compute]
+        return [
+            (group.descriptor, group.client, group.handle, group.subdevice, group.channels) for group in self.compute
+        ]
 
     @property
     def compute(self) -> tuple[Group, ...]:

@@ -206,9 +206,9 @@ def live_claims(host: Host) -> dict[str, Claim] | None:
     claims = all_claims(host)
     if claims is None:
         return None
-    for one in claims:
-        if one.key not in found or one.rank < found[one.key].rank:
-            found[one.key] = one
+    for claim in claims:
+        if claim.key not in found or claim.rank < found[claim.key].rank:
+            found[claim.key] = claim
     return found
 
 
@@ -217,11 +217,13 @@ def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | N
     deadline = time.monotonic() + _CHOOSING_SECONDS
     mine = ticket, os.geteuid(), held.path.name
     while True:
-        others = [one for one in _claims(directory, key) if one.path != held.path]
-        before = sorted((one for one in others if one.ticket is not None and one.rank < mine), key=lambda one: one.rank)
+        others = [claim for claim in _claims(directory, key) if claim.path != held.path]
+        before = sorted(
+            (other for other in others if other.ticket is not None and other.rank < mine), key=lambda one: one.rank
+        )
         if before:
             return before[0]
-        choosing = next((one for one in others if one.ticket is None), None)
+        choosing = next((other for other in others if other.ticket is None), None)
         if choosing is None or time.monotonic() > deadline:
             return choosing
         time.sleep(0.002)

@@ -110,7 +110,7 @@ def is_of_root(root: str, path: str) -> bool:
             return False
     files = (os.path.join(at, name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
     return _only_root(os.path.join(at, "cgroup.procs"), stat.S_ISREG) and all(
-        _only_root(one, stat.S_ISREG) for one in files if os.path.lexists(one)
+        _only_root(file, stat.S_ISREG) for file in files if os.path.lexists(file)
     )
 
 

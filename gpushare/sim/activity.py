@@ -77,10 +77,10 @@ def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
     """
     servers = {process.pid: process.mps_server for process in state.processes if process.mps_server is not None}
     found: dict[int, float] = {}
-    for one in residents(state, target):
-        if one.sm_percent:
-            pid = servers.get(one.pid, one.pid)
-            found[pid] = found.get(pid, 0.0) + one.sm_percent
+    for resident in residents(state, target):
+        if resident.sm_percent:
+            pid = servers.get(resident.pid, resident.pid)
+            found[pid] = found.get(pid, 0.0) + resident.sm_percent
     total = sum(found.values())
     return {pid: percent * min(1.0, 100.0 / total) for pid, percent in found.items()} if total else {}
 
@@ -91,27 +91,31 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
     A process in a MIG device loads the GPU by that device's share of the SMs.
     """
     if target.instance is not None or not target.mig_enabled:
-        return min(100.0, sum(one.sm_percent for one in residents(state, target)))
+        return min(100.0, sum(resident.sm_percent for resident in residents(state, target)))
     total = target.model.multiprocessors or math.inf
     shares: dict[tuple[int | None, int | None], float] = {
-        one.place: device_multiprocessors(target, one) / total for one in target.gpu.mig
+        instance.place: device_multiprocessors(target, instance) / total for instance in target.gpu.mig
     }
-    return min(100.0, sum(one.sm_percent * shares.get(one.place, 0.0) for one in residents(state, target)))
+    return min(
+        100.0, sum(resident.sm_percent * shares.get(resident.place, 0.0) for resident in residents(state, target))
+    )
 
 
 def bandwidth(state: SimulatedHostState, target: Target) -> float:
     """Return the share of the memory's bandwidth that is drawn, in percent (GPM): what jobs say, and what SMs imply."""
     busy = utilization(state, target)
     stated = [] if target.mig_enabled else drawing(state, target.gpu.uuid)
-    rest = max(0.0, busy - sum(one.sm_percent for one in stated))
-    return min(100.0, sum(one.bandwidth_percent or 0 for one in stated) + rest * _DRAWN_BY_SMS)
+    rest = max(0.0, busy - sum(process.sm_percent for process in stated))
+    return min(100.0, sum(process.bandwidth_percent or 0 for process in stated) + rest * _DRAWN_BY_SMS)
 
 
 def drawing(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
     """Return the busy processes of a GPU of which it is known what they draw of the memory's bandwidth."""
     at = now()
-    here = [one for one in state.processes if one.gpu_uuid == uuid and one.bandwidth_percent is not None]
-    return [one for one in here if on_gpu(one) and is_busy(one, at)]
+    here = [
+        process for process in state.processes if process.gpu_uuid == uuid and process.bandwidth_percent is not None
+    ]
+    return [process for process in here if on_gpu(process) and is_busy(process, at)]
 
 
 def memory_bandwidth(busy: float) -> int:
@@ -134,9 +138,9 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
         total, reserved = profile_memory_mib(target, target.instance.profile) * MIB, 0
         # Memory belongs to the GPU instance; its compute instances share it.
         mine, target = target.instance.gpu_instance_id, target._replace(instance=None)
-        used = sum(one.memory_bytes for one in residents(state, target) if one.gpu_instance_id == mine)
+        used = sum(resident.memory_bytes for resident in residents(state, target) if resident.gpu_instance_id == mine)
         return total, reserved, min(used, total)
-    used = target.gpu.unlisted_bytes + sum(one.memory_bytes for one in residents(state, target))
+    used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in residents(state, target))
     return total, reserved, min(used, total - reserved)
 
 

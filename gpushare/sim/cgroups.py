@@ -124,8 +124,8 @@ def is_refused(file: StateFile, state: SimulatedHostState, process: SimulatedPro
 
 
 def _used(tree: SimulatedCgroups, name: str, state: SimulatedHostState, gpu_uuid: str) -> int:
-    here = (one for one in state.processes if one.gpu_uuid == gpu_uuid)
-    return sum(one.memory_bytes for one in here if tree.holds(name, one.pid))
+    here = (process for process in state.processes if process.gpu_uuid == gpu_uuid)
+    return sum(process.memory_bytes for process in here if tree.holds(name, process.pid))
 
 
 def _checked(library: SimulatedLibrary, target: Target) -> SimulatedCgroups:

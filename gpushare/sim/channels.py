@@ -194,7 +194,7 @@ class _Process(KernelProcess):
 def owner_of(state: SimulatedHostState, pid: int) -> Owner | None:
     """Return the process, or the MPS server, with this PID."""
     everybody: list[Owner] = [*state.processes, *state.servers]
-    return next((one for one in everybody if one.pid == pid), None)
+    return next((owner for owner in everybody if owner.pid == pid), None)
 
 
 def client_of(state: SimulatedHostState, pid: int) -> int | None:
@@ -269,7 +269,7 @@ def _switch(state: SimulatedHostState, owner: Owner, _thing: int, parameters: by
         return INVALID_ARGUMENT
     # Under MPS the channels of one stop the server and all its clients (measured).
     server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
-    together: list[Owner] = [one for one in state.processes if one.mps_server == server]
+    together: list[Owner] = [process for process in state.processes if process.mps_server == server]
     together += [one for one in state.servers if one.pid == server]
     for one in [owner] if server is None else together:
         switched = set(one.channels_off)
@@ -279,7 +279,7 @@ def _switch(state: SimulatedHostState, owner: Owner, _thing: int, parameters: by
 
 def _pids(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
     gpu = _gpu(state, owner)
-    found = [one.pid for one in state.processes if one.gpu_uuid == gpu and on_gpu(one)]
+    found = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
     found = [*found, *(server.pid for server in state.servers)][:950]
     kind, asked, _, *_ = rm.PIDS.unpack(parameters)
     rm.PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))

@@ -53,7 +53,9 @@ def _named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -
         return enumerated[int(name)] if int(name) < len(enumerated) else None
     if len(name) < len("GPU-x"):
         return None
-    return next((one for one in devices if one.uuid.startswith(name) or one.gpu.uuid.startswith(name)), None)
+    return next(
+        (device for device in devices if device.uuid.startswith(name) or device.gpu.uuid.startswith(name)), None
+    )
 
 
 def split(value: str | None) -> list[str]:

@@ -148,7 +148,7 @@ def _squeeze(
 ) -> float:
     """Return what clients of a server leave each other: a share of the speed of each."""
     clients = [one for one in busy if one.mps_server == process.mps_server]
-    always = [one for one in clients if one.busy_percent >= 100 or one.pid == process.pid]
+    always = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
 
     def left(some: Sequence[SimulatedProcess]) -> float:
         load = sum(one.sm_percent for one in some)
@@ -160,7 +160,7 @@ def _squeeze(
 
     crowded = left(clients)
     # Those that have work now and then are there for a part of the time only.
-    part = min(1.0, sum(one.busy_percent for one in clients if one not in always) / 100 / crowded)
+    part = min(1.0, sum(client.busy_percent for client in clients if client not in always) / 100 / crowded)
     return crowded if process.busy_percent < 100 else part * crowded + (1 - part) * left(always)
 
 
@@ -191,7 +191,7 @@ def _in_turn(
 
 def _work(clients: Sequence[SimulatedProcess]) -> float:
     """Return the part of the time in which a context has work."""
-    return min(1.0, sum(one.busy_percent for one in clients) / 100)
+    return min(1.0, sum(client.busy_percent for client in clients) / 100)
 
 
 def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
@@ -209,9 +209,9 @@ def _capacity(state: SimulatedHostState, process: SimulatedProcess) -> float:
     """Return what the device of a process has, in percent of the whole GPU."""
     target = target_of(state, process)
     whole = target.model.multiprocessors
-    for one in target.gpu.mig:
-        if one.place == process.place and whole:
-            return 100.0 * activity.device_multiprocessors(target, one) / whole
+    for instance in target.gpu.mig:
+        if instance.place == process.place and whole:
+            return 100.0 * activity.device_multiprocessors(target, instance) / whole
     return 100.0
 
 

@@ -60,7 +60,7 @@ def _sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
 def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
     wanted = abi.number(gpu_instance_id)
     devices = target.gpu.mig if target.mig_enabled else []
-    instance = next((one for one in devices if one.gpu_instance_id == wanted), None)
+    instance = next((device for device in devices if device.gpu_instance_id == wanted), None)
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
     handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, wanted, instance.compute_instance_id)

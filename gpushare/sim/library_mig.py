@@ -56,7 +56,7 @@ def _owner(target: Target) -> tuple[SimulatedGpuInstance, GiProfile]:
 
 
 def _mine(target: Target) -> list[SimulatedMigInstance]:
-    return [one for one in target.gpu.mig if one.gpu_instance_id == target.handle.gpu_instance]
+    return [instance for instance in target.gpu.mig if instance.gpu_instance_id == target.handle.gpu_instance]
 
 
 def _offering(target: Target, wanted: int) -> GiProfile:
@@ -200,7 +200,7 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, abi.number(identity)).name
-    found = [one for one in gpu_instances(target.gpu) if one.profile == name]
+    found = [instance for instance in gpu_instances(target.gpu) if instance.profile == name]
     _put_handles(instances, count, [_handle(HandleKind.GPU_INSTANCE, target, one) for one in found])
 
 
@@ -294,7 +294,7 @@ def create_gpu_instance(
     if placement is not None and (placement[0] not in profile.starts or placement[1] != profile.size):
         raise Refused(Code.INVALID_ARGUMENT)
     present = occupied(gpu, model)
-    if not present and any(one.memory_bytes or not one.holder for one in residents):
+    if not present and any(resident.memory_bytes or not resident.holder for resident in residents):
         # Hopper and later: MIG was enabled while they ran; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
@@ -320,7 +320,7 @@ def _automatic_start(model: GpuModel, profile: GiProfile, gpu: SimulatedGpu) -> 
     axis, present = model.axis or 0, occupied(gpu, model)
     # Of eight memory slices the last has no compute slice: for the driver its half is the smaller one.
     last = (model.compute_slices or axis) if axis - (model.compute_slices or axis) == 1 else axis
-    free = set(range(last)) - {memory_slice for one in present for memory_slice in one.span}
+    free = set(range(last)) - {memory_slice for instance in present for memory_slice in instance.span}
     return _best_fit(mig.free_starts(profile, present), profile.size or 1, axis, free)
 
 
@@ -342,7 +342,10 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
     Raises:
         Refused: IN_USE, it holds a compute instance or somebody is in it; INVALID_ARGUMENT, it is gone.
     """
-    if gpu_instance in [*(one.gpu_instance_id for one in gpu.mig), *(one.gpu_instance_id for one in residents)]:
+    if gpu_instance in [
+        *(instance.gpu_instance_id for instance in gpu.mig),
+        *(resident.gpu_instance_id for resident in residents),
+    ]:
         raise Refused(Code.IN_USE)
     gpu.bare.remove(_found(gpu.bare, lambda one: one.gpu_instance_id == gpu_instance))
     forget_gone(gpu)
@@ -367,10 +370,10 @@ def create_compute_instance(
         placement[0] not in mig.starts(profile, number) or placement[1] != mig.slices_of(number)
     ):
         raise Refused(Code.INVALID_ARGUMENT)
-    present = [one for one in gpu.mig if one.gpu_instance_id == gpu_instance]
+    present = [instance for instance in gpu.mig if instance.gpu_instance_id == gpu_instance]
     free = mig.free_compute_starts(profile, number, present)
     start = _start(free, placement, lambda: _automatic_compute_start(model, profile, number, present))
-    taken = {one.compute_instance_id for one in present}
+    taken = {instance.compute_instance_id for instance in present}
     # Ids start at 0 in every GPU instance, and are reused.
     identity = next(one for one in range(len(taken) + 1) if one not in taken)
     created = SimulatedMigInstance(
@@ -383,7 +386,7 @@ def create_compute_instance(
         compute_start=start,
     )
     gpu.mig = sorted([*gpu.mig, created], key=lambda one: one.place)
-    gpu.bare = [one for one in gpu.bare if one.gpu_instance_id != gpu_instance]
+    gpu.bare = [instance for instance in gpu.bare if instance.gpu_instance_id != gpu_instance]
     return identity
 
 
@@ -395,7 +398,7 @@ def _automatic_compute_start(
         # Two 1c of a 3g lay at 0 and 1 (A100 80GB).
         return min(starts)
     # The only 1c of a 3g lay at 2 (H100, driver 580): the smaller half first, as GPU instances do.
-    free = set(range(profile.slices)) - {taken for one in present for taken in mig.span(profile, one)}
+    free = set(range(profile.slices)) - {taken for instance in present for taken in mig.span(profile, instance)}
     return _best_fit(starts, mig.slices_of(number), 1 << (profile.slices - 1).bit_length(), free)
 
 
@@ -408,20 +411,20 @@ def destroy_compute_instance(
         Refused: IN_USE, somebody is in it; INVALID_ARGUMENT, it is gone.
     """
     place = (gpu_instance, compute_instance)
-    if any(one.place == place for one in residents):
+    if any(resident.place == place for resident in residents):
         raise Refused(Code.IN_USE)
     gone = _found(gpu.mig, lambda one: one.place == place)
     gpu.mig.remove(gone)
-    if all(one.gpu_instance_id != gpu_instance for one in gpu.mig):
+    if all(instance.gpu_instance_id != gpu_instance for instance in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))
         gpu.bare.sort(key=lambda one: one.gpu_instance_id)
     forget_gone(gpu)
 
 
 def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) -> _Instance:
-    for one in instances:
-        if wanted(one):
-            return one
+    for instance in instances:
+        if wanted(instance):
+            return instance
     # Somebody else destroyed it after the handle was resolved.
     raise Refused(Code.INVALID_ARGUMENT)
 

@@ -31,7 +31,7 @@ class SimulatedMachine:
     def free_memory(self, pid: int) -> int | None:
         """Return what the machine has less the images of what is swapped out."""
         state = current(self._state_file)
-        return state.host_memory_bytes - sum(one.image_bytes for one in state.processes) if pid else None
+        return state.host_memory_bytes - sum(process.image_bytes for process in state.processes) if pid else None
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the limit, the same for all of its processes."""

@@ -65,7 +65,7 @@ def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
 
 def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
     """Return the GPU instances of a GPU, with and without compute instances, each once, by id."""
-    found: dict[int, SimulatedGpuInstance] = {one.gpu_instance_id: one for one in (*gpu.mig, *gpu.bare)}
+    found: dict[int, SimulatedGpuInstance] = {instance.gpu_instance_id: instance for instance in (*gpu.mig, *gpu.bare)}
     return [found[identity] for identity in sorted(found)]
 
 
@@ -74,7 +74,7 @@ def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
 
     ``+me`` exists once per GPU; ``+me.all`` leaves room for ``-me`` only (nvml.h).
     """
-    others = [one.profile for one in present]
+    others = [instance.profile for instance in present]
     if sum(other.name == profile.name for other in others) >= profile.instances:
         return False
     if profile.media and any(other.media for other in others):
@@ -88,7 +88,7 @@ def free_starts(profile: GiProfile, present: Sequence[Occupied]) -> list[int]:
     """Return the free placements of a profile; the media rule is `may_join`'s."""
     if profile.starts is None or profile.size is None:
         return []
-    taken = {memory_slice for one in present for memory_slice in one.span}
+    taken = {memory_slice for instance in present for memory_slice in instance.span}
     return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
 
 
@@ -237,6 +237,6 @@ def starts(profile: GiProfile, number: int) -> range:
 
 def free_compute_starts(profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
     """Return the placements of a compute instance profile that overlap none of those present."""
-    taken = {compute_slice for one in present for compute_slice in span(profile, one)}
+    taken = {compute_slice for instance in present for compute_slice in span(profile, instance)}
     size = slices_of(number)
     return [start for start in starts(profile, number) if taken.isdisjoint(range(start, start + size))]

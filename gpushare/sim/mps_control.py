@@ -284,7 +284,7 @@ def _ps(request: MpsRequest, _server: SimulatedServer | None) -> Reply:
 def _row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
     place = (client.gpu_uuid, client.gpu_instance_id)
     devices = daemon_devices(request.state, request.daemon)
-    here = (one.uuid for one in devices if (one.gpu.uuid, one.mig and one.mig.gpu_instance_id) == place)
+    here = (device.uuid for device in devices if (device.gpu.uuid, device.mig and device.mig.gpu_instance_id) == place)
     namespace = _HOST_NAMESPACE if request.state.pid_namespace_is_host else _OTHER_NAMESPACE
     command = client.command_line[0] if client.command_line else client.name
     # The last group of the UUID is cut off.

@@ -129,7 +129,7 @@ class SimulatedProcesses(Processes):
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes with this variable in their environment."""
-        simulated = (one for one in current(self._state_file).processes if not one.real)
+        simulated = (process for process in current(self._state_file).processes if not process.real)
         marked = (one.pid for one in simulated if one.environment.get(name) == value)
         return [*self._local.started_with(name, value), *marked]
 
@@ -267,9 +267,9 @@ class SimulatedProcesses(Processes):
         if identity is None:
             return
         with changing(self._state_file) as (state, _):
-            for one in state.processes:
-                if one.pid == client:
-                    one.pid, one.started = identity
+            for process in state.processes:
+                if process.pid == client:
+                    process.pid, process.started = identity
 
     def namespace_is_host(self) -> bool | None:
         """Return whether the PID namespace is the host's."""
