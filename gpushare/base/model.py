@@ -365,6 +365,28 @@ class ListedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuSensors:
+    """What a GPU measures of itself at one moment; only `top` and `observe` ask for it.
+
+    ``slowed_by`` are the reasons for lowered clocks that do harm (power, heat, the power supply); empty: there is none.
+    The traffic over PCIe is in bytes per second, ``received`` by the GPU.
+    """
+
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: int | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    fan_percent: int | None = None
+    encoder_percent: int | None = None
+    decoder_percent: int | None = None
+    pcie_received: int | None = None
+    pcie_sent: int | None = None
+    slowed_by: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VgpuSession:
     """A vGPU that a virtual machine uses, on a hypervisor with NVIDIA's vGPU driver."""
 

@@ -31,6 +31,20 @@ class Xid(NamedTuple):
     pci: str
 
 
+class Load(NamedTuple):
+    """What the whole machine has done: CPU seconds of all cores since boot, busy and in all; its memory in bytes.
+
+    ``average`` is the number of threads that ran or waited, over the last minute; ``cores`` is how many could run.
+    """
+
+    busy_seconds: float
+    all_seconds: float
+    memory_total: int
+    memory_free: int
+    average: float
+    cores: int
+
+
 class Machine(Protocol):
     """The machine of a host. Unknown is None."""
 
@@ -51,6 +65,9 @@ class Machine(Protocol):
 
     def resident_bytes(self, pid: int) -> int | None:
         """Return what a process has in host memory, swap space included; None: unknown."""
+
+    def load(self) -> Load | None:
+        """Return how busy the machine is."""
 
 
 class _MemoryFiles(NamedTuple):
@@ -107,6 +124,21 @@ class LocalMachine:
         text = read_proc(f"{self._proc}/{pid}/status") or b""
         sizes = re.findall(rb"^Vm(?:RSS|Swap):\s+(\d+) kB", text, re.MULTILINE)
         return sum(int(size) << 10 for size in sizes) if sizes else None
+
+    def load(self) -> Load | None:
+        """Return the first line of ``/proc/stat``, MemTotal and MemAvailable, and the load average."""
+        words = (read_proc(f"{self._proc}/stat") or b"").partition(b"\n")[0].split()
+        sizes = dict(
+            re.findall(
+                rb"^(MemTotal|MemAvailable):\s+(\d+) kB", read_proc(f"{self._proc}/meminfo") or b"", re.MULTILINE
+            )
+        )
+        if len(words) < 9 or len(sizes) < 2:
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)).
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9]]
+        total, free = (int(sizes[name]) << 10 for name in (b"MemTotal", b"MemAvailable"))
+        return Load(sum(ticks) - ticks[3] - ticks[4], sum(ticks), total, free, os.getloadavg()[0], os.cpu_count() or 1)
 
     def _cgroup_rooms(self, pid: int) -> Iterator[int]:
         """Yield what each cgroup above a process still allows: its limits less what it has.

@@ -26,7 +26,7 @@ from gpushare.base.errors import (
     OperationFailed,
     TimedOut,
 )
-from gpushare.base.model import ComputeMode, Gpu, GpuProcess, MigInstance
+from gpushare.base.model import ComputeMode, Gpu, GpuProcess, GpuSensors, MigInstance
 
 # nvmlReturn_t (nvml.h), as literals because pynvml is imported later.
 NOT_SUPPORTED: Final = 3
@@ -110,6 +110,8 @@ class _GetMemoryLimits(Structure):
 
 # How well two GPUs are connected at best, see `NvmlReader.closeness`.
 NVLINK: Final = 6
+# The nvmlClocksEventReasons that cost speed against the user's will; the others are settings, or an idle GPU.
+_SLOWED: Final = ((0x04, "power limit"), (0x08, "hardware"), (0x20, "heat"), (0x40, "heat"), (0x80, "power supply"))
 # NVML_P2P_STATUS_OK; the bits of a word of nvmlDeviceGetCpuAffinity.
 _P2P_OK: Final = 0
 _WORD_BITS: Final = 64
@@ -458,6 +460,58 @@ class NvmlReader:
         """Return the energy used since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, since Volta)."""
         millijoules = self._value(index, "nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
+
+    def sensors(self, index: int) -> GpuSensors:
+        """Return power, temperature, clocks, fan, video engines, and what slows a GPU down.
+
+        nvmlDeviceGetPowerUsage, EnforcedPowerLimit, Temperature, ClockInfo, MaxClockInfo, FanSpeed, EncoderUtilization,
+        DecoderUtilization, CurrentClocksEventReasons (before R535: CurrentClocksThrottleReasons).
+
+        Raises:
+            GpushareError: the GPU does not answer.
+        """
+        handle, gpu = self.handle(index), str(index)
+
+        def clock(name: str, kind: int) -> int | None:
+            return self.ask(lambda nvml: int(getattr(nvml, name)(handle, kind)), gpu)
+
+        def engine(name: str) -> int | None:
+            answer = self._value(index, name)
+            return None if answer is None else int(answer[0])
+
+        power, limit = (
+            self._value(index, name) for name in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
+        )
+        reasons = self._value(index, "nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:
+            reasons = self._value(index, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return GpuSensors(
+            power_watts=None if power is None else power / 1000,
+            power_limit_watts=None if limit is None else limit / 1000,
+            temperature_celsius=clock("nvmlDeviceGetTemperature", 0),
+            sm_clock_mhz=clock("nvmlDeviceGetClockInfo", 1),
+            sm_clock_max_mhz=clock("nvmlDeviceGetMaxClockInfo", 1),
+            memory_clock_mhz=clock("nvmlDeviceGetClockInfo", 2),
+            fan_percent=self._value(index, "nvmlDeviceGetFanSpeed"),
+            encoder_percent=engine("nvmlDeviceGetEncoderUtilization"),
+            decoder_percent=engine("nvmlDeviceGetDecoderUtilization"),
+            slowed_by=None
+            if reasons is None
+            else tuple(dict.fromkeys(word for bit, word in _SLOWED if int(reasons) & bit)),
+        )
+
+    def pcie_traffic(self, index: int) -> tuple[int | None, int | None]:
+        """Return what a GPU receives and sends over PCIe, in bytes per second (nvmlDeviceGetPcieThroughput).
+
+        NVML measures for 20 ms each way, and the call lasts that long.
+        """
+        handle = self.handle(index)
+        # NVML_PCIE_UTIL_RX_BYTES, then TX_BYTES; NVML answers in KB/s.
+        received, sent = (
+            self.ask(lambda nvml, way=way: nvml.nvmlDeviceGetPcieThroughput(handle, way), str(index))  # type: ignore[misc]
+            for way in (1, 0)
+        )
+        return None if received is None else received * 1000, None if sent is None else sent * 1000
 
     # -- MIG ---------------------------------------------------------------------------------------
 

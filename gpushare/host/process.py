@@ -151,6 +151,7 @@ Announce = Callable[[int, int | None], None]
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,14 @@ class ProcessInfo:
     def started_at(self) -> float | None:
         """Return its start in seconds since the epoch, to show: it changes when the clock is set."""
         return None if self.started is None else wall_time(self.started)
+
+
+class ProcessUsage(NamedTuple):
+    """What a process uses of the host: CPU seconds since its start (clock ticks since boot), and resident bytes."""
+
+    started: int
+    cpu_seconds: float
+    memory_bytes: int
 
 
 class Streams(NamedTuple):
@@ -267,19 +276,35 @@ class Processes:
             if entry in (read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT) or b"").split(b"\0") and self.alive(pid)
         ]
 
+    def usage(self, pid: int) -> ProcessUsage | None:
+        """Return what a process uses of the host (``/proc/PID/stat``)."""
+        stat = _read(f"/proc/{pid}/stat")
+        if stat is None:
+            return None
+        fields = stat.rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return ProcessUsage(int(fields[19]), ticks / _TICKS, int(fields[21]) * _PAGE)
+
     def descendants(self, pid: int) -> Sequence[int]:
+        return self.families([pid]).get(pid, [])
+
+    def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
+        """Return each process with all that descend from it, those nearest to it first; one that is gone has no entry."""
         every = dict(every_stat())
-        if pid not in every:
-            return []
         below: dict[int, list[int]] = {}
         for child, (_, parent, _, started) in every.items():
             # An older one cannot be a child of it: its parent had this PID before.
-            if started >= every[pid].started:
+            if parent in every and started >= every[parent].started:
                 below.setdefault(parent, []).append(child)
-        family = [pid]
-        for member in family:
-            family += below.pop(member, [])
-        return family
+        families: dict[int, list[int]] = {}
+        for pid in every.keys() & set(pids):
+            family = families[pid] = [pid]
+            seen = {pid}
+            for member in family:
+                children = [child for child in below.get(member, ()) if child not in seen]
+                seen.update(children)
+                family += children
+        return families
 
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent (field 4 of ``/proc/PID/stat``), or None."""

@@ -192,6 +192,30 @@ def _energy(library: SimulatedLibrary, target: Target) -> int | None:
     return round(watts * 1000 * activity.IDLE_POWER * max(now() - library.state.created_at, 0.0))
 
 
+def _power(library: SimulatedLibrary, target: Target) -> int | None:
+    """Return milliwatts: idle power, and the rest of the limit by load."""
+    watts = target.model.power_limit_watts
+    busy = activity.utilization(library.state, target) / 100
+    return None if watts is None else round(1000 * watts * (activity.IDLE_POWER + (0.9 - activity.IDLE_POWER) * busy))
+
+
+def _power_limit(_library: SimulatedLibrary, target: Target) -> int | None:
+    return None if target.model.power_limit_watts is None else 1000 * target.model.power_limit_watts
+
+
+def _clock(library: SimulatedLibrary, target: Target, kind: int) -> int | None:
+    """Return MHz of the SMs (1): the highest under load, a sixth of it idle. Others are not published."""
+    most = target.model.max_sm_clock_mhz
+    if kind != 1 or most is None:
+        return None
+    return most if activity.utilization(library.state, target) else most // 6
+
+
+def _traffic(library: SimulatedLibrary, target: Target, _way: int) -> int:
+    """Return KB/s over PCIe, more under load; a guess."""
+    return round(20_000 * activity.utilization(library.state, target))
+
+
 def _cuda_version(library: SimulatedLibrary) -> int:
     """Return the same number as the "Binary version" of the MPS programs; R525 brought CUDA 12."""
     return binary_version(library.state) if library.state.branch >= 525 else 11080
@@ -211,11 +235,41 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER, _cores),
     ("nvmlDeviceGetUtilizationRates", On.DEVICE, Form.FIELDS, _utilization),
     ("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER, _energy),
+    ("nvmlDeviceGetPowerUsage", On.GPU, Form.NUMBER, _power),
+    ("nvmlDeviceGetEnforcedPowerLimit", On.GPU, Form.NUMBER, _power_limit),
+    (
+        "nvmlDeviceGetTemperature",
+        On.GPU,
+        Form.NUMBER,
+        lambda library, target, _: 31 + round(0.4 * activity.utilization(library.state, target)),
+    ),
+    ("nvmlDeviceGetClockInfo", On.GPU, Form.NUMBER, _clock),
+    (
+        "nvmlDeviceGetMaxClockInfo",
+        On.GPU,
+        Form.NUMBER,
+        lambda _, target, kind: target.model.max_sm_clock_mhz if kind == 1 else None,
+    ),
+    # GPUs of servers have no fan of their own.
+    ("nvmlDeviceGetFanSpeed", On.GPU, Form.NUMBER, lambda *_: None),
+    ("nvmlDeviceGetPcieThroughput", On.GPU, Form.NUMBER, _traffic),
+    (
+        "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons",
+        On.GPU,
+        Form.NUMBER,
+        lambda _, target: target.gpu.slowed,
+    ),
     ("nvmlDeviceGetComputeMode", On.DEVICE, Form.NUMBER, lambda _, target: target.gpu.compute_mode),
     ("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER, lambda _, target: int(target.gpu.persistence)),
 )
 for _getter in _GETTERS:
     abi.getter(*_getter)
+
+
+@abi.entry_point("nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetDecoderUtilization", on=On.GPU)
+def _video(_library: SimulatedLibrary, _target: Target, percent: Any, period_us: Any) -> None:
+    abi.put(percent, 0)
+    abi.put(period_us, 167_000)
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
+from gpushare.sim.activity import is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import capability_minor, place_key, places_of
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile, now
 
 if TYPE_CHECKING:
-    from gpushare.host.machine import Space, Xid
+    from gpushare.host.machine import Load, Space, Xid
 
 
 class SimulatedMachine:
@@ -58,7 +59,18 @@ class SimulatedMachine:
         process = current(self._state_file).process(pid)
         return None if process is None else process.image_bytes
 
+    def load(self) -> Load | None:
+        """Return a machine of 64 cores on which each process that works keeps one busy."""
+        from gpushare.host.machine import Load
 
+        state = current(self._state_file)
+        working = sum(1 for one in state.processes if one.sm_percent and is_busy(one, now()))
+        passed, total = max(0.0, now() - state.created_at), 2 * state.host_memory_bytes
+        free = self.free_memory(1) or 0
+        return Load(working * passed, _CORES * passed, total, free, float(working), _CORES)
+
+
+_CORES: Final = 64
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -12,8 +12,8 @@ from gpushare.base.errors import no_process, signal_refused
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
-from gpushare.host.process import Announce, Processes, ProcessInfo, Spawned, Streams
-from gpushare.sim.activity import Resident
+from gpushare.host.process import Announce, Processes, ProcessInfo, ProcessUsage, Spawned, Streams, wall_time
+from gpushare.sim.activity import Resident, is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices, node_of, places_of
 from gpushare.sim.state import (
@@ -144,6 +144,24 @@ class SimulatedProcesses(Processes):
         below = [one.pid for one in state.processes if one.parent_pid == pid]
         family = [pid, *(other for one in below for other in self.descendants(one))]
         return family if process is not None or server is not None else []
+
+    def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
+        """Return each process with its descendants, as `descendants`."""
+        real = self._local.families([pid for pid in pids if pid < FIRST_SIMULATED_PID])
+        simulated = {pid: self.descendants(pid) for pid in pids if pid >= FIRST_SIMULATED_PID}
+        return {**real, **{pid: family for pid, family in simulated.items() if family}}
+
+    def usage(self, pid: int) -> ProcessUsage | None:
+        """Return its use of the host: of a simulated one a core while it works, and memory for half of what it has on the GPU."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.usage(pid)
+        process = current(self._state_file).process(pid)
+        if process is None:
+            return None
+        at = now()
+        seconds = max(0.0, at - wall_time(process.started)) * process.busy_percent / 100
+        works = process.sm_percent and is_busy(process, at)
+        return ProcessUsage(process.started, seconds if works else 0.0, process.memory_bytes // 2 + (1 << 30))
 
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent: of a server its daemon."""

@@ -91,6 +91,8 @@ class SimulatedGpu:
     unlisted_bytes: int = 0
     # Xids of it in the kernel's log since the boot.
     xids: list[int] = field(default_factory=list)
+    # nvmlClocksEventReasons: why its clocks are lowered.
+    slowed: int = 0
     # A change of the MIG mode stays pending until a reset.
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
