@@ -28,6 +28,7 @@ from gpushare.signals import ended_by_exception  # noqa: E402
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Look": {
         "status": "Show GPUs, how they are shared, limits and processes.",
+        "top": "Watch GPUs and jobs on one screen, and act on them.",
         "jobs": "List jobs: running, waiting, paused, out, ended.",
         "doctor": "Check the host; each finding has a remedy.",
         "explain": "Explain an error code or a log line.",

@@ -1,0 +1,73 @@
+"""``gpushare top``: the cockpit; read and drawn by `gpushare/top/`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.options import Command, settings
+from gpushare.errors import NotSupported, OperationFailed
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("top", cls=Command, short_help="Watch GPUs and jobs on one screen, and act on them.")(top)
+
+
+def top(
+    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Look this often: 0.5s, 2s.")] = "1s",
+) -> Any:
+    """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
+
+    ? shows the keys. Each action shows its plan and asks. "-" is unknown, never zero. A GPU that hangs does not freeze
+    the screen. It needs Textual: pip install 'gpushare[top]'.
+    """
+    from gpushare.cli import VERBS
+    from gpushare.cli.status import interval as checked_interval
+    from gpushare.cli.status import with_memory
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+        raise NotSupported(
+            "top draws a screen, and this is not a terminal",
+            "for logs and pipes: gpushare status -w",
+            code="no_terminal",
+        )
+    seconds = checked_interval(interval)
+    from gpushare.top.frame import Reader
+    from gpushare.top.watch import Watch
+
+    watch = Watch(Reader(settings.connect(), with_memory), seconds)
+    # It reads while Textual is loaded.
+    watch.start()
+    try:
+        from gpushare.top.screen import Cockpit
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        raise OperationFailed(
+            "top needs Textual, which is not installed",
+            "add it: pipx inject gpushare textual, or pip install 'gpushare[top]'",
+            code="no_textual",
+        ) from None
+    from gpushare.top.verbs import answered, followed
+
+    spec = settings.spec
+    Cockpit(
+        watch,
+        lambda words: answered(spec, words),
+        theme=_theme(),
+        verbs=VERBS,
+        follow=lambda job, add: followed(spec, job, add),
+    ).run()
+    return 0
+
+
+def _theme() -> str:
+    if os.environ.get("NO_COLOR"):
+        return "plain"
+    # As terminals set it that tell their colours: "0;15" is black on white.
+    back = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return "light" if back in {"7", "15"} else "dark"

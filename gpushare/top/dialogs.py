@@ -1,0 +1,195 @@
+"""The dialogs of the cockpit: a question, a text to type, a list to choose from, pages to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.segment import Segment
+from rich.text import Text
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input, Static
+
+from gpushare.show.text import visible
+from gpushare.top.draw import fitted
+
+if TYPE_CHECKING:
+    from textual import events
+    from textual.app import ComposeResult
+
+    from gpushare.top.draw import Theme
+
+# A line and the name of its colour.
+Line = tuple[str, str]
+
+
+def wrapped(lines: Sequence[Line], width: int) -> list[Line]:
+    """Return lines broken at words, so that none is longer than ``width``; what goes on is indented as its line."""
+    import textwrap
+
+    rows: list[Line] = []
+    for text, colour in lines:
+        indent = " " * (len(text) - len(text.lstrip()) + 2)
+        parts = textwrap.wrap(visible(text), max(20, width), subsequent_indent=indent, drop_whitespace=True)
+        rows += [(part, colour) for part in parts] or [("", colour)]
+    return rows
+
+
+class Lines(Widget):
+    """Lines that can be scrolled, with a cursor if one can be chosen."""
+
+    def __init__(self, lines: Sequence[Line], theme: Theme, *, cursor: int | None = None) -> None:
+        super().__init__()
+        self.lines, self._colours, self.cursor, self.offset_y = list(lines), theme, cursor, 0
+        self.styles.height = "auto"
+        self.styles.max_height = "100%"
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:  # noqa: ARG002 - Textual's
+        return max(1, len(self.lines))
+
+    def render_line(self, y: int) -> Strip:
+        at = self.offset_y + y
+        if at >= len(self.lines):
+            return Strip([Segment(" " * self.size.width, self._colours.style("text", "head"))])
+        text, colour = self.lines[at]
+        back = "row" if at == self.cursor else "head"
+        return Strip([Segment(fitted(text, self.size.width), self._colours.style(colour, back))])
+
+    def move(self, by: int) -> None:
+        """Move the cursor, or without one the view."""
+        last = len(self.lines) - 1
+        if self.cursor is None:
+            self.offset_y = min(max(0, self.offset_y + by), max(0, len(self.lines) - self.size.height))
+        else:
+            self.cursor = min(max(0, self.cursor + by), last)
+            self.offset_y = min(max(self.offset_y, self.cursor - self.size.height + 1), self.cursor)
+        self.refresh()
+
+    def add(self, lines: Sequence[Line], most: int = 5000) -> None:
+        """Add lines at the end, and follow them if the end is in view."""
+        follows = self.offset_y >= len(self.lines) - self.size.height
+        self.lines = [*self.lines, *lines][-most:]
+        if follows:
+            self.offset_y = max(0, len(self.lines) - self.size.height)
+        self.refresh()
+
+
+class Dialog(ModalScreen[object]):
+    """A box with a title in the middle of the screen; Escape closes it."""
+
+    DEFAULT_CSS = """
+    Dialog { align: center middle; background: $background 50%; }
+    Dialog > Vertical { height: auto; max-height: 90%; padding: 1 2; }
+    Dialog Static { height: auto; }
+    Dialog Input { margin: 1 0 0 0; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close", show=False)]
+
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, keys: str = "Esc closes") -> None:
+        super().__init__()
+        self._title, self._given, self._colours, self._keys = title, list(lines), theme, keys
+        self.lines = Lines([], theme)
+
+    def compose(self) -> ComposeResult:
+        width = min(100, self.app.size.width - 4)
+        self.lines.lines = wrapped(self._given, width - 6)
+        with Vertical() as box:
+            box.styles.width = width
+            box.styles.background = self._colours.colours.get("head")
+            yield Static(self._titled(self._title, bold=True))
+            yield Static("")
+            yield self.lines
+            yield from self.more()
+            yield Static("")
+            yield Static(self._titled(self._keys))
+
+    def _titled(self, text: str, *, bold: bool = False) -> Text:
+        return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
+
+    def more(self) -> ComposeResult:
+        """Return what stands below the lines."""
+        yield from ()
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+class Question(Dialog):
+    """A plan, and whether to carry it out."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "yes"),
+        Binding("n", "answer(False)", "no"),
+    ]
+
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme) -> None:
+        super().__init__(title, lines, theme, "y does it    n or Esc leaves everything as it is")
+
+    def action_answer(self, answer: bool) -> None:  # noqa: FBT001 - Textual calls it
+        self.dismiss(answer)
+
+
+class Pages(Dialog):
+    """Lines to read; more may be added while it is open."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down,j", "move(1)", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("pagedown,space", "move(15)", show=False),
+        Binding("pageup", "move(-15)", show=False),
+        Binding("home,g", "move(-99999)", show=False),
+        Binding("end,G", "move(99999)", show=False),
+    ]
+
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme) -> None:
+        super().__init__(title, lines, theme, "↑ ↓ scroll    Esc closes")
+
+    def action_move(self, by: int) -> None:
+        self.lines.move(by)
+
+    def on_mouse_scroll_down(self, _event: events.MouseScrollDown) -> None:
+        self.lines.move(3)
+
+    def on_mouse_scroll_up(self, _event: events.MouseScrollUp) -> None:
+        self.lines.move(-3)
+
+
+class Choice(Pages):
+    """Lines of which one is chosen: by Enter or a click; the answer is its number."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
+
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, cursor: int = 0) -> None:
+        super().__init__(title, lines, theme)
+        self._keys = "↑ ↓ move    Enter chooses    Esc closes"
+        self.lines.cursor = cursor
+
+    def action_choose(self) -> None:
+        self.dismiss(self.lines.cursor)
+
+    def on_click(self, event: events.Click) -> None:
+        if event.widget is self.lines and 0 <= self.lines.offset_y + event.y < len(self.lines.lines):
+            self.dismiss(self.lines.offset_y + event.y)
+
+
+class Prompt(Dialog):
+    """A text to type; None: Escape."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", show=False)]
+
+    def __init__(self, title: str, what: str, theme: Theme, *, example: str = "", value: str = "") -> None:
+        super().__init__(title, [(what, "dim")], theme, "Enter goes on    Esc closes")
+        self._input = Input(value=value, placeholder=example)
+
+    def more(self) -> ComposeResult:
+        yield self._input
+
+    def on_mount(self) -> None:
+        self._input.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value.strip())

@@ -1,0 +1,205 @@
+"""How the cockpit draws: colours for dark and light terminals, bars with partial blocks, sparklines, charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from rich.segment import Segment
+    from rich.style import Style
+
+# Eighths of a cell, from below.
+# One cell of a bar: not quite a whole block, so that the bars of two lines do not touch.
+_CELL: Final = "▇"
+_UP: Final = " ▁▂▃▄▅▆▇█"
+
+# Names of colours, so that a theme is a table. `back` and `row` are backgrounds.
+_DARK: Final = {
+    "back": "#14161a",
+    "head": "#1d2128",
+    "row": "#2a3a52",
+    "text": "#d8dce3",
+    "dim": "#7d8694",
+    "track": "#282d36",
+    "util": "#56c596",
+    "memory": "#5b9df5",
+    "reserved": "#2f4d78",
+    "sm": "#b48ef0",
+    "power": "#e0a458",
+    "warn": "#e5c07b",
+    "bad": "#ff7b72",
+    "good": "#56c596",
+}
+_LIGHT: Final = {
+    "back": "#fcfcfb",
+    "head": "#eceef1",
+    "row": "#cfe2fb",
+    "text": "#24292f",
+    "dim": "#68707a",
+    "track": "#e3e6ea",
+    "util": "#1f8f63",
+    "memory": "#2a6fd6",
+    "reserved": "#a9c8f3",
+    "sm": "#7d4fc9",
+    "power": "#a8650f",
+    "warn": "#8a5a00",
+    "bad": "#c4292f",
+    "good": "#1f8f63",
+}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of the cockpit by name; empty: none (NO_COLOR), then shapes alone tell things apart."""
+
+    name: str
+    colours: dict[str, str]
+
+    def style(self, colour: str = "text", back: str = "back", *, bold: bool = False) -> Style:
+        """Return a style by the names of its colours; ``row`` behind it is the line under the cursor."""
+        return _style(self.name, colour, back, bold)
+
+    @property
+    def plain(self) -> bool:
+        return not self.colours
+
+
+THEMES: Final = {"dark": Theme("dark", _DARK), "light": Theme("light", _LIGHT), "plain": Theme("plain", {})}
+_STYLES: dict[tuple[str, str, str, bool], Style] = {}
+
+
+def _style(theme: str, colour: str, back: str, bold: bool) -> Style:  # noqa: FBT001
+    key = (theme, colour, back, bold)
+    if key not in _STYLES:
+        from rich.style import Style
+
+        colours = THEMES[theme].colours
+        if colours:
+            _STYLES[key] = Style(color=colours.get(colour, colour), bgcolor=colours.get(back, back), bold=bold or None)
+        else:
+            strong = bold or colour in {"bad", "warn"}
+            _STYLES[key] = Style(bold=strong or None, dim=colour == "dim" or None, reverse=back == "row" or None)
+    return _STYLES[key]
+
+
+# A piece of a line: its text, the name of its colour, and that of its background if it is not the line's.
+Piece = tuple[str, str] | tuple[str, str, str]
+
+
+def width_of(text: str) -> int:
+    """Return how many cells a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def fitted(text: str, width: int, *, right: bool = False) -> str:
+    """Return a text in exactly so many cells: cut with an ellipsis, or filled with blanks."""
+    missing = width - width_of(text)
+    if missing < 0:
+        from rich.cells import set_cell_size
+
+        return set_cell_size(text, width - 1) + "…" if width > 0 else ""
+    return " " * missing + text if right else text + " " * missing
+
+
+def segments(pieces: Sequence[Piece], width: int, theme: Theme, back: str = "back") -> list[Segment]:
+    """Return a line of exactly ``width`` cells; what is longer is cut."""
+    from rich.segment import Segment
+
+    line, room = [], width
+    for piece in pieces:
+        text, cells = piece[0], width_of(piece[0])
+        if cells > room:
+            text, cells = fitted(text, room), room
+        if text:
+            line.append(Segment(text, theme.style(piece[1], piece[2] if len(piece) > 2 else back)))
+        room -= cells
+        if room <= 0:
+            break
+    if room > 0:
+        line.append(Segment(" " * room, theme.style("text", back)))
+    return line
+
+
+def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> list[Piece]:
+    """Return a bar of ``width`` cells: shares of the whole (0 to 1), each with its colour, the rest free.
+
+    A cell with the border between two parts has the mixture of their colours. A first share of None is unknown.
+    """
+    if width <= 0:
+        return []
+    if not parts or parts[0][0] is None:
+        return [("-".ljust(width), "dim")]
+    if theme.plain:
+        return [(_plain_bar(width, parts), "text")]
+    edges, at = list[tuple[float, str]](), 0.0
+    for share, colour in parts:
+        at = min(1.0, at + max(0.0, share or 0.0))
+        # A little must not look like nothing.
+        edges.append((max(width * at, 0.3) if at > 0 else 0.0, colour))
+    edges.append((float(width), "track"))
+    pieces: list[Piece] = []
+    for cell in range(width):
+        shares = _cell_shares(cell, edges)
+        colour = shares[0][0] if len(shares) == 1 else mixed(shares, theme)
+        if pieces and pieces[-1][1] == colour:
+            pieces[-1] = (pieces[-1][0] + _CELL, colour)
+        else:
+            pieces.append((_CELL, colour))
+    return pieces
+
+
+def _cell_shares(cell: int, edges: Sequence[tuple[float, str]]) -> list[tuple[str, float]]:
+    """Return the colours in one cell of a bar, with their parts of it."""
+    shares, at = [], float(cell)
+    for edge, colour in edges:
+        part = min(edge, cell + 1) - at
+        if part > 0.01:
+            shares.append((colour, part))
+            at += part
+    return shares or [("track", 1.0)]
+
+
+def mixed(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
+    """Return the mean of colours by their parts, as a name that `Theme.style` takes: ``#5b9df5``."""
+    channels = [0.0, 0.0, 0.0]
+    for name, part in shares:
+        code = theme.colours[name]
+        for place in range(3):
+            channels[place] += part * int(code[1 + 2 * place : 3 + 2 * place], 16)
+    return "#" + "".join(f"{min(255, round(channel / sum(part for _, part in shares))):02x}" for channel in channels)
+
+
+def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
+    text, at = "", 0.0
+    for (share, _), mark in zip(parts, "█▒", strict=False):
+        at = min(1.0, at + (share or 0.0))
+        text = text.ljust(round(width * at), mark)
+    return text.ljust(width, "·")
+
+
+def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:
+    """Return the newest values (0 to 1) as one line, the newest at the right; an unknown one is a blank."""
+    shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
+    return [("".join(" " if one is None else _UP[_eighths(one, 1)] for one in shown), colour)]
+
+
+def chart(values: Sequence[float | None], width: int, height: int) -> list[str]:
+    """Return values (0 to 1) as an area of ``height`` lines, the newest at the right."""
+    shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
+    columns = [-1 if one is None else _eighths(one, height) for one in shown]
+    return [
+        "".join(" " if column < 0 else _UP[min(8, max(0, column - 8 * below))] for column in columns)
+        for below in range(height - 1, -1, -1)
+    ]
+
+
+def _eighths(value: float, height: int) -> int:
+    # Something idle is a thin line, not nothing.
+    return max(1, round(8 * height * min(1.0, max(0.0, value))))

@@ -1,0 +1,223 @@
+"""One look at a host for the cockpit: GPUs with their sensors, MPS daemons, and jobs with their use of the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, or_none
+from gpushare.host.activity import ActivityRecorder
+from gpushare.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot
+from gpushare.run.listing import listed_jobs
+from gpushare.snapshot import Observer
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.host.machine import Load, Xid
+    from gpushare.host.process import ProcessUsage
+
+# The kernel's log is read by a program.
+_XID_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostUse:
+    """What a process, or a job with all its processes, uses of the host: percent of one core, and resident bytes."""
+
+    cpu_percent: float | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process of a job, in the tree of its processes; ``depth`` 1 is a child of its first one."""
+
+    pid: int
+    depth: int
+    name: str | None
+    use: HostUse | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A host at one moment. ``error``: nothing could be read."""
+
+    at: float
+    snapshot: Snapshot
+    jobs: tuple[ListedJob, ...] = ()
+    # By GPU index.
+    sensors: Mapping[int, GpuSensors] = field(default_factory=dict)
+    # Percent of the SMs that worked since the look before (GPM), by GPU index and GPU instance (None: the whole GPU).
+    sm: Mapping[tuple[int, int | None], float] = field(default_factory=dict)
+    # By the PID of a job's first process.
+    uses: Mapping[int, HostUse] = field(default_factory=dict)
+    trees: Mapping[int, tuple[Member, ...]] = field(default_factory=dict)
+    # Percent of the time of all cores; bytes in use and in all.
+    cpu_percent: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    load: float | None = None
+    # As (number, PCI address), all since the boot; None: this user may not read them.
+    xids: tuple[Xid, ...] | None = None
+    error: str | None = None
+
+    def processes(self, job: ListedJob) -> list[tuple[Gpu, GpuProcess]]:
+        """Return the processes of a job on GPUs."""
+        return [(gpu, one) for gpu in self.snapshot.gpus for one in gpu.processes or () if one.pid in job.processes]
+
+    def daemons_of(self, gpu: Gpu) -> list[MpsDaemon]:
+        """Return the MPS daemons that serve a GPU or its instances."""
+        return [one for one in self.snapshot.daemons if gpu.index in (one.gpu_index, *one.gpu_indexes)]
+
+    def activity(self, gpu: Gpu, instance: MigInstance | None = None) -> float | None:
+        """Return the SM activity of a GPU or of an instance in percent; None: no GPM (before Hopper)."""
+        return self.sm.get((gpu.index, None if instance is None else instance.gpu_instance_id))
+
+
+class Reader:
+    """Reads a host again and again. ``with_memory`` adds the ledger of memory to a snapshot.
+
+    ``watched`` is the GPU that is open on the screen: its traffic is measured at each look, that of the others in turn,
+    because that takes 40 ms. ``trees``: read the processes of jobs too.
+    """
+
+    def __init__(self, host: Host, with_memory: Callable[[Host, Snapshot], Snapshot]) -> None:
+        self._host, self._with_memory = host, with_memory
+        self._observer = Observer(host)
+        self.watched: int | None = None
+        self.trees = False
+        self._turn = 0
+        self._recorders: dict[tuple[int, int | None], ActivityRecorder] = {}
+        self._traffic: dict[int, tuple[int | None, int | None]] = {}
+        self._usage: dict[int, tuple[float, ProcessUsage]] = {}
+        self._load: Load | None = None
+        self._xids: tuple[Xid, ...] | None = None
+        self._xids_until = 0.0
+
+    def read(self) -> Frame:
+        """Return the host as it is now; what cannot be read is an error in the frame, and read again next time."""
+        try:
+            return self._read()
+        except GpushareError as error:
+            return Frame(
+                at=time.time(), snapshot=Snapshot(host=self._host.spec), error=f"{error.message}\n{error.hint}"
+            )
+
+    def _read(self) -> Frame:
+        host = self._host
+        snapshot = self._with_memory(host, self._observer.look())
+        jobs = tuple(listed_jobs(host, snapshot, everything=True))
+        answering = [gpu for gpu in snapshot.gpus if gpu.error is None]
+        now, load = time.monotonic(), host.machine.load()
+        before, self._load = self._load, load
+        uses, trees = self._host_use(jobs, now)
+        if now >= self._xids_until:
+            self._xids, self._xids_until = host.machine.xids(), now + _XID_SECONDS
+        return Frame(
+            at=snapshot.taken_at or time.time(),
+            snapshot=snapshot,
+            jobs=jobs,
+            sensors=self._sensors(answering),
+            sm=self._activity(answering),
+            uses=uses,
+            trees=trees,
+            cpu_percent=_cpu_percent(before, load),
+            memory_used=None if load is None else load.memory_total - load.memory_free,
+            memory_total=None if load is None else load.memory_total,
+            load=None if load is None else load.average,
+            xids=self._xids,
+        )
+
+    def _sensors(self, gpus: Sequence[Gpu]) -> dict[int, GpuSensors]:
+        self._turn += 1
+        turn = gpus[self._turn % len(gpus)].index if gpus else None
+        found: dict[int, GpuSensors] = {}
+        for gpu in gpus:
+            if gpu.index in {turn, self.watched}:
+                self._traffic[gpu.index] = or_none(lambda: self._host.nvml.pcie_traffic(gpu.index)) or (None, None)  # noqa: B023 - called here
+            sensors = or_none(lambda: self._host.nvml.sensors(gpu.index))  # noqa: B023
+            if sensors is not None:
+                received, sent = self._traffic.get(gpu.index, (None, None))
+                found[gpu.index] = replace(sensors, pcie_received=received, pcie_sent=sent)
+        return found
+
+    def _activity(self, gpus: Sequence[Gpu]) -> dict[tuple[int, int | None], float]:
+        places = [
+            (gpu.index, instance)
+            for gpu in gpus
+            for instance in dict.fromkeys([None, *(one.gpu_instance_id for one in gpu.mig_instances)])
+        ]
+        for gone in self._recorders.keys() - set(places):
+            self._recorders.pop(gone).close()
+        found = {}
+        for place in places:
+            if place not in self._recorders:
+                self._recorders[place] = ActivityRecorder(self._host.nvml, *place)
+            percent = self._recorders[place].since_last()
+            if percent is not None:
+                found[place] = percent
+        return found
+
+    def _host_use(
+        self, jobs: Sequence[ListedJob], now: float
+    ) -> tuple[dict[int, HostUse], dict[int, tuple[Member, ...]]]:
+        """Return the use of the host by job, of all its processes on GPUs and its first one; and the trees, if wanted."""
+        processes = self._host.processes
+        roots = [job.pid for job in jobs if job.pid is not None]
+        families = processes.families(roots) if self.trees else {}
+        readings: dict[int, tuple[float, ProcessUsage]] = {}
+
+        def use(pid: int) -> HostUse | None:
+            usage = processes.usage(pid)
+            if usage is None:
+                return None
+            readings[pid] = now, usage
+            earlier = self._usage.get(pid)
+            percent = None
+            if earlier is not None and earlier[1].started == usage.started and now > earlier[0]:
+                percent = 100 * max(0.0, usage.cpu_seconds - earlier[1].cpu_seconds) / (now - earlier[0])
+            return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
+
+        uses, trees = {}, {}
+        for job in jobs:
+            if job.pid is None:
+                continue
+            members = dict.fromkeys(families.get(job.pid) or [job.pid, *job.processes])
+            single = {pid: use(pid) for pid in members}
+            present = [one for one in single.values() if one is not None]
+            known = [one.cpu_percent for one in present if one.cpu_percent is not None]
+            if present:
+                uses[job.pid] = HostUse(
+                    cpu_percent=sum(known) if known else None, memory_bytes=sum(one.memory_bytes for one in present)
+                )
+            if job.pid in families:
+                trees[job.pid] = self._tree(families[job.pid], single)
+        self._usage = readings
+        return uses, trees
+
+    def _tree(self, family: Sequence[int], uses: Mapping[int, HostUse | None]) -> tuple[Member, ...]:
+        root = family[0]
+        below: dict[int, list[int]] = {}
+        for pid in family[1:]:
+            below.setdefault(self._host.processes.parent(pid) or root, []).append(pid)
+        members: list[Member] = []
+
+        def add(pid: int, depth: int) -> None:
+            for child in below.pop(pid, []):
+                info = self._host.processes.describe(child)
+                members.append(
+                    Member(pid=child, depth=depth, name=None if info is None else info.name, use=uses.get(child))
+                )
+                add(child, depth + 1)
+
+        add(root, 1)
+        return tuple(members)
+
+
+def _cpu_percent(before: Load | None, load: Load | None) -> float | None:
+    if before is None or load is None or load.all_seconds <= before.all_seconds:
+        return None
+    return 100 * (load.busy_seconds - before.busy_seconds) / (load.all_seconds - before.all_seconds)

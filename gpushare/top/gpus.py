@@ -1,0 +1,310 @@
+"""The GPUs in the cockpit: a line each, with MIG instances and MPS daemons below, and charts of the past. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from gpushare.model import Gpu, GpuSensors, Mechanism, MigInstance, MpsDaemon, sharing_now
+from gpushare.show.status import silent_word
+from gpushare.show.text import visible
+from gpushare.top.draw import Piece, bar, chart, fitted, sparkline
+from gpushare.top.jobs import size_text
+from gpushare.units import format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.top.draw import Theme
+    from gpushare.top.frame import Frame
+    from gpushare.top.history import History
+
+_HOT_CELSIUS: Final = 85
+_FULL: Final = 0.97
+# The words of the way of sharing; the longest has twelve letters.
+_WAYS: Final = {
+    Mechanism.TIME_SLICING: "time-slicing",
+    Mechanism.MPS: "MPS",
+    Mechanism.MPS_AND_OTHERS: "MPS+slicing",
+    Mechanism.MIG: "MIG",
+    Mechanism.EXCLUSIVE: "exclusive",
+    Mechanism.PROHIBITED: "prohibited",
+}
+_SHARING: Final = 13
+
+
+class Layout(NamedTuple):
+    """The widths of the parts of a GPU's line; 0: not shown."""
+
+    name: int
+    util: int
+    memory: int
+    past: int
+    sm: int
+    clocks: int
+    pcie: int
+    fan: int
+
+
+def layout_of(width: int, longest_name: int) -> Layout:
+    """Return the parts that fit into a line, the most wanted ones first."""
+    # Number, bars with their figures, power, temperature, sharing, and blanks between.
+    room = width - (4 + (6 + 5) + 1 + (8 + 11) + 1 + 5 + 5 + _SHARING)
+    name = min(longest_name, 9, max(0, room - 1))
+    room -= name + 1
+    sm = clocks = pcie = fan = 0
+    past = min(10, room - 1) if room > 6 else 0
+    room -= past + 1 if past else 0
+    if room >= 7:
+        sm, room = 6, room - 7
+    if room >= 9:
+        clocks, room = 8, room - 9
+    if room >= 14:
+        pcie, room = 13, room - 14
+    if room >= 5:
+        fan, room = 4, room - 5
+    more = min(longest_name - name, room // 4)
+    name, room = name + max(0, more), room - max(0, more)
+    util = 6 + min(18, room // 4)
+    memory = 8 + min(30, room // 3)
+    room -= util - 6 + memory - 8
+    return Layout(name, util, memory, past + min(50, max(0, room)) if past else 0, sm, clocks, pcie, fan)
+
+
+def short_name(gpu: Gpu) -> str:
+    """Return the model of a GPU without what all of them have."""
+    name = (gpu.name or "GPU").removeprefix("NVIDIA ")
+    return visible(name.replace("Tesla ", "").replace("GeForce ", ""))
+
+
+def head(layout: Layout) -> list[Piece]:
+    """Return the titles above the GPUs."""
+    pieces: list[Piece] = [("GPU ", "dim"), (fitted("", layout.name + 1), "dim")]
+    pieces.append((fitted("UTIL", layout.util + 6), "dim"))
+    pieces.append((fitted("MEMORY", layout.memory + 12), "dim"))
+    if layout.past:
+        pieces.append((fitted("LAST 5 MIN", layout.past + 1), "dim"))
+    if layout.sm:
+        pieces.append((fitted("SM", layout.sm, right=True) + " ", "dim"))
+    pieces.append(("POWER TEMP ", "dim"))
+    for width, title in ((layout.clocks, "SM CLOCK"), (layout.pcie, "PCIE ↓/↑ MB/s"), (layout.fan, "FAN")):
+        if width:
+            pieces.append((fitted(title, width, right=True) + " ", "dim"))
+    pieces.append(("SHARING", "dim"))
+    return pieces
+
+
+def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Theme) -> list[Piece]:
+    """Return the line of a GPU; of one that does not answer its error."""
+    pieces: list[Piece] = [(f"{gpu.index:>3} ", "text"), (fitted(short_name(gpu), layout.name) + " ", "text")]
+    if gpu.error is not None:
+        word = silent_word(gpu.error)
+        return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]
+    util = gpu.utilization_percent
+    pieces += bar(layout.util, [(None if util is None else util / 100, "util")], theme)
+    pieces.append((f"{'-' if util is None else util:>4}% ", "text" if util else "dim"))
+    pieces += memory_bar(gpu, layout.memory, theme)
+    pieces.append((fitted(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
+    if layout.past:
+        pieces += [*sparkline(history.values(gpu.index, "util", layout.past), layout.past, "util"), (" ", "text")]
+    if layout.sm:
+        sm = frame.activity(gpu)
+        pieces.append((fitted("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
+    sensors = frame.sensors.get(gpu.index, GpuSensors())
+    pieces += _power(sensors)
+    if layout.clocks:
+        clock = sensors.sm_clock_mhz
+        pieces.append(
+            (
+                fitted("-" if clock is None else f"{clock}MHz", layout.clocks, right=True) + " ",
+                "warn" if sensors.slowed_by else "dim",
+            )
+        )
+    if layout.pcie:
+        traffic = f"{_megabytes(sensors.pcie_received)}/{_megabytes(sensors.pcie_sent)}"
+        pieces.append((fitted(traffic, layout.pcie, right=True) + " ", "dim"))
+    if layout.fan:
+        pieces.append(
+            (
+                fitted("-" if sensors.fan_percent is None else f"{sensors.fan_percent}%", layout.fan, right=True) + " ",
+                "dim",
+            )
+        )
+    pieces.append((sharing_text(frame, gpu), "text"))
+    return pieces
+
+
+def _megabytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 1e6:.0f}"
+
+
+def _power(sensors: GpuSensors) -> list[Piece]:
+    watts, heat = sensors.power_watts, sensors.temperature_celsius
+    slowed = sensors.slowed_by or ()
+    return [
+        (
+            fitted("-" if watts is None else f"{watts:.0f}W", 5, right=True),
+            "warn" if slowed else "text" if watts else "dim",
+        ),
+        (
+            fitted("-" if heat is None else f"{heat}°", 5, right=True) + " ",
+            "bad" if (heat or 0) >= _HOT_CELSIUS else "text" if heat else "dim",
+        ),
+    ]
+
+
+def _is_full(gpu: Gpu) -> bool:
+    return bool(gpu.memory_total_bytes) and (gpu.memory_used_bytes or 0) > _FULL * (gpu.memory_total_bytes or 1)
+
+
+def memory_bar(gpu: Gpu | MigInstance, width: int, theme: Theme) -> list[Piece]:
+    """Return what is held, what jobs have reserved above that, and the rest."""
+    total, used = gpu.memory_total_bytes, gpu.memory_used_bytes
+    if not total or used is None:
+        return bar(width, [(None, "memory")], theme)
+    reserved = max(0, (gpu.jobs_reserved_bytes or 0) - used)
+    colour = "bad" if isinstance(gpu, Gpu) and _is_full(gpu) else "memory"
+    return bar(width, [(used / total, colour), (reserved / total, "reserved")], theme)
+
+
+def used_text(gpu: Gpu | MigInstance) -> str:
+    """Return memory as ``31.2/79.6G``."""
+    total, used = gpu.memory_total_bytes, gpu.memory_used_bytes
+    return f"{size_text(used).removesuffix('G')}/{size_text(total)}"
+
+
+def sharing_text(frame: Frame, gpu: Gpu) -> str:
+    """Return how a GPU is shared, in few words: ``MPS 50% 3/48``, ``MIG 3``, ``time-slicing``."""
+    way = sharing_now(gpu, frame.snapshot.daemons)
+    word = "-" if way is None else _WAYS[way]
+    if way is Mechanism.MIG:
+        return f"MIG {len(gpu.mig_instances)}"
+    if way is Mechanism.MPS:
+        daemons = frame.daemons_of(gpu)
+        limits = {daemon.threads_percent for daemon in daemons} - {None, 100.0}
+        clients = sum(len(daemon.clients) for daemon in daemons)
+        most = next((f"/{daemon.max_clients}" for daemon in daemons if daemon.max_clients), "")
+        return f"MPS {f'{limits.pop():g}% ' if len(limits) == 1 else ''}{clients}{most}"
+    return word
+
+
+def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
+    """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
+    rows = [_instance(frame, gpu, one, layout, theme) for one in gpu.mig_instances]
+    rows += [_daemon(gpu, daemon) for daemon in frame.daemons_of(gpu)]
+    branches = ["├ "] * (len(rows) - 1) + ["└ "] * min(1, len(rows))
+    return [[("    ", "dim"), (branch, "dim"), *row] for branch, row in zip(branches, rows, strict=True)]
+
+
+def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
+    sm = frame.activity(gpu, one)
+    here = (one.gpu_instance_id, one.compute_instance_id)
+    inside = [
+        process
+        for process in gpu.processes or ()
+        if process.gpu_instance_id == here[0] and process.compute_instance_id in {None, here[1]}
+    ]
+    title = f"{one.profile or '-'}{f' {one.name}' if one.name else ''}"
+    names = ", ".join(dict.fromkeys(process.job or process.name or str(process.pid) for process in inside))
+    return [
+        (fitted(visible(title), max(6, layout.name - 2)) + " ", "text"),
+        *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
+        (f"{'-' if sm is None else f'{sm:.0f}':>4}% ", "text" if sm else "dim"),
+        *memory_bar(one, layout.memory, theme),
+        (fitted(used_text(one), 11, right=True) + "  ", "text"),
+        (visible(names) or "free", "text" if names else "dim"),
+    ]
+
+
+def _daemon(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
+    status = ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "no server yet"
+    instance = next((one for one in gpu.mig_instances if one.uuid == daemon.device_uuid), None)
+    limits = [
+        f"threads {daemon.threads_percent:g} %" if daemon.threads_percent is not None else "threads -",
+        f"memory {format_bytes(daemon.memory_limit_bytes)}" if daemon.memory_limit_bytes else "no memory limit",
+    ]
+    where = "" if instance is None else f" in {instance.name or instance.profile}"
+    clients = f"{len(daemon.clients)}/{daemon.max_clients or '-'} clients"
+    wrong = daemon.error is not None or "FAULT" in status
+    words = [clients, *limits] if daemon.error is None else [daemon.error]
+    return [
+        (f"MPS{where} {daemon.pid or '-'} {daemon.user or '-'}  ", "text"),
+        (f"{'no answer' if daemon.error else status}  ", "bad" if wrong else "good"),
+        (visible("  ".join(words)), "dim"),
+    ]
+
+
+def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
+    """Return the MPS clients of a GPU with the limits that are in force for them."""
+    return [
+        [
+            ("        ", "dim"),
+            (f"{client.pid:>8} {fitted(client.user or '-', 9)}{fitted(visible(client.name or '-'), 16)}", "text"),
+            (f" threads {client.threads_percent or 100:g} %  memory {format_bytes(client.memory_limit_bytes)}", "dim"),
+        ]
+        for daemon in frame.daemons_of(gpu)
+        for client in daemon.clients
+    ]
+
+
+def fact_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
+    """Return all that is known of a GPU, for the view of one."""
+    sensors = frame.sensors.get(gpu.index, GpuSensors())
+
+    def shown(value: object, unit: str = "") -> str:
+        return "-" if value is None else f"{value}{unit}"
+
+    power = f"{shown(None if sensors.power_watts is None else round(sensors.power_watts))} of {shown(None if sensors.power_limit_watts is None else round(sensors.power_limit_watts), ' W')}"
+    slowed = "-" if sensors.slowed_by is None else ", ".join(sensors.slowed_by) or "nothing"
+    facts = [
+        [
+            ("power", power),
+            ("temperature", shown(sensors.temperature_celsius, " °C")),
+            ("fan", shown(sensors.fan_percent, " %")),
+            ("SM clock", f"{shown(sensors.sm_clock_mhz)} of {shown(sensors.sm_clock_max_mhz, ' MHz')}"),
+            ("memory clock", shown(sensors.memory_clock_mhz, " MHz")),
+            ("slowed by", slowed),
+        ],
+        [
+            ("PCIe in", f"{_megabytes(sensors.pcie_received)} MB/s"),
+            ("out", f"{_megabytes(sensors.pcie_sent)} MB/s"),
+            ("encoder", shown(sensors.encoder_percent, " %")),
+            ("decoder", shown(sensors.decoder_percent, " %")),
+            ("reserved by jobs", size_text(gpu.jobs_reserved_bytes)),
+            ("held by no listed process", size_text(gpu.unlisted_bytes)),
+        ],
+        [
+            ("time-slice", shown(None if gpu.time_slice is None else gpu.time_slice.title)),
+            ("compute mode", shown(None if gpu.compute_mode is None else gpu.compute_mode.title)),
+            ("MIG", "no" if gpu.mig_capable is False else "on" if gpu.mig_enabled else "off"),
+            ("PCI", shown(gpu.pci_bus_id)),
+            ("", shown(gpu.uuid)),
+        ],
+    ]
+    return [
+        [
+            ("    ", "dim"),
+            *(piece for title, value in line for piece in ((f"{title} ", "dim"), (f"{value}   ", "text"))),
+        ]
+        for line in facts
+    ]
+
+
+def chart_lines(gpu: Gpu, history: History, now: Sequence[float | None], width: int, height: int) -> list[list[Piece]]:
+    """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
+    series = [
+        one
+        for one in zip(
+            ("util", "memory", "sm", "power"), ("utilization", "memory", "SM activity", "power"), now, strict=True
+        )
+        if one[2] is not None or one[0] in {"util", "memory"}
+    ]
+    count = max(1, min(len(series), width // 24))
+    each = (width - 2) // count - 1
+    titles: list[Piece] = [(" ", "dim")]
+    rows: list[list[Piece]] = [[(" ", "dim")] for _ in range(height - 1)]
+    for key, title, value in series[:count]:
+        percent = "-" if value is None else f"{100 * value:.0f} %"
+        label = f"GPU {gpu.index} {title}"
+        titles += [(fitted(label, each - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
+        for row, text in zip(rows, chart(history.values(gpu.index, key, each), each, height - 1), strict=True):
+            row += [(text, key, "head"), (" ", "dim")]
+    return [titles, *rows]

@@ -1,0 +1,230 @@
+"""What the cockpit keeps of the past: five minutes of each GPU, and the events between two looks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from gpushare.model import ListedJob
+from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
+from gpushare.units import format_bytes
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.model import Gpu
+    from gpushare.top.frame import Frame
+
+SECONDS: Final = 300.0
+SERIES: Final = ("util", "memory", "sm", "power")
+_MOST_POINTS: Final = 1200
+_MOST_EVENTS: Final = 500
+# The reasons for lowered clocks come and go every second under load.
+_QUIET_SECONDS: Final = 60.0
+
+
+def gpu_values(frame: Frame, gpu: Gpu) -> tuple[float | None, ...]:
+    """Return the present values of `SERIES` of a GPU, as shares from 0 to 1; None: unknown."""
+    sensors = frame.sensors.get(gpu.index)
+    sm = frame.activity(gpu)
+    return (
+        None if gpu.utilization_percent is None else gpu.utilization_percent / 100,
+        _share(gpu.memory_used_bytes, gpu.memory_total_bytes),
+        None if sm is None else sm / 100,
+        None if sensors is None else _share(sensors.power_watts, sensors.power_limit_watts),
+    )
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else min(1.0, part / whole)
+
+
+class History:
+    """The values of each GPU over the last five minutes."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, deque[tuple[float, tuple[float | None, ...]]]] = {}
+
+    def add(self, frame: Frame) -> None:
+        """Keep a frame; one from before the last one, as in a replay that went back, forgets what is later."""
+        for gpu in frame.snapshot.gpus:
+            points = self._points.setdefault(gpu.index, deque(maxlen=_MOST_POINTS))
+            while points and points[-1][0] >= frame.at:
+                points.pop()
+            while points and points[0][0] < frame.at - SECONDS:
+                points.popleft()
+            points.append((frame.at, gpu_values(frame, gpu)))
+
+    def values(self, index: int, series: str, width: int) -> list[float | None]:
+        """Return a series of a GPU in ``width`` equal parts of the five minutes up to now, each the mean of its values."""
+        points, place = self._points.get(index), SERIES.index(series)
+        if not points or width <= 0:
+            return [None] * width
+        # Whole parts of the clock, so that old ones do not change their height as they move on.
+        part = SECONDS / width
+        last = int(points[-1][0] / part)
+        sums, counts = [0.0] * width, [0] * width
+        for at, values in points:
+            value, slot = values[place], width - 1 - (last - int(at / part))
+            if value is not None and 0 <= slot < width:
+                sums[slot] += value
+                counts[slot] += 1
+        means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+        # A longer interval than a part leaves gaps.
+        for slot in range(1, width):
+            if means[slot] is None and means[slot - 1] is not None and slot < width:
+                means[slot] = means[slot - 1]
+        return means
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened; ``colour`` is a name of a theme: ``bad`` and ``warn`` want attention."""
+
+    at: float
+    text: str
+    colour: str = "text"
+
+    @property
+    def clock(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self.at))
+
+
+def job_title(job: ListedJob) -> str:
+    """Return a job for people: its name, or its program and PID."""
+    if job.name is not None:
+        return job.name
+    program = (job.command or "process").split()[0].rpartition("/")[2]
+    return f"{program} ({job.pid})"
+
+
+_STATE_TEXTS: Final = {
+    PAUSED: "was paused",
+    WAITING: "waits",
+    "leaving": "is being swapped out",
+    "out": "is swapped out",
+    "returning": "is being swapped in",
+    "lost": "cannot come back: its memory was lost",
+}
+
+
+class Events:
+    """What happened, newest last."""
+
+    def __init__(self) -> None:
+        self.all: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._before: Frame | None = None
+        self._slowed_until: dict[tuple[int, str], float] = {}
+
+    def add(self, frame: Frame) -> None:
+        """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
+        before, self._before = self._before, frame if frame.error is None else self._before
+        if frame.error is not None or before is None or frame.at <= before.at:
+            return
+        self.all.extend(self._jobs(before, frame))
+        self.all.extend(self._gpus(before, frame))
+        self.all.extend(self._daemons(before, frame))
+
+    def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
+        at = frame.at
+        earlier = {_key(job): job for job in before.jobs if job.state != ENDED}
+        present = {_key(job): job for job in frame.jobs if job.state != ENDED}
+        past = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
+        codes = {
+            job.name: job.exit_code
+            for job in frame.jobs
+            if job.state == ENDED and (job.name, job.ran_seconds) not in past
+        }
+        for key, job in present.items():
+            old, title = earlier.get(key), job_title(job)
+            if job.line is not None:
+                if old is None:
+                    yield Event(at, f"{title} waits for room, place {job.line.place}", "warn")
+                continue
+            if old is None or old.line is not None:
+                where = f" on {job.device}" if job.device else ""
+                yield Event(at, f"{title} started{where}")
+            elif old.state != job.state:
+                if job.state == RUNNING:
+                    yield Event(
+                        at, f"{title} {'is back on its GPU' if old.state == 'returning' else 'goes on'}", "good"
+                    )
+                else:
+                    yield Event(
+                        at,
+                        f"{title} {_STATE_TEXTS.get(job.state, job.state)}",
+                        "bad" if job.state == "lost" else "warn",
+                    )
+            if is_over(job) and not (old is not None and is_over(old)):
+                held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.memory_limit_bytes)
+                yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
+        for key, job in earlier.items():
+            if key in present or (job.line is not None and any(one.name == job.name for one in present.values())):
+                continue
+            title = job_title(job)
+            if job.name in codes:
+                code = codes.pop(job.name)
+                yield Event(
+                    at, f"{title} ended with exit code {'-' if code is None else code}", "bad" if code else "good"
+                )
+            else:
+                yield Event(at, f"{title} {'left the line' if job.line is not None else 'ended'}")
+        for name, code in codes.items():
+            yield Event(at, f"{name} ended with exit code {'-' if code is None else code}", "bad" if code else "good")
+
+    def _gpus(self, before: Frame, frame: Frame) -> Iterator[Event]:
+        earlier = {gpu.index: gpu for gpu in before.snapshot.gpus}
+        for gpu in frame.snapshot.gpus:
+            old = earlier.get(gpu.index)
+            if gpu.error is not None and (old is None or old.error is None):
+                yield Event(
+                    frame.at, gpu.error if gpu.error.startswith("GPU") else f"GPU {gpu.index}: {gpu.error}", "bad"
+                )
+            if gpu.error is None and old is not None and old.error is not None:
+                yield Event(frame.at, f"GPU {gpu.index} answers again", "good")
+            sensors = frame.sensors.get(gpu.index)
+            for reason in (sensors.slowed_by or ()) if sensors is not None else ():
+                if frame.at >= self._slowed_until.get((gpu.index, reason), 0.0):
+                    yield Event(frame.at, f"GPU {gpu.index} is throttled: {reason}", "warn")
+                self._slowed_until[gpu.index, reason] = frame.at + _QUIET_SECONDS
+        for xid in (frame.xids or ())[len(before.xids) :] if before.xids is not None else ():
+            yield Event(frame.at, f"Xid {xid.number} of the GPU at {xid.pci}", "bad")
+
+    def _daemons(self, before: Frame, frame: Frame) -> Iterator[Event]:
+        present = {daemon.pid: daemon for daemon in frame.snapshot.daemons}
+        for old in before.snapshot.daemons:
+            where = f"GPU {old.gpu_index}" if old.gpu_index is not None else f"{old.pipe_directory}"
+            daemon = present.get(old.pid)
+            if daemon is None:
+                yield Event(frame.at, f"the MPS daemon of {where} ended", "warn")
+                continue
+            servers = {server.pid: server for server in daemon.servers}
+            for server in old.servers:
+                now = servers.get(server.pid)
+                if now is None:
+                    yield Event(frame.at, f"the MPS server of {where} died, with {len(server.clients)} clients", "bad")
+                elif now.status != server.status:
+                    yield Event(
+                        frame.at,
+                        f"the MPS server of {where} is {now.status}",
+                        "bad" if now.status == "FAULT" else "text",
+                    )
+        known = {daemon.pid for daemon in before.snapshot.daemons}
+        for daemon in frame.snapshot.daemons:
+            if daemon.pid not in known:
+                yield Event(
+                    frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
+                )
+
+
+def _key(job: ListedJob) -> tuple[str | None, int | None, bool]:
+    # A requeued job has a new program and the same name.
+    return (job.name, None, job.line is not None) if job.name is not None else (None, job.pid, job.line is not None)
+
+
+def is_over(job: ListedJob) -> bool:
+    """Return whether a job holds more memory than its limit allows on all its devices."""
+    if job.memory_used_bytes is None or job.memory_limit_bytes is None:
+        return False
+    return job.memory_used_bytes > job.memory_limit_bytes * max(1, len(job.device_uuids))

@@ -1,0 +1,265 @@
+"""The list of jobs in the cockpit: its columns, and which rows it has after filters, sorting and the tree. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from gpushare.run.listing import ENDED, PAUSED, RUNNING
+from gpushare.show.status import age, container_name
+from gpushare.show.text import visible
+from gpushare.top.history import is_over, job_title
+from gpushare.units import GIB, MIB, format_slice, ranges
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.model import ListedJob
+    from gpushare.top.frame import Frame, HostUse, Member
+
+
+class Row(NamedTuple):
+    """One line of the list: a job, or a process of it in the tree."""
+
+    job: ListedJob
+    use: HostUse | None
+    member: Member | None = None
+    # The bars before a process in the tree.
+    branch: str = ""
+
+
+class Column(NamedTuple):
+    """A column of the list. ``value`` sorts (None comes last), ``cell`` is the text with the name of its colour."""
+
+    key: str
+    title: str
+    width: int
+    value: Callable[[Row], Any]
+    cell: Callable[[Row], tuple[str, str]]
+    right: bool = False
+    # Sorted, the largest comes first.
+    falls: bool = False
+
+
+def size_text(size: int | None) -> str:
+    """Return a size in at most five cells: ``31.2G``, ``512M``, ``-``."""
+    if size is None:
+        return "-"
+    if size >= 1000 * GIB:
+        return f"{size / GIB / 1024:.1f}T"
+    if size >= 100 * GIB:
+        return f"{size / GIB:.0f}G"
+    return f"{size / GIB:.1f}G" if size >= GIB else f"{size // MIB}M"
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+_STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim"}
+
+
+def _state(row: Row) -> tuple[str, str]:
+    job = row.job
+    if row.member is not None:
+        return "", "dim"
+    if job.line is not None:
+        return f"waits #{job.line.place}", "warn"
+    if job.state == ENDED:
+        return f"ended {'-' if job.exit_code is None else job.exit_code}", "bad" if job.exit_code else "dim"
+    if is_over(job):
+        return "over limit", "bad"
+    return job.state, _STATE_COLOURS.get(job.state, "warn")
+
+
+def _role(row: Row) -> tuple[str, str]:
+    words = {"production": ("prod", "good"), "opportunistic": ("opport", "text"), "plain": ("plain", "dim")}
+    return words.get(row.job.role or "", ("-", "dim")) if row.member is None else ("", "dim")
+
+
+def _way(job: ListedJob) -> str:
+    if job.way is None:
+        return "-"
+    words = [job.mig_name or job.mig_profile or "MIG"] if job.way.startswith("mig") else []
+    return "+".join([*words, *(["MPS"] if job.way.endswith("mps") else [])]) or "slices"
+
+
+def _command(row: Row) -> tuple[str, str]:
+    job = row.job
+    if row.member is not None:
+        return visible(row.member.name or "-"), "dim"
+    if job.line is not None:
+        return waiting_reason(job), "dim"
+    return visible(job.command or "-"), "dim"
+
+
+def waiting_reason(job: ListedJob) -> str:
+    """Return what a job waits for, and behind whom."""
+    line = job.line
+    if line is None:
+        return ""
+    want = "a device of its own" if line.memory_bytes is None else size_text(line.memory_bytes)
+    devices = f" on {line.count} GPUs" if line.count > 1 else ""
+    parts = [f"for {want}{devices}"]
+    if line.stopped:
+        parts.append("its gpushare is stopped: skipped")
+    if line.behind:
+        parts.append(f"behind {', '.join(line.behind[:3])}")
+    if line.held_by:
+        parts.append(f"held by {', '.join(line.held_by[:3])}")
+    return "; ".join(parts)
+
+
+def _name(row: Row) -> tuple[str, str]:
+    if row.member is not None:
+        return row.branch + visible(row.member.name or "-"), "dim"
+    return visible(job_title(row.job)), "text" if row.job.name is not None else "dim"
+
+
+def _own(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
+    """Return what a job has, and a process in the tree has not."""
+    return lambda row: None if row.member is not None else get(row.job)
+
+
+def _cell(
+    get: Callable[[ListedJob], Any], show: Callable[[Any], str], colour: str = "text"
+) -> Callable[[Row], tuple[str, str]]:
+    def cell(row: Row) -> tuple[str, str]:
+        if row.member is not None:
+            return "", "dim"
+        value = get(row.job)
+        return ("-", "dim") if value is None else (show(value), colour)
+
+    return cell
+
+
+def _cpu(row: Row) -> float | None:
+    return None if row.use is None else row.use.cpu_percent
+
+
+def _ram(row: Row) -> int | None:
+    return None if row.use is None else row.use.memory_bytes
+
+
+def _limit(job: ListedJob) -> int | None:
+    return None if job.memory_limit_bytes is None else job.memory_limit_bytes * max(1, len(job.device_uuids))
+
+
+def _held(row: Row) -> tuple[str, str]:
+    job = row.job
+    if row.member is not None:
+        return "", "dim"
+    if job.swapped_bytes and not job.memory_used_bytes:
+        return f"({size_text(job.swapped_bytes)})", "warn"
+    return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
+
+
+def _sm(row: Row) -> tuple[str, str]:
+    if row.member is not None:
+        return "", "dim"
+    value = row.job.sm_percent
+    return _number(value), "dim" if not value else "util"
+
+
+COLUMNS: Final = (
+    Column("job", "JOB", 15, _own(job_title), _name),
+    Column("state", "STATE", 10, lambda row: _state(row)[0], _state),
+    Column("user", "USER", 8, _own(lambda job: job.user), _cell(lambda job: job.user, visible)),
+    Column("gpu", "GPU", 4, _own(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
+    Column("sm", "SM%", 4, _own(lambda job: job.sm_percent), _sm, right=True, falls=True),
+    Column("memory", "MEM", 6, _own(lambda job: job.memory_used_bytes), _held, right=True, falls=True),
+    Column("limit", "LIMIT", 5, _own(_limit), _cell(_limit, size_text, "dim"), right=True, falls=True),
+    Column("way", "WAY", 7, _own(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
+    Column("cpu", "CPU%", 5, _cpu, lambda row: (_number(_cpu(row)), "dim" if not _cpu(row) else "text"), right=True, falls=True),
+    Column("age", "AGE", 4, _own(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
+    Column("role", "ROLE", 6, _own(lambda job: job.role), _role),
+    Column("ram", "RAM", 5, _ram, lambda row: (size_text(_ram(row)), "text"), right=True, falls=True),
+    Column("threads", "THR%", 4, _own(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
+    Column("slice", "SLICE", 7, _own(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
+    Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
+    Column("container", "CONTAINER", 12, _own(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
+    Column("command", "COMMAND", 20, lambda row: _command(row)[0], _command),
+)  # fmt: skip
+BY_KEY: Final[Mapping[str, Column]] = {column.key: column for column in COLUMNS}
+
+
+@dataclass
+class View:
+    """What the user has chosen to see."""
+
+    sort: str = "memory"
+    reverse: bool = False
+    text: str = ""
+    user: str | None = None
+    gpu: int | None = None
+    ended: bool = False
+    tree: bool = False
+
+    @property
+    def filters(self) -> str:
+        """Return the filters in words; empty: there are none."""
+        words = [f"/{self.text}" if self.text else "", f"user {self.user}" if self.user else ""]
+        return "  ".join(filter(None, [*words, f"GPU {self.gpu}" if self.gpu is not None else ""]))
+
+
+def rows_of(frame: Frame, view: View) -> list[Row]:
+    """Return the rows of the list: jobs sorted, those that wait below them in the order of the line, then those that ended."""
+    rows = [
+        Row(job, None if job.pid is None else frame.uses.get(job.pid)) for job in frame.jobs if _is_shown(job, view)
+    ]
+    present = [row for row in rows if row.job.line is None and row.job.state != ENDED]
+    waiting = [row for row in rows if row.job.line is not None]
+    ended = [row for row in rows if row.job.state == ENDED]
+    lines = [*sorted_rows(present, view), *waiting, *ended]
+    if not view.tree:
+        return lines
+    return [line for row in lines for line in (row, *_members(row, frame))]
+
+
+def _is_shown(job: ListedJob, view: View) -> bool:
+    if job.state == ENDED and not view.ended:
+        return False
+    if view.user is not None and job.user != view.user:
+        return False
+    if view.gpu is not None and view.gpu not in job.gpu_indexes:
+        return False
+    words = " ".join(filter(None, [job.name, job.user, job.role, job.command, job.container, job.state, str(job.pid)]))
+    return view.text.lower() in words.lower()
+
+
+def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
+    """Return rows by the chosen column; unknown values are last either way, and equal ones stay by GPU and PID."""
+    column = BY_KEY[view.sort]
+    steady = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
+    known = [row for row in steady if column.value(row) is not None]
+    unknown = [row for row in steady if column.value(row) is None]
+    return [*sorted(known, key=column.value, reverse=column.falls != view.reverse), *unknown]
+
+
+def _members(row: Row, frame: Frame) -> list[Row]:
+    members = frame.trees.get(row.job.pid or 0, ())
+    lines = []
+    for number, member in enumerate(members):
+        following = next((one.depth for one in members[number + 1 :] if one.depth <= member.depth), 0)
+        branch = "  " * (member.depth - 1) + ("├ " if following == member.depth else "└ ")
+        lines.append(Row(row.job, member.use, member, branch))
+    return lines
+
+
+def visible_columns(width: int, first: int) -> list[tuple[Column, int]]:
+    """Return the columns that fit, with their widths: the first one always, then those from ``first`` on.
+
+    The last one takes what is left.
+    """
+    chosen = [(COLUMNS[0], COLUMNS[0].width)]
+    room = width - COLUMNS[0].width
+    for column in COLUMNS[max(1, first) :]:
+        if room < column.width + 1:
+            break
+        chosen.append((column, column.width))
+        room -= column.width + 1
+    if chosen[-1][0].key == "command":
+        chosen[-1] = (chosen[-1][0], chosen[-1][1] + room)
+    else:
+        # The name has use for it.
+        chosen[0] = (chosen[0][0], chosen[0][1] + min(room, 12))
+    return chosen

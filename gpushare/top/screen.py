@@ -1,0 +1,791 @@
+"""The screen of the cockpit: GPUs above, jobs below, a line of events, and the keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from gpushare.errors import GpushareError
+from gpushare.show.text import one_line, visible
+from gpushare.top import gpus, jobs
+from gpushare.top.dialogs import Choice, Dialog, Line, Pages, Prompt, Question
+from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
+from gpushare.top.history import Event, Events, History, gpu_values, job_title
+from gpushare.top.verbs import ACTIONS, Action, Answering, command_of, error_lines, failed, needs_consent, plan_lines
+from gpushare.units import counted, format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from textual import events
+    from textual.app import ComposeResult
+
+    from gpushare.model import Gpu, ListedJob
+    from gpushare.top.frame import Frame
+    from gpushare.top.watch import Watch
+
+# Keys in the footer, the most wanted ones first; what does not fit is in the help.
+FOOTER: Final = (
+    ("?", "help", "help"),
+    ("q", "quit", "quit"),
+    ("/", "filter", "filter"),
+    ("o", "sort", "sort"),
+    ("t", "tree", "tree"),
+    ("s", "stop", "act('s')"),
+    ("p", "pause", "act('p')"),
+    ("r", "resume", "act('r')"),
+    ("w", "swap out", "act('w')"),
+    ("b", "back in", "act('b')"),
+    ("L", "logs", "logs"),
+    ("Enter", "open", "open"),
+    ("e", "explain", "explain"),
+    ("E", "events", "events"),
+    ("D", "findings", "findings"),
+    ("u", "user", "user"),
+    ("g", "GPU", "of_gpu"),
+    ("n", "slice", "act('n')"),
+    ("m", "limits", "act('m')"),
+)
+HELP: Final = (
+    ("Move", ""),
+    ("↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
+    ("← → h l", "columns of the list of jobs"),
+    ("Tab", "from the GPUs to the jobs and back"),
+    ("Enter", "open the GPU, or what can be done with the job"),
+    ("Esc", "back: closes the GPU, then removes filters"),
+    ("Choose", ""),
+    ("/ F4", "filter: part of a name, user, command, state or PID"),
+    ("u g", "only jobs of a user; only jobs on a GPU"),
+    ("o F6 < >", "sort by a column; by the one left or right of it"),
+    ("I", "the other way round"),
+    ("t F5", "tree: each job with its processes"),
+    ("z", "show jobs that have ended, too"),
+    ("Act on the job", "each shows its plan and asks"),
+    *((action.key, action.title) for action in ACTIONS),
+    ("F9", "the same as s"),
+    ("L", "its output, which follows"),
+    ("e", "explain: an error code, a log line, a word"),
+    ("Look", ""),
+    ("E", "what has happened"),
+    ("D", "findings of gpushare doctor, with remedies"),
+    ("T", "dark or light"),
+    ("+ -", "look more often, or less"),
+    ("Space", "hold the screen, or in a replay its time"),
+    ("[ ] { }", "in a replay: 10 s, or 5 min, back or on"),
+    ("q F10", "quit"),
+)
+
+
+class NewFrame(Message):
+    """The host was read."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.frame = frame
+
+
+class Panel(Widget, can_focus=True):
+    """Lines that are drawn whole, with a head, a cursor and a view that follows it."""
+
+    def __init__(self, cockpit: Cockpit) -> None:
+        super().__init__()
+        self._cockpit = cockpit
+        self.cursor, self.top = 0, 0
+        self._head: list[Piece] = []
+        self._rows: list[list[Piece]] = []
+
+    @property
+    def room(self) -> int:
+        """Return how many rows fit below the head."""
+        return max(0, self.size.height - 1)
+
+    def show_rows(self, head: list[Piece], rows: list[list[Piece]], cursor: int) -> None:
+        """Draw other rows; the cursor stays in view."""
+        self._head, self._rows = head, rows
+        self.cursor = min(max(0, cursor), max(0, len(rows) - 1))
+        self.top = min(self.top, max(0, len(rows) - self.room), self.cursor)
+        if self.room:
+            self.top = max(self.top, self.cursor - self.room + 1)
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        theme, width = self._cockpit.colours, self.size.width
+        if y == 0:
+            return Strip(segments(self._head, width, theme, "head"))
+        at = self.top + y - 1
+        if at >= len(self._rows):
+            return Strip(segments([], width, theme))
+        chosen = at == self.cursor and self.has_focus
+        return Strip(segments(self._rows[at], width, theme, "row" if chosen else "back"))
+
+    def on_resize(self) -> None:
+        self.show_rows(self._head, self._rows, self.cursor)
+
+    def on_focus(self) -> None:
+        self.refresh()
+
+    def on_blur(self) -> None:
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        if event.y == 0:
+            self._cockpit.clicked_head(self, event.x)
+        elif self.top + event.y - 1 < len(self._rows):
+            self._cockpit.moved(self, self.top + event.y - 1)
+            if event.chain == 2:
+                self._cockpit.action_open()
+
+    def on_mouse_scroll_down(self, _event: events.MouseScrollDown) -> None:
+        self._cockpit.moved(self, self.cursor + 3)
+
+    def on_mouse_scroll_up(self, _event: events.MouseScrollUp) -> None:
+        self._cockpit.moved(self, self.cursor - 3)
+
+
+class Bar(Widget):
+    """One line of the screen."""
+
+    def __init__(self, cockpit: Cockpit, draw: Callable[[int], list[Segment]]) -> None:
+        super().__init__()
+        self._cockpit, self._draw = cockpit, draw
+        self.styles.height = 1
+
+    def render_line(self, y: int) -> Strip:  # noqa: ARG002 - it has one
+        return Strip(self._draw(self.size.width))
+
+
+class Cockpit(App[None]):
+    """`gpushare top`."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { layout: vertical; overflow: hidden; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,f10,ctrl+c,ctrl+q", "quit", priority=False, show=False),
+        Binding("question_mark,f1", "help", show=False),
+        Binding("tab,shift+tab", "other", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("pagedown,ctrl+f", "page(1)", show=False),
+        Binding("pageup,ctrl+b", "page(-1)", show=False),
+        Binding("home", "move(-99999)", show=False),
+        Binding("end,G", "move(99999)", show=False),
+        Binding("left,h", "columns(-1)", show=False),
+        Binding("right,l", "columns(1)", show=False),
+        Binding("enter", "open", show=False),
+        Binding("escape", "back", show=False),
+        Binding("slash,f4,f3", "filter", show=False),
+        Binding("u", "user", show=False),
+        Binding("g", "of_gpu", show=False),
+        Binding("o,f6", "sort", show=False),
+        Binding("less_than_sign,comma", "sort_next(-1)", show=False),
+        Binding("greater_than_sign,full_stop", "sort_next(1)", show=False),
+        Binding("I", "reverse", show=False),
+        Binding("t,f5", "tree", show=False),
+        Binding("z", "ended", show=False),
+        *(Binding(action.key, f"act({action.key!r})", show=False) for action in ACTIONS),
+        Binding("f9,delete", "act('s')", show=False),
+        Binding("L", "logs", show=False),
+        Binding("e", "explain", show=False),
+        Binding("E", "events", show=False),
+        Binding("D", "findings", show=False),
+        Binding("T", "theme", show=False),
+        Binding("plus,equals_sign", "interval(0.5)", show=False),
+        Binding("minus", "interval(2.0)", show=False),
+        Binding("space", "hold", show=False),
+        Binding("left_square_bracket", "seek(-10)", show=False),
+        Binding("right_square_bracket", "seek(10)", show=False),
+        Binding("left_curly_bracket", "seek(-300)", show=False),
+        Binding("right_curly_bracket", "seek(300)", show=False),
+    ]
+
+    def __init__(
+        self,
+        watch: Watch,
+        answer: Answering,
+        *,
+        theme: str = "dark",
+        verbs: Iterable[str] = (),
+        follow: Callable[[str, Callable[[Sequence[str]], None]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Show what ``watch`` reads; ``answer`` runs the verbs, of which there are ``verbs``."""
+        super().__init__(ansi_color=theme == "plain")
+        self.watch_host, self._answer, self._follow = watch, answer, follow
+        self.colours: Theme = THEMES[theme]
+        self._verbs = set(verbs)
+        self.view = jobs.View()
+        self.opened: int | None = None
+        self.frame: Frame | None = None
+        self.past, self.happened = History(), Events()
+        self._held = False
+        self._findings: list[dict[str, object]] | None = None
+        self._rows: list[jobs.Row] = []
+        self._gpu_of_row: list[int] = []
+        self._first_column = 1
+        self._note: tuple[float, str, str] | None = None
+        self._title = Bar(self, self._title_line)
+        self._gpus, self._jobs = Panel(self), Panel(self)
+        self._charts = Charts(self)
+        self._last = Bar(self, self._event_line)
+        self._keys = Bar(self, self._key_line)
+
+    # -- the screen --------------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        yield self._title
+        yield self._gpus
+        yield self._charts
+        yield self._jobs
+        yield self._last
+        yield self._keys
+
+    def on_mount(self) -> None:
+        self._recolour()
+        self._jobs.styles.height = "1fr"
+        self._jobs.focus()
+        self.watch_host.deliver_to(lambda frame: self.post_message(NewFrame(frame)))
+        if self.watch_host.latest is not None:
+            self.take(self.watch_host.latest)
+        # So that a look that hangs is seen.
+        self.set_interval(1.0, self._tick)
+        self.set_interval(300.0, self._examine)
+        self.set_timer(2.0, self._examine)
+
+    def on_unmount(self) -> None:
+        self.watch_host.end()
+
+    def on_new_frame(self, message: NewFrame) -> None:
+        if not self._held:
+            self.take(message.frame)
+
+    def on_resize(self) -> None:
+        self.redraw()
+
+    def _tick(self) -> None:
+        self._title.refresh()
+        if self._note is not None and time.monotonic() > self._note[0]:
+            self._note = None
+            self._last.refresh()
+
+    def _recolour(self) -> None:
+        back = self.colours.colours.get("back")
+        if back is not None:
+            self.screen.styles.background = back
+        self.redraw()
+
+    def take(self, frame: Frame) -> None:
+        """Show a frame, and keep it in the past."""
+        if frame.error is None:
+            self.past.add(frame)
+        self.happened.add(frame)
+        # What was seen last stays on the screen while nothing can be read.
+        if frame.error is None or self.frame is None or self.frame.error is not None:
+            self.frame = frame
+        else:
+            self.say(frame.error.splitlines()[0], "bad")
+        self.redraw()
+
+    def say(self, text: str, colour: str = "text", seconds: float = 10.0) -> None:
+        """Show a message in the line of events for a while."""
+        self._note = (time.monotonic() + seconds, text, colour)
+        self._last.refresh()
+
+    def redraw(self) -> None:
+        """Lay out and draw everything from the last frame."""
+        if self.frame is not None and self.size.width:
+            self._draw_gpus(self.frame)
+            self._draw_jobs(self.frame)
+        for one in (self._title, self._last, self._keys):
+            one.refresh()
+
+    def _draw_gpus(self, frame: Frame) -> None:
+        width, height = self.size
+        all_gpus = frame.snapshot.gpus
+        shown = [gpu for gpu in all_gpus if self.opened in {None, gpu.index}]
+        layout = gpus.layout_of(width, max((len(gpus.short_name(gpu)) for gpu in all_gpus), default=0))
+        chosen = self.chosen_gpu
+        rows: list[list[Piece]] = []
+        owners: list[int] = []
+        below = {gpu.index: gpus.below(frame, gpu, layout, self.colours) for gpu in shown}
+        # Title, heads, events and keys, and some jobs.
+        room = max(1, (height - 5) * (3 if self.opened is not None else 2) // 4)
+        whole = len(shown) + sum(map(len, below.values())) <= max(room - 3, height // 3)
+        for gpu in shown:
+            rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
+            if self.opened is not None:
+                rows += gpus.fact_lines(frame, gpu)
+            if whole or self.opened is not None:
+                rows += below[gpu.index]
+            if self.opened is not None:
+                rows += gpus.client_lines(frame, gpu)
+            owners += [gpu.index] * (len(rows) - len(owners))
+        if frame.error is not None:
+            rows = [
+                [(f" {line}", "bad" if number == 0 else "text")] for number, line in enumerate(frame.error.split("\n"))
+            ]
+            owners = []
+        elif not all_gpus:
+            rows, owners = [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
+        self._gpu_of_row = owners
+        lines = min(len(rows), room)
+        listed = len([job for job in frame.jobs if job.pid is not None])
+        # Charts take what the jobs leave.
+        left = height - 6 - lines - max(6, min(listed + 1, (height - 5 - lines) * 2 // 3))
+        charted = next((one for one in shown if self.opened is not None or one.index == chosen), None)
+        most = 16 if self.opened is not None else 9
+        self._charts.show(frame, None if charted is None or left < 4 or charted.error else charted, min(left, most))
+        self._gpus.styles.height = lines + 1
+        cursor = owners.index(chosen) if chosen in owners else 0
+        self._gpus.show_rows(
+            gpus.head(layout),
+            rows,
+            self._gpus.cursor if self._gpus.cursor < len(owners) and owners[self._gpus.cursor] == chosen else cursor,
+        )
+
+    def _draw_jobs(self, frame: Frame) -> None:
+        before = self.chosen
+        self._rows = jobs.rows_of(frame, self.view)
+        columns = jobs.visible_columns(self.size.width - 2, self._first_column)
+        head: list[Piece] = [(" ", "dim")]
+        for column, width in columns:
+            mark = ("▼" if column.falls != self.view.reverse else "▲") if column.key == self.view.sort else ""
+            title = (
+                (column.title + mark) if width_fits(column.title + mark, width) else column.title[: width - 1] + mark
+            )
+            head += [(fitted(title, width, right=column.right), "text" if mark else "dim"), (" ", "dim")]
+        rows = []
+        for row in self._rows:
+            line: list[Piece] = [(" ", "text")]
+            for column, width in columns:
+                text, colour = column.cell(row)
+                line += [(fitted(text, width, right=column.right), colour), (" ", "text")]
+            rows.append(line)
+        if not rows:
+            rows = [[(f" {self._nothing(frame)}", "dim")]]
+        self._jobs.show_rows(head, rows, self._row_of(before))
+
+    def _nothing(self, frame: Frame) -> str:
+        if self.view.filters or self.opened is not None:
+            return "nothing is shown by this filter; Esc removes it"
+        if any(gpu.processes is None for gpu in frame.snapshot.gpus):
+            return "the processes on the GPUs are unknown; see: gpushare doctor"
+        return "no processes on the GPUs" if frame.error is None else ""
+
+    def _row_of(self, row: jobs.Row | None) -> int:
+        """Return where a row is now: the cursor follows its job."""
+        if row is None:
+            return self._jobs.cursor
+        pid = None if row.member is None else row.member.pid
+        for at, one in enumerate(self._rows):
+            same = (one.job.name, one.job.pid) == (row.job.name, row.job.pid)
+            if same and (None if one.member is None else one.member.pid) == pid:
+                return at
+        return self._jobs.cursor
+
+    # -- the lines -----------------------------------------------------------------------------------------------------------
+
+    def _title_line(self, width: int) -> list[Segment]:
+        frame, pieces = self.frame, list[Piece]([(" gpushare top", "text")])
+        if frame is None:
+            pieces.append(("   reading the host ...", "dim"))
+            return segments(pieces, width, self.colours, "head")
+        snapshot = frame.snapshot
+        pieces.append((f"  {snapshot.host}  driver {snapshot.driver_version or '-'}", "dim"))
+        hangs = self.watch_host.hangs_for()
+        right: list[Piece] = []
+        if hangs is not None:
+            right.append((f"no answer for {hangs:.0f} s: old values  ", "bad"))
+        elif self._held:
+            right.append(("held: Space goes on  ", "warn"))
+        if self.view.filters or self.opened is not None:
+            right.append((f"{self.view.filters or f'GPU {self.opened}'}: Esc  ", "warn"))
+        if frame.cpu_percent is not None:
+            right.append((f"CPU {frame.cpu_percent:.0f}%  ", "dim"))
+        if frame.memory_total:
+            right.append((f"RAM {jobs.size_text(frame.memory_used)}/{jobs.size_text(frame.memory_total)}  ", "dim"))
+        if frame.load is not None and width >= 100:
+            right.append((f"load {frame.load:.1f}  ", "dim"))
+        found = self._findings
+        if found:
+            right.append((f"{counted(len(found), 'finding')}: D  ", "warn"))
+        right.append((time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text"))
+        taken = sum(len(piece[0]) for piece in right)
+        left = segments(pieces, max(0, width - taken), self.colours, "head")
+        return [*left, *segments(right, min(width, taken), self.colours, "head")]
+
+    def _event_line(self, width: int) -> list[Segment]:
+        if self._note is not None:
+            return segments([(" ", "text"), (one_line(self._note[1]), self._note[2])], width, self.colours)
+        pieces: list[Piece] = [(" ", "text")]
+        for event in reversed(self.happened.all):
+            pieces += [(f"{event.clock} ", "dim"), (f"{visible(event.text)}   ", event.colour)]
+            if sum(len(piece[0]) for piece in pieces) > width:
+                break
+        return segments(pieces, width, self.colours)
+
+    def _key_line(self, width: int) -> list[Segment]:
+        line: list[Segment] = []
+        room = width
+        for key, title, action in FOOTER:
+            cells = len(key) + len(title) + 3
+            if cells > room:
+                break
+            click = Style.from_meta({"@click": f"app.{action}"})
+            line.append(Segment(f" {key}", self.colours.style("text", "head", bold=True) + click))
+            line.append(Segment(f" {title} ", self.colours.style("dim", "head") + click))
+            room -= cells
+        return [*line, Segment(" " * room, self.colours.style("dim", "head"))]
+
+    # -- what is chosen ------------------------------------------------------------------------------------------------------
+
+    @property
+    def chosen(self) -> jobs.Row | None:
+        """Return the row under the cursor in the list of jobs."""
+        at = self._jobs.cursor
+        return self._rows[at] if at < len(self._rows) else None
+
+    @property
+    def chosen_gpu(self) -> int | None:
+        """Return the GPU under the cursor."""
+        at = self._gpus.cursor
+        return self._gpu_of_row[at] if at < len(self._gpu_of_row) else None
+
+    def moved(self, panel: Panel, to: int) -> None:
+        """Put the cursor of a panel somewhere."""
+        panel.focus()
+        panel.show_rows(panel._head, panel._rows, to)
+        if panel is self._gpus and self.frame is not None:
+            self._draw_gpus(self.frame)
+
+    def clicked_head(self, panel: Panel, x: int) -> None:
+        """Sort by the column of the list of jobs whose title was clicked; again: the other way round."""
+        if panel is not self._jobs:
+            return
+        at = 1
+        for column, width in jobs.visible_columns(self.size.width - 2, self._first_column):
+            if at <= x < at + width:
+                self._sort_by(column.key)
+            at += width + 1
+
+    # -- keys ----------------------------------------------------------------------------------------------------------------
+
+    def _focused(self) -> Panel:
+        return self._gpus if self._gpus.has_focus else self._jobs
+
+    def action_move(self, by: int) -> None:
+        panel = self._focused()
+        self.moved(panel, panel.cursor + by)
+
+    def action_page(self, by: int) -> None:
+        self.action_move(by * max(1, self._focused().room - 1))
+
+    def action_other(self) -> None:
+        (self._jobs if self._gpus.has_focus else self._gpus).focus()
+
+    def action_columns(self, by: int) -> None:
+        self._first_column = min(max(1, self._first_column + by), len(jobs.COLUMNS) - 1)
+        self.redraw()
+
+    async def action_back(self) -> None:
+        if self.opened is not None:
+            self._open_gpu(None)
+        else:
+            self.view = jobs.View(sort=self.view.sort, reverse=self.view.reverse, tree=self.view.tree)
+            self.redraw()
+
+    def action_reverse(self) -> None:
+        self.view.reverse = not self.view.reverse
+        self.redraw()
+
+    def _sort_by(self, key: str) -> None:
+        self.view.reverse = key == self.view.sort and not self.view.reverse
+        self.view.sort = key
+        self.redraw()
+
+    def action_sort_next(self, by: int) -> None:
+        keys = [column.key for column in jobs.COLUMNS]
+        self.view.sort = keys[(keys.index(self.view.sort) + by) % len(keys)]
+        self.view.reverse = False
+        self.redraw()
+
+    def action_tree(self) -> None:
+        self.view.tree = not self.view.tree
+        self.watch_host.reader.trees = self.view.tree
+        self.watch_host.look_now()
+        self.redraw()
+
+    def action_ended(self) -> None:
+        self.view.ended = not self.view.ended
+        self.redraw()
+
+    def action_theme(self) -> None:
+        if not self.colours.plain:
+            self.colours = THEMES["light" if self.colours.name == "dark" else "dark"]
+            self._recolour()
+
+    def action_interval(self, factor: float) -> None:
+        self.watch_host.seconds = min(60.0, max(0.25, self.watch_host.seconds * factor))
+        self.watch_host.look_now()
+        self.say(f"a look every {self.watch_host.seconds:g} s")
+
+    def action_hold(self) -> None:
+        self._held = not self._held
+        self._title.refresh()
+
+    def action_seek(self, seconds: float) -> None:
+        seek = getattr(self.watch_host, "seek", None)
+        if seek is not None:
+            seek(seconds)
+
+    def _open_gpu(self, index: int | None) -> None:
+        self.opened = self.view.gpu = index
+        self.watch_host.reader.watched = index
+        self.watch_host.look_now()
+        self.redraw()
+
+    # -- dialogs -------------------------------------------------------------------------------------------------------------
+
+    def action_help(self) -> None:
+        lines = [
+            (key, "text") if not text or key == "Act on the job" else (f"  {key:<10} {text}", "dim")
+            for key, text in HELP
+        ]
+        self.push_screen(Pages("gpushare top", lines, self.colours))
+
+    def action_events(self) -> None:
+        lines = [(f"{event.clock}  {event.text}", event.colour) for event in reversed(self.happened.all)]
+        self.push_screen(Pages("What has happened", lines or [("nothing since the start", "dim")], self.colours))
+
+    def action_findings(self) -> None:
+        lines: list[Line] = []
+        for one in self._findings or ():
+            lines += [(str(one["seen"]), "bad" if one["verdict"] == "fail" else "warn")]
+            lines += [(f"  {one[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if one[key]]
+        nothing = "gpushare doctor is still at work" if self._findings is None else "gpushare doctor has found nothing"
+        self.push_screen(Pages("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
+
+    def _examine(self) -> None:
+        self.run_worker(self._examined(), group="doctor", exclusive=True)
+
+    async def _examined(self) -> None:
+        document = await self._answer(["doctor"])
+        checks = (document.get("data") or {}).get("checks")
+        if checks is not None:
+            self._findings = [one for one in checks if one["verdict"] in {"warn", "fail"}]
+            self._title.refresh()
+
+    def action_filter(self) -> None:
+        def typed(text: object) -> None:
+            if text is not None:
+                self.view.text = str(text)
+                self.redraw()
+
+        what = "part of a name, user, command, state or PID; empty shows all"
+        self.push_screen(Prompt("Filter", what, self.colours, value=self.view.text), typed)
+
+    def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], cursor: int = 0) -> None:
+        def done(number: object) -> None:
+            if isinstance(number, int):
+                chosen(number)
+
+        self.push_screen(Choice(title, [(text, "text") for text in texts], self.colours, cursor), done)
+
+    def action_user(self) -> None:
+        users = sorted({job.user for job in self.frame.jobs if job.user} if self.frame else ())
+
+        def chosen(number: int) -> None:
+            self.view.user = None if number == 0 else users[number - 1]
+            self.redraw()
+
+        self._choose("Jobs of", ["all users", *users], chosen)
+
+    def action_of_gpu(self) -> None:
+        there = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
+
+        def chosen(number: int) -> None:
+            self.view.gpu = None if number == 0 else there[number - 1]
+            self.redraw()
+
+        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in there)], chosen)
+
+    def action_sort(self) -> None:
+        keys = [column.key for column in jobs.COLUMNS]
+        titles = [column.title.lower() for column in jobs.COLUMNS]
+        self._choose("Sort by", titles, lambda number: self._sort_by(keys[number]), keys.index(self.view.sort))
+
+    def action_open(self) -> None:
+        if self._gpus.has_focus:
+            if self.chosen_gpu is not None:
+                self._open_gpu(None if self.opened is not None else self.chosen_gpu)
+            return
+        row = self.chosen
+        if row is None or self.frame is None:
+            return
+        actions = [one for one in ACTIONS if self._is_there(one)]
+        facts = self._facts(row.job)
+        texts = [f"{action.key}  {action.title}" for action in actions]
+
+        def done(number: object) -> None:
+            if isinstance(number, int) and number >= len(facts):
+                self._begin(actions[number - len(facts)], row.job)
+
+        lines: list[Line] = [*facts, *((text, "text") for text in texts)]
+        self.push_screen(Choice(job_title(row.job), lines, self.colours, len(facts)), done)
+
+    def _facts(self, job: ListedJob) -> list[Line]:
+        facts = [
+            ("command", job.command),
+            ("device", job.device or (f"GPU {', '.join(map(str, job.gpu_indexes))}" if job.gpu_indexes else None)),
+            ("processes", ", ".join(map(str, job.processes)) or None),
+            ("memory", f"{format_bytes(job.memory_used_bytes)}, limit {format_bytes(job.memory_limit_bytes)}"),
+            ("waits", jobs.waiting_reason(job) or None),
+            ("since", None if job.since_seconds is None else format_duration(job.since_seconds)),
+        ]
+        return [(f"{title:<10} {one_line(text)[:70]}", "dim") for title, text in facts if text]
+
+    # -- actions -------------------------------------------------------------------------------------------------------------
+
+    def _is_there(self, action: Action) -> bool:
+        return action.key != "v" or "move" in self._verbs
+
+    def action_act(self, key: str) -> None:
+        action = next(one for one in ACTIONS if one.key == key)
+        row = self.chosen
+        if not self._is_there(action):
+            self.say("this gpushare has no verb for that", "warn")
+        elif row is None:
+            self.say("no job is selected", "warn")
+        else:
+            self._begin(action, row.job)
+
+    def _begin(self, action: Action, job: ListedJob) -> None:
+        self.run_worker(self._acted(action, job), group="act", exclusive=True)
+
+    async def _acted(self, action: Action, job: ListedJob) -> None:
+        """Ask for what is missing, show the plan, ask, carry it out, and say how it went."""
+        text = ""
+        if action.asks is not None:
+            typed = await self.push_screen_wait(
+                Prompt(f"{job_title(job)}: {action.title}", action.asks, self.colours, example=action.example)
+            )
+            if typed is None:
+                return
+            text = str(typed)
+        try:
+            words = list(action.words(job, text))
+        except GpushareError as error:
+            await self._told(action.title, [(error.message, "bad"), (error.hint, "text")])
+            return
+        self.say(f"planning: {command_of(words)} ...")
+        document = await self._answer([*words, "-n"])
+        while True:
+            self._note = None
+            if failed(document) and not needs_consent(document):
+                await self._told(command_of(words), error_lines(document, words))
+                return
+            plan = plan_lines(document, words)
+            if not await self.push_screen_wait(Question(f"{job_title(job)}: {action.title}?", plan, self.colours)):
+                self.say("nothing was changed")
+                return
+            consent = bool((document.get("data") or {}).get("consent"))
+            self.say(f"{command_of(words)} ...", seconds=3600)
+            document = await self._answer([*words, "-y"] if consent else words)
+            # Something else would go by now than was agreed to.
+            if not needs_consent(document):
+                break
+        self._note = None
+        self.watch_host.look_now()
+        if failed(document):
+            await self._told(command_of(words), error_lines(document, words))
+            return
+        undo = (document.get("data") or {}).get("undo")
+        self.happened.all.append(
+            Event(time.time(), f"done: {command_of(words)}{f'; undo: {undo}' if undo else ''}", "good")
+        )
+        self._last.refresh()
+
+    async def _told(self, title: str, lines: Sequence[Line]) -> None:
+        self._note = None
+        await self.push_screen_wait(Dialog(title, lines, self.colours))
+
+    def action_explain(self) -> None:
+        self.run_worker(self._explained(), group="act", exclusive=True)
+
+    async def _explained(self) -> None:
+        row = self.chosen
+        way = None if row is None else row.job.way
+        value = (
+            ""
+            if way is None
+            else "swap"
+            if row is not None and row.job.swapped_bytes
+            else "time-slicing"
+            if way == "timeslice"
+            else ""
+        )
+        text = await self.push_screen_wait(
+            Prompt("Explain", "an error code, a line of a log, or a word", self.colours, example="Xid 79", value=value)
+        )
+        if not text:
+            return
+        document = await self._answer(["explain", *str(text).split()])
+        if failed(document):
+            await self._told("Explain", error_lines(document, ["explain", str(text)]))
+            return
+        lines: list[Line] = []
+        for one in document["data"]["explanations"]:
+            lines += [
+                (str(one["title"]), "text"),
+                *((f"  {one[key]}", "dim") for key in ("meaning", "cause") if one.get(key)),
+                ("", "text"),
+            ]
+        await self.push_screen_wait(Pages("Explain", lines, self.colours))
+
+    def action_logs(self) -> None:
+        row = self.chosen
+        if row is None or self._follow is None:
+            return
+        pages = Pages(f"{job_title(row.job)}: output", [], self.colours)
+        self.push_screen(pages)
+        target = row.job.name or str(row.job.pid)
+        self.run_worker(
+            self._follow(target, lambda lines: pages.lines.add([(visible(line), "text") for line in lines])),
+            group="logs",
+            exclusive=True,
+        )
+
+
+class Charts(Widget):
+    """The past of the chosen GPU."""
+
+    def __init__(self, cockpit: Cockpit) -> None:
+        super().__init__()
+        self._cockpit = cockpit
+        self._lines: list[list[Piece]] = []
+        self.styles.height = 0
+
+    def show(self, frame: Frame, gpu: Gpu | None, height: int) -> None:
+        """Draw the charts of a GPU; None: hide them."""
+        self.styles.height = 0 if gpu is None else height
+        self._lines = (
+            []
+            if gpu is None
+            else gpus.chart_lines(gpu, self._cockpit.past, gpu_values(frame, gpu), self._cockpit.size.width, height)
+        )
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        line = self._lines[y] if y < len(self._lines) else []
+        return Strip(segments(line, self.size.width, self._cockpit.colours))
+
+
+def width_fits(text: str, width: int) -> bool:
+    return len(text) <= width

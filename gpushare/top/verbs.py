@@ -1,0 +1,158 @@
+"""What can be done in the cockpit: each action is a verb of gpushare, run as a program of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from gpushare.errors import BadUsage, ExitCode
+
+if TYPE_CHECKING:
+    from gpushare.model import ListedJob
+
+# As `python -m gpushare`, which would look for gpushare in the working directory first.
+_MAIN: Final = "import sys; sys.path.insert(0, {!r}); from gpushare.cli import main; sys.exit(main())"
+_MOST_BYTES: Final = 16 << 20
+# A document of a verb (`Result.envelope`).
+Document = Mapping[str, Any]
+Answering = Callable[[Sequence[str]], Awaitable[Document]]
+
+
+class Action(NamedTuple):
+    """One action on a job. ``words`` makes the command line, from the job and what the user typed, if ``asks``."""
+
+    key: str
+    title: str
+    words: Callable[[ListedJob, str], Sequence[str]]
+    asks: str | None = None
+    example: str = ""
+
+
+def _job(job: ListedJob) -> str:
+    return str(job.pid) if job.pid is not None else str(job.name)
+
+
+def _slice(job: ListedJob, text: str) -> Sequence[str]:
+    return ["timeslice", "set", text, _job(job)] if text else ["timeslice", "reset", _job(job)]
+
+
+def _limit(job: ListedJob, text: str) -> Sequence[str]:
+    gpu = ",".join(map(str, job.gpu_indexes))
+    words = text.split()
+    threads = [word for word in words if word.endswith("%") or word.replace(".", "", 1).isdigit()]
+    memory = [word for word in words if word not in threads]
+    if len(threads) > 1 or len(memory) > 1 or not words:
+        raise BadUsage(
+            "give threads, memory or both", "for example: 50% 8G; memory none removes the limit", code="usage"
+        )
+    options = [
+        *(["--threads", threads[0].rstrip("%")] if threads else []),
+        *(["--memory", memory[0]] if memory else []),
+    ]
+    return ["mps", "set", *(["-g", gpu] if gpu else []), *options]
+
+
+ACTIONS: Final = (
+    Action("s", "stop it, in the way that is safe for its share", lambda job, _: ["stop", _job(job)]),
+    Action("p", "pause it: off the GPU at once", lambda job, _: ["pause", _job(job)]),
+    Action("r", "resume it", lambda job, _: ["resume", _job(job)]),
+    Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job(job)]),
+    Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job(job)]),
+    Action("n", "set its time-slice", _slice, "time-slice; empty restores it", "500us"),
+    Action(
+        "m", "limits of its MPS daemon", _limit, "threads and memory of clients that start from now on", "50% 8G"
+    ),
+    Action("v", "move it to another GPU", lambda job, text: ["move", _job(job), "-g", text], "to which GPU", "1"),
+)  # fmt: skip
+
+
+def command_of(words: Sequence[str]) -> str:
+    """Return a command line as it is typed."""
+    return shlex.join(["gpushare", *words])
+
+
+def argv_of(spec: str, words: Sequence[str]) -> list[str]:
+    """Return what starts this gpushare with a command line, on a host."""
+    return [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), "--host", spec, *words]
+
+
+async def answered(spec: str, words: Sequence[str]) -> Document:
+    """Run a verb and return its document with its exit code; one that writes none gets an error that says so."""
+    process = await asyncio.create_subprocess_exec(
+        *argv_of(spec, ["-o", "json", *words]),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        limit=_MOST_BYTES,
+    )
+    out, _ = await process.communicate()
+    try:
+        document = json.loads(out)
+    except ValueError:
+        error = {
+            "code": "no_answer",
+            "message": f"it ended with exit code {process.returncode}",
+            "hint": f"try it: {command_of(words)}",
+        }
+        document = {"status": "error", "data": None, "errors": [error]}
+    return {**document, "exit_code": process.returncode}
+
+
+def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return a plan for people, with colours: its steps and commands, what it takes, how it is undone."""
+    data = document.get("data") or {}
+    lines = [(command_of(words), "dim"), ("", "text")]
+    for number, step in enumerate(data.get("steps") or (), 1):
+        lines.append((f"{number}. {step['what']}", "text"))
+        lines.append((f"   $ {step['command']}", "dim"))
+    for loss in data.get("consent") or ():
+        why = f" ({', '.join(loss['why'])})" if loss["why"] else ""
+        lines.append((f"this {loss['action']} {loss['what']}{why}", "warn"))
+    if data.get("undo"):
+        lines.append((f"undo: {data['undo']}", "dim"))
+    return lines
+
+
+def error_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the errors of a document for people; where root is missing, the command with sudo."""
+    lines: list[tuple[str, str]] = []
+    for error in document.get("errors") or ():
+        lines += [(str(error["message"]), "bad"), (str(error["hint"] or ""), "text")]
+    if document.get("exit_code") == ExitCode.NO_PERMISSION:
+        lines.append((f"as root: sudo {command_of(words)}", "warn"))
+    return lines
+
+
+def needs_consent(document: Document) -> bool:
+    return any(error["code"] == "needs_consent" for error in document.get("errors") or ())
+
+
+def failed(document: Document) -> bool:
+    return document.get("status") == "error"
+
+
+async def followed(spec: str, job: str, add: Callable[[Sequence[str]], None]) -> None:
+    """Hand on what a job prints, in lines, until it has ended or this is cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        *argv_of(spec, ["logs", "-f", "--lines", "1000", job]),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    if process.stdout is None:
+        return
+    rest = b""
+    try:
+        while block := await process.stdout.read(1 << 16):
+            *lines, rest = (rest + block).split(b"\n")
+            add([line.decode(errors="replace") for line in lines])
+        add([line.decode(errors="replace") for line in [rest] if line])
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
