@@ -13,6 +13,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 HEAVY = (
     "prometheus_client",
     "rich",
+    "textual",
     "psutil",
     "tabulate",
     "yaml",

@@ -29,7 +29,7 @@ def top(
     from gpushare.cli.status import interval as checked_interval
     from gpushare.cli.status import with_memory
 
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+    if not _is_terminal():
         raise NotSupported(
             "top draws a screen, and this is not a terminal",
             "for logs and pipes: gpushare status -w",
@@ -63,6 +63,10 @@ def top(
         follow=lambda job, add: followed(spec, job, add),
     ).run()
     return 0
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _theme() -> str:

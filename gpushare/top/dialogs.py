@@ -46,7 +46,6 @@ class Lines(Widget):
         super().__init__()
         self.lines, self._colours, self.cursor, self.offset_y = list(lines), theme, cursor, 0
         self.styles.height = "auto"
-        self.styles.max_height = "100%"
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:  # noqa: ARG002 - Textual's
         return max(1, len(self.lines))
@@ -75,7 +74,7 @@ class Lines(Widget):
         self.lines = [*self.lines, *lines][-most:]
         if follows:
             self.offset_y = max(0, len(self.lines) - self.size.height)
-        self.refresh()
+        self.refresh(layout=True)
 
 
 class Dialog(ModalScreen[object]):
@@ -97,6 +96,8 @@ class Dialog(ModalScreen[object]):
     def compose(self) -> ComposeResult:
         width = min(100, self.app.size.width - 4)
         self.lines.lines = wrapped(self._given, width - 6)
+        # Title, keys, and the blanks around them.
+        self.lines.styles.max_height = max(3, self.app.size.height - 10)
         with Vertical() as box:
             box.styles.width = width
             box.styles.background = self._colours.colours.get("head")

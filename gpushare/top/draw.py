@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Eighths of a cell, from below.
 # One cell of a bar: not quite a whole block, so that the bars of two lines do not touch.
 _CELL: Final = "▇"
+# One that is promised and not held.
+_THIN: Final = "▃"
 _UP: Final = " ▁▂▃▄▅▆▇█"
 
 # Names of colours, so that a theme is a table. `back` and `row` are backgrounds.
@@ -26,7 +28,7 @@ _DARK: Final = {
     "track": "#282d36",
     "util": "#56c596",
     "memory": "#5b9df5",
-    "reserved": "#2f4d78",
+    "reserved": "#8fb8f0",
     "sm": "#b48ef0",
     "power": "#e0a458",
     "warn": "#e5c07b",
@@ -42,7 +44,7 @@ _LIGHT: Final = {
     "track": "#e3e6ea",
     "util": "#1f8f63",
     "memory": "#2a6fd6",
-    "reserved": "#a9c8f3",
+    "reserved": "#6f9be0",
     "sm": "#7d4fc9",
     "power": "#a8650f",
     "warn": "#8a5a00",
@@ -148,10 +150,11 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     for cell in range(width):
         shares = _cell_shares(cell, edges)
         colour = shares[0][0] if len(shares) == 1 else mixed(shares, theme)
+        shape = _THIN if colour == "reserved" else _CELL
         if pieces and pieces[-1][1] == colour:
-            pieces[-1] = (pieces[-1][0] + _CELL, colour)
+            pieces[-1] = (pieces[-1][0] + shape, colour)
         else:
-            pieces.append((_CELL, colour))
+            pieces.append((shape, colour))
     return pieces
 
 
@@ -187,17 +190,28 @@ def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:
     """Return the newest values (0 to 1) as one line, the newest at the right; an unknown one is a blank."""
     shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
-    return [("".join(" " if one is None else _UP[_eighths(one, 1)] for one in shown), colour)]
+    return [("".join(" " if one is None else _UP[min(7, _eighths(one, 1))] for one in shown), colour)]
 
 
-def chart(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Return values (0 to 1) as an area of ``height`` lines, the newest at the right."""
+def chart(values: Sequence[float | None], width: int, height: int, colour: str) -> list[list[Piece]]:
+    """Return values (0 to 1) as an area of ``height`` lines, the newest at the right.
+
+    A whole cell is a blank on a background: blocks above each other show a seam in some fonts.
+    """
     shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
     columns = [-1 if one is None else _eighths(one, height) for one in shown]
-    return [
-        "".join(" " if column < 0 else _UP[min(8, max(0, column - 8 * below))] for column in columns)
-        for below in range(height - 1, -1, -1)
-    ]
+    lines: list[list[Piece]] = []
+    for below in range(height - 1, -1, -1):
+        line: list[Piece] = []
+        for column in columns:
+            level = min(8, max(0, column - 8 * below))
+            whole = level == 8
+            cell = (" ", colour, colour) if whole else (_UP[level], colour, "head")
+            if line and (line[-1][-1] == colour) == whole:
+                cell = (line.pop()[0] + cell[0], *cell[1:])
+            line.append(cell)
+        lines.append(line)
+    return lines
 
 
 def _eighths(value: float, height: int) -> int:

@@ -9,13 +9,13 @@ from gpushare.model import Gpu, GpuSensors, Mechanism, MigInstance, MpsDaemon, s
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
 from gpushare.top.draw import Piece, bar, chart, fitted, sparkline
+from gpushare.top.history import SERIES, History, gpu_values
 from gpushare.top.jobs import size_text
 from gpushare.units import format_bytes
 
 if TYPE_CHECKING:
     from gpushare.top.draw import Theme
     from gpushare.top.frame import Frame
-    from gpushare.top.history import History
 
 _HOT_CELSIUS: Final = 85
 _FULL: Final = 0.97
@@ -77,7 +77,7 @@ def short_name(gpu: Gpu) -> str:
 
 def head(layout: Layout) -> list[Piece]:
     """Return the titles above the GPUs."""
-    pieces: list[Piece] = [("GPU ", "dim"), (fitted("", layout.name + 1), "dim")]
+    pieces: list[Piece] = [(fitted(" GPU", layout.name + 5), "dim")]
     pieces.append((fitted("UTIL", layout.util + 6), "dim"))
     pieces.append((fitted("MEMORY", layout.memory + 12), "dim"))
     if layout.past:
@@ -202,14 +202,14 @@ def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: T
         for process in gpu.processes or ()
         if process.gpu_instance_id == here[0] and process.compute_instance_id in {None, here[1]}
     ]
-    title = f"{one.profile or '-'}{f' {one.name}' if one.name else ''}"
     names = ", ".join(dict.fromkeys(process.job or process.name or str(process.pid) for process in inside))
     return [
-        (fitted(visible(title), max(6, layout.name - 2)) + " ", "text"),
+        ((one.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
         (f"{'-' if sm is None else f'{sm:.0f}':>4}% ", "text" if sm else "dim"),
         *memory_bar(one, layout.memory, theme),
         (fitted(used_text(one), 11, right=True) + "  ", "text"),
+        (f"{visible(one.name)}  " if one.name else "", "good"),
         (visible(names) or "free", "text" if names else "dim"),
     ]
 
@@ -245,7 +245,7 @@ def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
     ]
 
 
-def fact_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
+def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
     """Return all that is known of a GPU, for the view of one."""
     sensors = frame.sensors.get(gpu.index, GpuSensors())
 
@@ -279,32 +279,42 @@ def fact_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
             ("", shown(gpu.uuid)),
         ],
     ]
-    return [
-        [
-            ("    ", "dim"),
-            *(piece for title, value in line for piece in ((f"{title} ", "dim"), (f"{value}   ", "text"))),
-        ]
-        for line in facts
-    ]
+    return [line for group in facts for line in _flowing(group, width)]
 
 
-def chart_lines(gpu: Gpu, history: History, now: Sequence[float | None], width: int, height: int) -> list[list[Piece]]:
+def _flowing(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
+    """Return facts in as many lines as they need."""
+    lines: list[list[Piece]] = []
+    room = 0
+    for title, value in facts:
+        cells = len(title) + len(value) + 4
+        if cells > room:
+            lines.append([("    ", "dim")])
+            room = width - 4
+        lines[-1] += [(f"{title} ", "dim"), (f"{value}   ", "text")]
+        room -= cells
+    return lines
+
+
+def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: int) -> list[list[Piece]]:
     """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
+    sensors, titles = frame.sensors.get(gpu.index, GpuSensors()), ("utilization", "memory", "SM activity", "power")
     series = [
         one
-        for one in zip(
-            ("util", "memory", "sm", "power"), ("utilization", "memory", "SM activity", "power"), now, strict=True
-        )
+        for one in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
         if one[2] is not None or one[0] in {"util", "memory"}
     ]
     count = max(1, min(len(series), width // 24))
-    each = (width - 2) // count - 1
-    titles: list[Piece] = [(" ", "dim")]
+    each = (width - 1) // count - 1
+    heads: list[Piece] = [(" ", "dim")]
     rows: list[list[Piece]] = [[(" ", "dim")] for _ in range(height - 1)]
     for key, title, value in series[:count]:
         percent = "-" if value is None else f"{100 * value:.0f} %"
+        watts = sensors.power_watts
+        percent = used_text(gpu) if key == "memory" else f"{watts:.0f} W" if key == "power" and watts else percent
         label = f"GPU {gpu.index} {title}"
-        titles += [(fitted(label, each - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
-        for row, text in zip(rows, chart(history.values(gpu.index, key, each), each, height - 1), strict=True):
-            row += [(text, key, "head"), (" ", "dim")]
-    return [titles, *rows]
+        heads += [(fitted(label, each - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
+        area = chart(history.values(gpu.index, key, each), each, height - 1, key)
+        for row, line in zip(rows, area, strict=True):
+            row += [*line, (" ", "dim")]
+    return [heads, *rows]

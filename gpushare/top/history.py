@@ -93,10 +93,12 @@ class Event:
 
 def job_title(job: ListedJob) -> str:
     """Return a job for people: its name, or its program and PID."""
-    if job.name is not None:
-        return job.name
-    program = (job.command or "process").split()[0].rpartition("/")[2]
-    return f"{program} ({job.pid})"
+    return program_of(job) if job.name is not None else f"{program_of(job)} ({job.pid})"
+
+
+def program_of(job: ListedJob) -> str:
+    """Return the name of a job, or of one without a name its program."""
+    return job.name or (job.command or "process").split()[0].rpartition("/")[2]
 
 
 _STATE_TEXTS: Final = {
@@ -127,7 +129,6 @@ class Events:
         self.all.extend(self._daemons(before, frame))
 
     def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
-        at = frame.at
         earlier = {_key(job): job for job in before.jobs if job.state != ENDED}
         present = {_key(job): job for job in frame.jobs if job.state != ENDED}
         past = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
@@ -137,41 +138,18 @@ class Events:
             if job.state == ENDED and (job.name, job.ran_seconds) not in past
         }
         for key, job in present.items():
-            old, title = earlier.get(key), job_title(job)
-            if job.line is not None:
-                if old is None:
-                    yield Event(at, f"{title} waits for room, place {job.line.place}", "warn")
-                continue
-            if old is None or old.line is not None:
-                where = f" on {job.device}" if job.device else ""
-                yield Event(at, f"{title} started{where}")
-            elif old.state != job.state:
-                if job.state == RUNNING:
-                    yield Event(
-                        at, f"{title} {'is back on its GPU' if old.state == 'returning' else 'goes on'}", "good"
-                    )
-                else:
-                    yield Event(
-                        at,
-                        f"{title} {_STATE_TEXTS.get(job.state, job.state)}",
-                        "bad" if job.state == "lost" else "warn",
-                    )
-            if is_over(job) and not (old is not None and is_over(old)):
-                held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.memory_limit_bytes)
-                yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
+            yield from _changes(earlier.get(key), job, frame.at)
+        running = {job.name for job in present.values()} - {None}
         for key, job in earlier.items():
-            if key in present or (job.line is not None and any(one.name == job.name for one in present.values())):
+            # What has left the line to start tells that itself.
+            if key in present or (job.line is not None and job.name in running):
                 continue
-            title = job_title(job)
             if job.name in codes:
-                code = codes.pop(job.name)
-                yield Event(
-                    at, f"{title} ended with exit code {'-' if code is None else code}", "bad" if code else "good"
-                )
+                yield _end(job_title(job), codes.pop(job.name), frame.at)
             else:
-                yield Event(at, f"{title} {'left the line' if job.line is not None else 'ended'}")
+                yield Event(frame.at, f"{job_title(job)} {'left the line' if job.line is not None else 'ended'}")
         for name, code in codes.items():
-            yield Event(at, f"{name} ended with exit code {'-' if code is None else code}", "bad" if code else "good")
+            yield _end(name or "a job", code, frame.at)
 
     def _gpus(self, before: Frame, frame: Frame) -> Iterator[Event]:
         earlier = {gpu.index: gpu for gpu in before.snapshot.gpus}
@@ -216,6 +194,29 @@ class Events:
                 yield Event(
                     frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
                 )
+
+
+def _changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event]:
+    """Yield what is new about a job; ``old`` None: it is new itself."""
+    title = job_title(job)
+    if job.line is not None:
+        if old is None:
+            yield Event(at, f"{title} waits for room, place {job.line.place}", "warn")
+        return
+    if old is None:
+        yield Event(at, f"{title} started{f' on {job.device}' if job.device else ''}")
+    elif old.state != job.state and job.state == RUNNING:
+        yield Event(at, f"{title} {'is back on its GPU' if old.state in {'returning', 'out'} else 'goes on'}", "good")
+    elif old.state != job.state:
+        yield Event(at, f"{title} {_STATE_TEXTS.get(job.state, job.state)}", "bad" if job.state == "lost" else "warn")
+    if is_over(job) and not (old is not None and is_over(old)):
+        held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.memory_limit_bytes)
+        yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
+
+
+def _end(title: str, code: int | None, at: float) -> Event:
+    text = "was not started" if code is None else f"ended with exit code {code}"
+    return Event(at, f"{title} {text}", "bad" if code else "good")
 
 
 def _key(job: ListedJob) -> tuple[str | None, int | None, bool]:

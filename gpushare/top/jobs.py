@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.status import age, container_name
 from gpushare.show.text import visible
-from gpushare.top.history import is_over, job_title
+from gpushare.top.history import is_over, program_of
 from gpushare.units import GIB, MIB, format_slice, ranges
 from gpushare.values import dataclass
 
@@ -67,7 +67,7 @@ def _state(row: Row) -> tuple[str, str]:
     if job.state == ENDED:
         return f"ended {'-' if job.exit_code is None else job.exit_code}", "bad" if job.exit_code else "dim"
     if is_over(job):
-        return "over limit", "bad"
+        return "too large", "bad"
     return job.state, _STATE_COLOURS.get(job.state, "warn")
 
 
@@ -112,7 +112,7 @@ def waiting_reason(job: ListedJob) -> str:
 def _name(row: Row) -> tuple[str, str]:
     if row.member is not None:
         return row.branch + visible(row.member.name or "-"), "dim"
-    return visible(job_title(row.job)), "text" if row.job.name is not None else "dim"
+    return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
 
 
 def _own(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
@@ -161,21 +161,21 @@ def _sm(row: Row) -> tuple[str, str]:
 
 
 COLUMNS: Final = (
-    Column("job", "JOB", 15, _own(job_title), _name),
-    Column("state", "STATE", 10, lambda row: _state(row)[0], _state),
-    Column("user", "USER", 8, _own(lambda job: job.user), _cell(lambda job: job.user, visible)),
-    Column("gpu", "GPU", 4, _own(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
+    Column("job", "JOB", 14, _own(program_of), _name),
+    Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
+    Column("state", "STATE", 9, lambda row: _state(row)[0], _state),
+    Column("user", "USER", 7, _own(lambda job: job.user), _cell(lambda job: job.user, visible)),
+    Column("role", "ROLE", 6, _own(lambda job: job.role), _role),
+    Column("gpu", "GPU", 3, _own(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
     Column("sm", "SM%", 4, _own(lambda job: job.sm_percent), _sm, right=True, falls=True),
     Column("memory", "MEM", 6, _own(lambda job: job.memory_used_bytes), _held, right=True, falls=True),
     Column("limit", "LIMIT", 5, _own(_limit), _cell(_limit, size_text, "dim"), right=True, falls=True),
     Column("way", "WAY", 7, _own(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
     Column("cpu", "CPU%", 5, _cpu, lambda row: (_number(_cpu(row)), "dim" if not _cpu(row) else "text"), right=True, falls=True),
     Column("age", "AGE", 4, _own(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
-    Column("role", "ROLE", 6, _own(lambda job: job.role), _role),
     Column("ram", "RAM", 5, _ram, lambda row: (size_text(_ram(row)), "text"), right=True, falls=True),
     Column("threads", "THR%", 4, _own(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
     Column("slice", "SLICE", 7, _own(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
-    Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
     Column("container", "CONTAINER", 12, _own(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
     Column("command", "COMMAND", 20, lambda row: _command(row)[0], _command),
 )  # fmt: skip

@@ -19,13 +19,14 @@ from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
 from gpushare.top.dialogs import Choice, Dialog, Line, Pages, Prompt, Question
 from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
-from gpushare.top.history import Event, Events, History, gpu_values, job_title
+from gpushare.top.history import Event, Events, History, job_title
 from gpushare.top.verbs import ACTIONS, Action, Answering, command_of, error_lines, failed, needs_consent, plan_lines
 from gpushare.units import counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from textual import events
     from textual.app import ComposeResult
+    from textual.worker import Worker
 
     from gpushare.model import Gpu, ListedJob
     from gpushare.top.frame import Frame
@@ -214,13 +215,17 @@ class Cockpit(App[None]):
         *,
         theme: str = "dark",
         verbs: Iterable[str] = (),
+        examine: bool = True,
         follow: Callable[[str, Callable[[Sequence[str]], None]], Awaitable[None]] | None = None,
     ) -> None:
-        """Show what ``watch`` reads; ``answer`` runs the verbs, of which there are ``verbs``."""
+        """Show what ``watch`` reads; ``answer`` runs the verbs, of which there are ``verbs``.
+
+        ``examine``: ask the doctor soon, and every five minutes.
+        """
         super().__init__(ansi_color=theme == "plain")
         self.watch_host, self._answer, self._follow = watch, answer, follow
         self.colours: Theme = THEMES[theme]
-        self._verbs = set(verbs)
+        self._verbs, self._examines = set(verbs), examine
         self.view = jobs.View()
         self.opened: int | None = None
         self.frame: Frame | None = None
@@ -256,8 +261,9 @@ class Cockpit(App[None]):
             self.take(self.watch_host.latest)
         # So that a look that hangs is seen.
         self.set_interval(1.0, self._tick)
-        self.set_interval(300.0, self._examine)
-        self.set_timer(2.0, self._examine)
+        if self._examines:
+            self.set_timer(2.0, self._examine)
+            self.set_interval(300.0, self._examine)
 
     def on_unmount(self) -> None:
         self.watch_host.end()
@@ -321,7 +327,7 @@ class Cockpit(App[None]):
         for gpu in shown:
             rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
             if self.opened is not None:
-                rows += gpus.fact_lines(frame, gpu)
+                rows += gpus.fact_lines(frame, gpu, width)
             if whole or self.opened is not None:
                 rows += below[gpu.index]
             if self.opened is not None:
@@ -340,7 +346,7 @@ class Cockpit(App[None]):
         # Charts take what the jobs leave.
         left = height - 6 - lines - max(6, min(listed + 1, (height - 5 - lines) * 2 // 3))
         charted = next((one for one in shown if self.opened is not None or one.index == chosen), None)
-        most = 16 if self.opened is not None else 9
+        most = 16 if self.opened is not None else max(7, height // 4)
         self._charts.show(frame, None if charted is None or left < 4 or charted.error else charted, min(left, most))
         self._gpus.styles.height = lines + 1
         cursor = owners.index(chosen) if chosen in owners else 0
@@ -754,13 +760,15 @@ class Cockpit(App[None]):
         if row is None or self._follow is None:
             return
         pages = Pages(f"{job_title(row.job)}: output", [], self.colours)
-        self.push_screen(pages)
-        target = row.job.name or str(row.job.pid)
-        self.run_worker(
-            self._follow(target, lambda lines: pages.lines.add([(visible(line), "text") for line in lines])),
-            group="logs",
-            exclusive=True,
-        )
+        follow, target = self._follow, row.job.name or str(row.job.pid)
+
+        async def followed() -> None:
+            # Its lines are added to what is on the screen.
+            await shown
+            await follow(target, lambda lines: pages.lines.add([(visible(line), "text") for line in lines]))
+
+        shown: Awaitable[None] = self.push_screen(pages, lambda _: worker.cancel())
+        worker: Worker[None] = self.run_worker(followed(), group="logs", exclusive=True)
 
 
 class Charts(Widget):
@@ -776,9 +784,7 @@ class Charts(Widget):
         """Draw the charts of a GPU; None: hide them."""
         self.styles.height = 0 if gpu is None else height
         self._lines = (
-            []
-            if gpu is None
-            else gpus.chart_lines(gpu, self._cockpit.past, gpu_values(frame, gpu), self._cockpit.size.width, height)
+            [] if gpu is None else gpus.chart_lines(frame, gpu, self._cockpit.past, self._cockpit.size.width, height)
         )
         self.refresh()
 

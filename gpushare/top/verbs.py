@@ -90,7 +90,12 @@ async def answered(spec: str, words: Sequence[str]) -> Document:
         stderr=asyncio.subprocess.DEVNULL,
         limit=_MOST_BYTES,
     )
-    out, _ = await process.communicate()
+    try:
+        out, _ = await process.communicate()
+    finally:
+        # The screen was closed; a verb that changes something ends in order.
+        if process.returncode is None:
+            process.terminate()
     try:
         document = json.loads(out)
     except ValueError:

@@ -1,0 +1,257 @@
+"""The cockpit, driven by its keys on simulated hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.sim import admin
+from gpushare.units import GIB
+from tests.cli.drive import World
+from tests.top.conftest import Shown
+
+Show = Callable[..., None]
+
+
+def add(world: World, gpu: int, name: str, memory: float, **facts: object) -> int:
+    connect(world.spec)
+    return admin.add_process(world.spec, str(gpu), name=name, memory_bytes=int(memory * GIB), **facts)  # type: ignore[arg-type]
+
+
+def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
+    """Every key of the list of jobs, and an action from its plan to its end."""
+    world = World("sim:h200")
+    serve = add(world, 0, "serve", 4, user="alice")
+    train = add(world, 0, "train", 9, user="bob", command_line=["train", "--lora"])
+
+    async def script(screen: Shown) -> None:
+        names = lambda: [row.job.pid for row in screen.app._rows]  # noqa: E731
+        assert names() == [train, serve]
+        await screen.press("I")
+        assert names() == [serve, train]
+        await screen.press("I", "o", "home", "enter")
+        assert screen.app.view.sort == "job"
+        assert names() == [serve, train]
+        await screen.press("greater_than_sign", "less_than_sign", "slash", *"bob", "enter")
+        assert names() == [train]
+        assert "/bob: Esc" in screen.text
+        await screen.press("escape", "u", "down", "enter")
+        assert names() == [serve]
+        await screen.press("escape", "g", "down", "enter")
+        assert len(names()) == 2
+        await screen.press("escape", "right", "right")
+        assert "JOB" in screen.text
+        assert "PID" not in screen.line("JOB")
+        await screen.press("left", "left", "z", "t")
+        await screen.look()
+        # The cursor stays on its job, wherever that goes.
+        await screen.press("home")
+        chosen = screen.app.chosen
+        await screen.press("I")
+        assert screen.app.chosen is not None
+        assert chosen is not None
+        assert screen.app.chosen.job.pid == chosen.job.pid
+        # The plan first; no: nothing happens.
+        await screen.press("s")
+        assert f"gpushare stop {chosen.job.pid}" in screen.text
+        assert "SIGTERM" in screen.text
+        await screen.press("n")
+        assert chosen.job.pid in world.pids()
+        await screen.press("f9", "y")
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert chosen.job.pid not in world.pids()
+        assert screen.ran[-1] == ["stop", str(chosen.job.pid), "-y"]
+        await screen.look()
+        assert len(names()) == 1
+        assert "ended" in screen.text
+
+    show(world, script)
+
+
+def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9)
+
+    async def script(screen: Shown) -> None:
+        await screen.press("n", *"500us", "enter", "y")
+        assert screen.ran[-1] == ["timeslice", "set", "500us", str(pid)]
+        await screen.look()
+        assert screen.app._rows[0].job.slice_us == 500
+        await screen.press("p", "y")
+        await screen.look()
+        assert "paused" in screen.line(str(pid))
+        await screen.press("r", "y")
+        await screen.look()
+        assert "running" in screen.line(str(pid))
+        await screen.press("w", "y")
+        await screen.look()
+        assert " out " in screen.line(str(pid))
+        await screen.press("b", "y")
+        await screen.look()
+        assert "running" in screen.line(str(pid))
+        # What the verb refuses is said with its hint, and nothing happens.
+        await screen.press("b")
+        assert "not swapped out" in screen.text
+        await screen.press("escape", "m", *"50%", "enter")
+        assert "gpushare mps start" in screen.text
+        await screen.press("escape", "m", "enter")
+        assert "give threads, memory or both" in screen.text
+        await screen.press("escape", "e", "enter")
+        assert "time-slic" in screen.text.lower()
+        await screen.press("escape", "E")
+        assert "was paused" in screen.text
+        await screen.press("escape", "enter")
+        assert "pause it: off the GPU at once" in screen.text
+        await screen.press("escape")
+        screen.output = ["step 1", "step 2"]
+        await screen.press("L")
+        assert "step 2" in screen.text
+        await screen.press("escape", "v")
+        assert "no verb for that" in screen.text
+
+    show(world, script)
+
+
+def test_eight_gpus_of_which_one_is_lost_fit_a_small_terminal(show: Show) -> None:
+    """A line each; Enter opens one with its MIG instances, Escape goes back."""
+    world = World("sim:8xh100")
+    world.run("mps", "start", "-g", "0", "--threads", "50", "--memory", "20G")
+    world.client(0, name="serve", memory_bytes=11 * GIB)
+    world.mig("3g.40gb", "1g.10gb", gpu="1")
+    world.run("mig", "name", "alice", world.devices()[0][1])
+    world.fault("lost", gpu=6)
+
+    async def script(screen: Shown) -> None:
+        lines = screen.text.splitlines()
+        assert len(lines) == 24
+        assert all(any(line.startswith(f"  {gpu} ") for line in lines) for gpu in range(8))
+        assert "MPS 50% 1/48" in lines[2]
+        assert "MIG 2" in lines[3]
+        assert "lost" in lines[8]
+        await screen.press("tab", "down", "enter")
+        assert "alice" in screen.line("3g.40gb")
+        assert "SM clock" in screen.text
+        assert "GPU 1: Esc" in screen.text
+        await screen.press("escape", "home", "enter")
+        assert "1/48 clients  threads 50 %  memory 20.0 GiB" in screen.text
+        assert "serve" in screen.text
+        await screen.press("escape")
+        # A limit of its daemon, and its death.
+        await screen.press("tab", "m", *"25% 8G", "enter", "y")
+        assert screen.ran[-1] == ["mps", "set", "-g", "0", "--threads", "25", "--memory", "8G"]
+        world.host.processes.send(world.state.daemons[0].servers[0].pid, 9)
+        await screen.look()
+        assert any("MPS server of GPU 0 died" in event.text for event in screen.app.happened.all)
+
+    show(world, script, size=(80, 24))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50), (300, 70)])
+def test_sixteen_gpus_with_three_jobs_each(show: Show, size: tuple[int, int]) -> None:
+    """Every job can be reached, in every size."""
+    world = World("sim:16xh100")
+    connect(world.spec)
+    for gpu in range(16):
+        for number in range(3):
+            add(world, gpu, f"job{gpu}-{number}", 10)
+
+    async def script(screen: Shown) -> None:
+        assert all(len(line) == size[0] for line in screen.text.splitlines())
+        await screen.press("end")
+        assert screen.app.chosen is not None
+        assert screen.app._jobs.cursor == 47
+        assert screen.app.chosen.job.command is not None
+        assert screen.app.chosen.job.command in screen.text
+        await screen.press("pageup", "home")
+        assert screen.app._jobs.cursor == 0
+
+    show(world, script, size=size)
+
+
+def test_without_a_gpu_or_a_driver(show: Show) -> None:
+    """What is wrong is on the screen, with the way out; it goes on when the host answers."""
+    world = World("sim:h200")
+    world.fault("no-driver")
+
+    async def script(screen: Shown) -> None:
+        assert "the NVIDIA driver is not loaded" in screen.text
+        assert "modprobe" in screen.text
+        await screen.press("s", "enter", "t", "tab", "enter", "escape")
+        world.clear()
+        await screen.look()
+        assert "H200" in screen.text
+        world.fault("no-driver")
+        screen.watch.reader._host.nvml.restart()
+        await screen.look()
+        # Old values stay, and the reason is told.
+        assert "H200" in screen.text
+        assert "the NVIDIA driver is not loaded" in screen.text
+
+    show(world, script)
+
+
+def test_another_users_job_needs_root(show: Show) -> None:
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9, user="bob")
+    world.fault("user", "carol")
+
+    async def script(screen: Shown) -> None:
+        await screen.press("s")
+        assert "belongs to bob" in screen.text
+        assert f"as root: sudo gpushare stop {pid}" in screen.text
+        await screen.press("escape")
+        assert pid in world.pids()
+
+    show(world, script)
+
+
+def test_help_findings_themes_and_the_mouse(show: Show) -> None:
+    world = World("sim:2xh100")
+    world.fault("persistence-off", gpu=0)
+    first, second = add(world, 0, "one", 2), add(world, 1, "two", 4)
+
+    async def script(screen: Shown) -> None:
+        pilot = screen.pilot
+        assert pilot is not None
+        await screen.press("question_mark")
+        assert "Act on the job" in screen.text
+        await screen.press("escape")
+        await screen.app._examined()
+        assert "finding" in screen.text.splitlines()[0]
+        await screen.press("D")
+        assert "nvidia-persistenced" in screen.text
+        await screen.press("escape", "T")
+        assert screen.app.colours.name == "light"
+        await screen.press("plus", "minus", "space")
+        assert "held" in screen.text
+        await screen.press("space")
+        head = screen.text.splitlines().index(screen.line("JOB"))
+        await pilot.click(offset=(3, head + 2))
+        assert screen.app.chosen is not None
+        assert screen.app.chosen.job.pid == first
+        await pilot.click(offset=(screen.line("JOB").index("PID"), head))
+        assert screen.app.view.sort == "pid"
+        assert [row.job.pid for row in screen.app._rows] == [first, second]
+        await pilot.click(offset=(2, 39))
+        assert "Act on the job" in screen.text
+        await screen.press("escape", "q")
+        assert screen.app._exit
+
+    show(world, script)
+
+
+def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone tell what is held, reserved and free, and where the cursor is."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    world = World("sim:h200")
+    add(world, 0, "train", 70)
+
+    async def script(screen: Shown) -> None:
+        assert "█" in screen.line("H200")
+        assert "·" in screen.line("H200")
+        styles = [segment.style for line in screen.app.screen._compositor.render_strips() for segment in line]
+        assert any(style is not None and style.reverse for style in styles)
+
+    show(world, script, theme="plain")
