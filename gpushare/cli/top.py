@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import Command, settings
-from gpushare.errors import NotSupported, OperationFailed
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,6 @@ def top(
     ? shows the keys. Each action shows its plan and asks. "-" is unknown, never zero. A GPU that hangs does not freeze
     the screen. It needs Textual: pip install 'gpushare[top]'.
     """
-    from gpushare.cli import VERBS
     from gpushare.cli.status import interval as checked_interval
     from gpushare.cli.status import with_memory
 
@@ -59,7 +58,6 @@ def top(
         watch,
         lambda words: answered(spec, words),
         theme=_theme(),
-        verbs=VERBS,
         follow=lambda job, add: followed(spec, job, add),
     ).run()
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     from rich.segment import Segment

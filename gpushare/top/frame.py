@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, or_none
+from gpushare.base.errors import GpushareError, or_none
+from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot
+from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityRecorder
-from gpushare.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot
 from gpushare.run.listing import listed_jobs
 from gpushare.snapshot import Observer
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.model import Gpu, GpuSensors, Mechanism, MigInstance, MpsDaemon, sharing_now
+from gpushare.base.model import Gpu, GpuSensors, Mechanism, MigInstance, MpsDaemon, sharing_now
+from gpushare.base.units import format_bytes
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
 from gpushare.top.draw import Piece, bar, chart, fitted, sparkline
 from gpushare.top.history import SERIES, History, gpu_values
 from gpushare.top.jobs import size_text
-from gpushare.units import format_bytes
 
 if TYPE_CHECKING:
     from gpushare.top.draw import Theme

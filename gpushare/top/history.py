@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.model import ListedJob
+from gpushare.base.model import ListedJob
+from gpushare.base.units import format_bytes
+from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
-from gpushare.units import format_bytes
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from gpushare.model import Gpu
+    from gpushare.base.model import Gpu
     from gpushare.top.frame import Frame
 
 SECONDS: Final = 300.0

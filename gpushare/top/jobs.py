@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from gpushare.base.units import GIB, MIB, format_slice, ranges
+from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.status import age, container_name
 from gpushare.show.text import visible
 from gpushare.top.history import is_over, program_of
-from gpushare.units import GIB, MIB, format_slice, ranges
-from gpushare.values import dataclass
 
 if TYPE_CHECKING:
-    from gpushare.model import ListedJob
+    from gpushare.base.model import ListedJob
     from gpushare.top.frame import Frame, HostUse, Member
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from rich.segment import Segment
@@ -14,21 +14,21 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gpushare.errors import GpushareError
+from gpushare.base.errors import GpushareError
+from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
 from gpushare.top.dialogs import Choice, Dialog, Line, Pages, Prompt, Question
 from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
 from gpushare.top.history import Event, Events, History, job_title
 from gpushare.top.verbs import ACTIONS, Action, Answering, command_of, error_lines, failed, needs_consent, plan_lines
-from gpushare.units import counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from textual import events
     from textual.app import ComposeResult
     from textual.worker import Worker
 
-    from gpushare.model import Gpu, ListedJob
+    from gpushare.base.model import Gpu, ListedJob
     from gpushare.top.frame import Frame
     from gpushare.top.watch import Watch
 
@@ -52,6 +52,7 @@ FOOTER: Final = (
     ("u", "user", "user"),
     ("g", "GPU", "of_gpu"),
     ("n", "slice", "act('n')"),
+    ("v", "move", "act('v')"),
     ("m", "limits", "act('m')"),
 )
 HELP: Final = (
@@ -214,18 +215,17 @@ class Cockpit(App[None]):
         answer: Answering,
         *,
         theme: str = "dark",
-        verbs: Iterable[str] = (),
         examine: bool = True,
         follow: Callable[[str, Callable[[Sequence[str]], None]], Awaitable[None]] | None = None,
     ) -> None:
-        """Show what ``watch`` reads; ``answer`` runs the verbs, of which there are ``verbs``.
+        """Show what ``watch`` reads; ``answer`` runs the verbs.
 
         ``examine``: ask the doctor soon, and every five minutes.
         """
         super().__init__(ansi_color=theme == "plain")
         self.watch_host, self._answer, self._follow = watch, answer, follow
         self.colours: Theme = THEMES[theme]
-        self._verbs, self._examines = set(verbs), examine
+        self._examines = examine
         self.view = jobs.View()
         self.opened: int | None = None
         self.frame: Frame | None = None
@@ -635,13 +635,12 @@ class Cockpit(App[None]):
         row = self.chosen
         if row is None or self.frame is None:
             return
-        actions = [one for one in ACTIONS if self._is_there(one)]
         facts = self._facts(row.job)
-        texts = [f"{action.key}  {action.title}" for action in actions]
+        texts = [f"{action.key}  {action.title}" for action in ACTIONS]
 
         def done(number: object) -> None:
             if isinstance(number, int) and number >= len(facts):
-                self._begin(actions[number - len(facts)], row.job)
+                self._begin(ACTIONS[number - len(facts)], row.job)
 
         lines: list[Line] = [*facts, *((text, "text") for text in texts)]
         self.push_screen(Choice(job_title(row.job), lines, self.colours, len(facts)), done)
@@ -659,15 +658,10 @@ class Cockpit(App[None]):
 
     # -- actions -------------------------------------------------------------------------------------------------------------
 
-    def _is_there(self, action: Action) -> bool:
-        return action.key != "v" or "move" in self._verbs
-
     def action_act(self, key: str) -> None:
         action = next(one for one in ACTIONS if one.key == key)
         row = self.chosen
-        if not self._is_there(action):
-            self.say("this gpushare has no verb for that", "warn")
-        elif row is None:
+        if row is None:
             self.say("no job is selected", "warn")
         else:
             self._begin(action, row.job)

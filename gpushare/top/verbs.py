@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.errors import BadUsage, ExitCode
+from gpushare.base.errors import BadUsage, ExitCode
 
 if TYPE_CHECKING:
-    from gpushare.model import ListedJob
+    from gpushare.base.model import ListedJob
 
 # As `python -m gpushare`, which would look for gpushare in the working directory first.
 _MAIN: Final = "import sys; sys.path.insert(0, {!r}); from gpushare.cli import main; sys.exit(main())"
@@ -39,6 +39,10 @@ def _job(job: ListedJob) -> str:
 
 def _slice(job: ListedJob, text: str) -> Sequence[str]:
     return ["timeslice", "set", text, _job(job)] if text else ["timeslice", "reset", _job(job)]
+
+
+def _move(job: ListedJob, text: str) -> Sequence[str]:
+    return ["move", _job(job), *(["-g", text] if text else [])]
 
 
 def _limit(job: ListedJob, text: str) -> Sequence[str]:
@@ -67,7 +71,7 @@ ACTIONS: Final = (
     Action(
         "m", "limits of its MPS daemon", _limit, "threads and memory of clients that start from now on", "50% 8G"
     ),
-    Action("v", "move it to another GPU", lambda job, text: ["move", _job(job), "-g", text], "to which GPU", "1"),
+    Action("v", "move it to another GPU", _move, "to which GPU; empty: any of the same model", "1"),
 )  # fmt: skip
 
 

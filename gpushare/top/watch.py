@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from gpushare.model import Snapshot
+from gpushare.base.model import Snapshot
 from gpushare.top.frame import Frame
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from gpushare.cli import VERBS
 from gpushare.cli.status import with_memory
 from gpushare.top.frame import Reader
 from gpushare.top.screen import Cockpit
@@ -29,7 +28,7 @@ class Shown:
         reader = Reader(world.host, with_memory)
         self.watch = Watch(reader, 1.0)
         self.watch.latest = reader.read()
-        self.app = Cockpit(self.watch, self._answer, theme=theme, verbs=VERBS, examine=False, follow=self._follow)
+        self.app = Cockpit(self.watch, self._answer, theme=theme, examine=False, follow=self._follow)
         self.pilot: Pilot[None] | None = None
 
     async def _answer(self, words: Sequence[str]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.sim import admin
-from gpushare.units import GIB
 from tests.cli.drive import World
 from tests.top.conftest import Shown
 
@@ -108,8 +108,9 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         screen.output = ["step 1", "step 2"]
         await screen.press("L")
         assert "step 2" in screen.text
-        await screen.press("escape", "v")
-        assert "no verb for that" in screen.text
+        await screen.press("escape", "v", *"1", "enter")
+        assert screen.ran[-1] == ["move", str(pid), "-g", "1", "-n"]
+        assert "GPU" in screen.text
 
     show(world, script)
 
