@@ -44,13 +44,17 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status jobs doctor explain observe metrics schema run farm stop logs mps mig timeslice pause resume swap move advise compare bench tune savings apply diff capture export sim'
+      commands='status top jobs doctor explain observe metrics schema run farm stop logs mps mig timeslice pause resume swap move advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
     'status')
       options='-g --gpu -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
+      ;;
+    'top')
+      options='--interval --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--interval --host -o --output'
       ;;
     'jobs')
       options='-a --all -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -383,7 +387,7 @@ _gpushare_node() {
     'sim fault')
       options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
-      positional='lost persistence-off reset-required not-supported refused xid unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
+      positional='lost persistence-off reset-required not-supported refused xid slowed unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
       ;;
     'sim cdi')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'

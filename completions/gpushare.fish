@@ -72,13 +72,13 @@ function __gpushare_valued
             return 0
         case -g --gpu
             return 0
+        case --interval
+            return 0
         case --fail-on
             return 0
         case -f --file
             return 0
         case --for
-            return 0
-        case --interval
             return 0
         case --to
             return 0
@@ -274,6 +274,7 @@ end
 
 complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them'
+complete -c gpushare -n '__gpushare_at ' -a top -d 'Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs'
 complete -c gpushare -n '__gpushare_at ' -a jobs -d 'List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
 complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept'
@@ -317,6 +318,13 @@ complete -c gpushare -n '__gpushare_at status' -s q -l quiet -d 'Print no notes,
 complete -c gpushare -n '__gpushare_at status' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at status' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at status' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at top' -l interval -x -d 'Look this often: 0.5s, 2s.'
+complete -c gpushare -n '__gpushare_at top' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at top' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at top' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
+complete -c gpushare -n '__gpushare_at top' -s v -l verbose -d 'Print more: each step of a change, for example.'
+complete -c gpushare -n '__gpushare_at top' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at top' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at jobs' -s a -l all -d 'Also each process on the GPUs that gpushare did not start.'
 complete -c gpushare -n '__gpushare_at jobs' -s w -l watch -d 'Look again every SECS seconds (alone: 2), until Ctrl-C.'
 complete -c gpushare -n '__gpushare_at jobs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -1200,7 +1208,7 @@ complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'Print no not
 complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
+complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid slowed unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
 complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
