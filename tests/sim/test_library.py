@@ -172,7 +172,7 @@ def test_an_entry_point_that_is_not_there_is_function_not_found() -> None:
     with initialised(new_host("sim:h200")) as (nvml, library):
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         with pytest.raises(nvml.NVMLError_FunctionNotFound):
-            nvml.nvmlDeviceGetFanSpeed(handle)
+            nvml.nvmlDeviceGetFanSpeedRPM(handle)
         with pytest.raises(AttributeError):
             library.nvmlNoSuchThing  # noqa: B018
 
