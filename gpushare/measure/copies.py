@@ -16,7 +16,7 @@ from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.several import Group, Program
 
 if TYPE_CHECKING:
-    from gpushare.guard import Guard
+    from gpushare.host.guard import Guard
     from gpushare.host.host import Host
     from gpushare.measure.slicer import Slicer
     from gpushare.measure.usage import UsageMeter

@@ -31,8 +31,8 @@ from gpushare.timeslice.slices import LEAST_US, MOST_US
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
-    from gpushare.guard import Guard
     from gpushare.host.claims import HeldClaim
+    from gpushare.host.guard import Guard
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
     from gpushare.mps.kill import Meter

@@ -27,9 +27,9 @@ from gpushare.base.errors import (
 from gpushare.base.typed import Count, JobName, Most, Pid, Shown, Within
 from gpushare.base.units import MIB, format_apart, format_bytes
 from gpushare.base.values import dataclass
-from gpushare.guard import DONE, Guard
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
+from gpushare.host.guard import DONE, Guard
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
 from gpushare.host.store import Kept, Past, RecordStore

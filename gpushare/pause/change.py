@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
-from gpushare.guard import Guard
 from gpushare.host.capabilities import user_name
+from gpushare.host.guard import Guard
 from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed

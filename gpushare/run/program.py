@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
-from gpushare.guard import DONE, Guard
+from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import make_private_directory
 from gpushare.host.process import Streams, known, start_of
 from gpushare.host.written_file import open_to_append

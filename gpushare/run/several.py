@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.base.selection import Device
-    from gpushare.guard import Guard
+    from gpushare.host.guard import Guard
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain, Meter

@@ -28,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 PROGRAM = "open({mark!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(600)"
 # The program in its own process, before exec: gpushare dies first, the program after that goes on.
 BEFORE_IT_IS_TOLD = """
-from gpushare import guard as module
+from gpushare.host import guard as module
 announce = module.Guard.announce
 def told(guard, pid, started):
     parent = os.getppid()
@@ -38,7 +38,7 @@ def told(guard, pid, started):
 module.Guard.announce = told
 """
 AFTER_IT_IS_TOLD = """
-from gpushare import guard as module
+from gpushare.host import guard as module
 announce = module.Guard.announce
 def told(guard, pid, started):
     announce(guard, pid, started)

@@ -13,7 +13,7 @@ import pytest
 
 from gpushare.base.errors import NoPermission
 from gpushare.base.selection import Device
-from gpushare.guard import Guard
+from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
 from gpushare.run.farm import Copy, FarmReporter, farm

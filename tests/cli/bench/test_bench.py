@@ -426,7 +426,7 @@ def test_it_fits_a_terminal_of_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPa
 TELLING = """
 import sys
 from gpushare.cli import main
-from gpushare.guard import Guard
+from gpushare.host.guard import Guard
 
 real, path = Guard.announce, sys.argv.pop(1)
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from gpushare import guard
 from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.units import GIB
-from gpushare.host import store
+from gpushare.host import guard, store
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory import ledger

@@ -138,7 +138,7 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Not the directory of this file, which Python has put there.
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     loaded = _load() if sys.argv[1] == "early" else None
     try:  # noqa: SIM105 - as above
         os.write(1, _READY)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare import guard
 from gpushare.base.errors import OperationFailed
-from gpushare.guard import DONE, Guard
+from gpushare.host import guard
+from gpushare.host.guard import DONE, Guard
 from tests.cli.drive import until
 
 # What a guard of these tests does: it writes down what it was told.
@@ -54,6 +54,18 @@ def test_it_acts_on_another_word_while_gpushare_lives(started: Guard, note: Path
     started.hand_over("held")
     until(note.exists, "it has acted")
     assert note.read_text() == "sim:h200 {} held"
+
+
+def test_it_finds_its_own_package(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the site packages, where this checkout is known too."""
+    python = note.with_name("python")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    process = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
+    process.leave()
+    assert process.wait(30.0)
+    assert note.read_text() == "sim:h200 {} -"
 
 
 def test_it_does_nothing_when_all_is_done(started: Guard, note: Path) -> None:
