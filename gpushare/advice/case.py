@@ -110,6 +110,8 @@ class Workload:
     gaps: bool | None = None
     bandwidth_bound: bool | None = None
     io_bound: bool | None = None
+    # It does not end by itself: nobody can wait for its end.
+    server: bool | None = None
     # Each of them has to advance, instead of one after another.
     progress: bool | None = None
     # Keeping each process within its share matters more than lending idle SMs.
@@ -224,7 +226,7 @@ _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": Fals
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
     *("bandwidth_qos", "weights", "resizing", "containment", "vms", "containers", "kubernetes", "occupied"),
-    *("replicas", "multi_model", "gaps", "progress", "managed_memory"),
+    *("replicas", "multi_model", "server", "gaps", "progress", "managed_memory"),
 )
 # The names of a workload's properties in a file and on the command line.
 KEYS: Final = (
@@ -244,7 +246,7 @@ LIKE: Final[Mapping[str, Mapping[str, Any]]] = {
     "ci": {"pattern": "bursty", "saturating": False},
     "rendering": {"pattern": "bursty", "needs": "graphics"},
     "hpc": {"users": "same", "cooperating": True, "saturating": False},
-    "serving": {"latency": "yes", "saturating": False},
+    "serving": {"latency": "yes", "saturating": False, "needs": "server"},
     "training": {"pattern": "steady", "saturating": True},
 }
 
@@ -415,20 +417,26 @@ def _isolation(value: Any) -> frozenset[Isolation]:
     return frozenset(_choice("isolation", text, known, Isolation) for text in texts)
 
 
+# A request that may take so long is no reason against any way of sharing.
+LONG_SECONDS: Final = 10.0
+
+
 def _latency(value: Any) -> dict[str, Any]:
     if isinstance(value, bool):
         return {"latency": value}
     text = str(value).strip().lower()
     if text == "none" or text in _YES:
         return {"latency": _YES.get(text, False)}
-    hint = "give a time: 20ms, 1s; or yes, none"
+    hint = "give a time with its unit: 20ms, 1s; or yes, none"
+    if text.replace(".", "", 1).isdigit():
+        raise BadUsage(f"a latency target of {text[:40]} has no unit", hint, code="bad_value")
     try:
         seconds = parse_seconds(text)
     except BadUsage as error:
         raise error.restated(hint=hint) from None
     if seconds <= 0:
         raise BadUsage(f"a latency target of {text[:40]} cannot be met", hint, code="bad_value")
-    return {"latency": True, "latency_seconds": seconds}
+    return {"latency": seconds < LONG_SECONDS, "latency_seconds": seconds}
 
 
 _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.rules import batched as _batched
-from gpushare.advice.rules import cannot_leave, short_now, verdicts
+from gpushare.advice.conditions import short_now
+from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
@@ -1007,7 +1007,7 @@ def _measure(situation: Situation) -> Recipe:
 
 
 def _fix(situation: Situation) -> Recipe:
-    if _batched(situation):
+    if situation.batched:
         one = situation.case.workloads[0]
         engine = "run one engine with continuous batching instead of the copies: it batches the requests of all of them"
         return Recipe(

@@ -447,7 +447,7 @@ class Situation:
 
     @cached_property
     def gaps(self) -> bool | None:
-        """Return whether production of a pair waits between requests; a latency target and bursty work say so too."""
+        """Return whether production of a pair waits between requests: as stated; bursty work does, an LLM that decodes does not."""
         ones = [one for one in self.case.workloads if one.role is Role.PRODUCTION]
         if not self.pair:
             return None
@@ -455,8 +455,9 @@ class Situation:
             return False
         if any(one.gaps is not None for one in ones):
             return any(one.gaps for one in ones)
-        waits = any(one.latency or one.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for one in ones)
-        return True if waits else None
+        if any(one.cuda_graphs for one in ones):
+            return False
+        return True if any(one.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for one in ones) else None
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
@@ -473,6 +474,35 @@ class Situation:
             or not self.trusted
             or self.case.same_user is False
         )
+
+    @cached_property
+    def one_process(self) -> bool:
+        processes = self.case.processes
+        return (processes == 1 and not self.with_others) or (
+            processes is None and bool(self.case.any("one_application"))
+        )
+
+    @cached_property
+    def servers(self) -> bool:
+        """Return whether they do not end by themselves, so that a queue would never move: servers and interactive work."""
+        return bool(self.case.any("server")) or self.case.pattern is Pattern.INTERACTIVE
+
+    @cached_property
+    def batched(self) -> bool:
+        """Return whether one engine with continuous batching can replace the copies of one LLM."""
+        llm = bool(self.case.any("replicas")) and self.case.any("cuda_graphs") is not False
+        alone = self.several and not self.apart and not self.pair
+        return llm and alone and bool(self.case.any("cuda_graphs") or self.saturating)
+
+    @cached_property
+    def shut(self) -> bool:
+        """Return whether the compute mode of the GPU does not admit several programs."""
+        return self.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+
+    @cached_property
+    def short_of_memory(self) -> bool:
+        """Return whether not all fit at the same time, so that jobs have to leave or to wait."""
+        return self.several and self.fit_together is False
 
     @cached_property
     def together(self) -> bool:
@@ -603,6 +633,33 @@ class Situation:
         """
         clients = mps_clients(self.table, self.host, self.gpu)
         return clients if clients is None or self.gpu.instance is None else max(1, int(clients * self.gpu.sm_share))
+
+    def clients_of(self, way: Way) -> int | None:
+        """Return how many clients one MPS server has: of the GPU, or of the fullest instance."""
+        processes = self.case.processes
+        if way is not Way.MIG_MPS or processes is None:
+            return processes
+        works = self.case.workloads
+        if len(works) > 1:
+            return max(-(-(work.processes or 1) // (work.groups or 1)) for work in works)
+        return -(-processes // max(len(self.shares(way)), 1))
+
+    def mps_clients_in(self, way: Way) -> int | None:
+        """Return how many clients MPS accepts there: an instance has a part of those of the GPU (MIG user guide)."""
+        if way is not Way.MIG_MPS or self.mps_clients is None:
+            return self.mps_clients
+        free, slices = self.free_instances(way), self.slices(way)
+        profiles = [instance.profile for instance in free] if free else slices.profiles if slices else ()
+        total = max((profile.slices for profile in self.gpu.layout.profiles), default=0) if self.gpu.layout else 0
+        smallest = min((profile.slices for profile in profiles), default=0)
+        return max(1, self.mps_clients * smallest // total) if smallest and total else None
+
+    @cached_property
+    def vgpu_capable(self) -> bool | None:
+        """Return whether the board can have vGPU: as the driver says, else no GeForce (NVIDIA vGPU, supported GPUs)."""
+        if self.gpu.vgpu_capable is None and "GeForce" in (self.gpu.name or ""):
+            return False
+        return self.gpu.vgpu_capable
 
     @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:

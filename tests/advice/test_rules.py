@@ -135,6 +135,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "multi-model-streams": ("streams", one(needs="multi-model", code=True), one(needs="multi-model")),
     "multi-model": ("whole-gpu", of({"needs": "multi-model"}), one()),
     "resizing": ("mps", four(resizing=True), four()),
+    "resizing-time": ("timeslice", four(resizing=True), four()),
     "resizing-idle": ("mig", four(resizing=True), four()),
     "mps-bandwidth": ("mps", four(bandwidth_bound=True), four()),
     "bandwidth-bound": ("mig", four(bandwidth_bound=True), four()),

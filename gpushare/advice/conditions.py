@@ -1,0 +1,362 @@
+"""The words of the rules: what each condition means for a case on a GPU, and what the texts of the rules are filled with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from gpushare.advice.case import Isolation, Pattern, Role, any_of
+from gpushare.advice.compare import no_static_partitions
+from gpushare.advice.situation import Situation, instance_title, limit_for
+from gpushare.advice.ways import LEAVING, Way
+from gpushare.model import ComputeMode
+from gpushare.units import format_bytes
+
+Condition = Callable[[Situation, Way], "bool | None"]
+# The driver's calls for the slice of a process are the same from this branch on; the first that copies a job out of a GPU.
+_FIRST_SLICES: Final = 515
+_FIRST_CHECKPOINT: Final = 570
+
+
+def _wants(*kinds: Isolation) -> Condition:
+    def wanted(s: Situation, _: Way) -> bool | None:
+        return None if s.case.wanted_isolation is None else bool(s.isolation & set(kinds))
+
+    return wanted
+
+
+# -- MIG ---------------------------------------------------------------------------------------------
+
+
+def _instances_may_go(s: Situation, _: Way) -> bool:
+    """Return whether a job that no instance can serve needs the GPU, whose instances are idle and nobody's."""
+    needs_all = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
+    free = not any(instance.busy or instance.name or instance.granted for instance in s.kept)
+    return bool(s.gpu.mig_enabled) and bool(s.kept) and free and needs_all and s.may_be_root is not False
+
+
+def _mig_stays(s: Situation, way: Way) -> bool:
+    """Return whether MIG is on and cannot be turned off: without root, or with instances that must stay."""
+    if way is Way.WHOLE and _instances_may_go(s, way):
+        return False
+    # Instances are never destroyed only in order to measure.
+    instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
+    return bool(s.gpu.mig_enabled) and (s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and instances))
+
+
+def _why_mig_stays(s: Situation, _: Way) -> str:
+    if s.kept:
+        may = s.may_be_root is not False and not all(instance.busy for instance in s.kept)
+        idle = " (--destroy: idle ones may go)" if may else ""
+        return f"its instances stay: {', '.join(map(instance_title, s.kept))}{idle}"
+    return "only root can turn it off" if s.may_be_root is False else "its instances stay"
+
+
+def _mig_occupied(s: Situation, _: Way) -> bool:
+    """Return whether programs stay on a GPU without MIG. Those that are there stay unless the user says otherwise."""
+    stated = s.case.any("occupied")
+    stays = stated if stated is not None else bool(s.gpu.processes)
+    return bool(stays) and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
+
+
+def _programs_in_the_way(s: Situation, _: Way) -> bool | None:
+    """Return whether running programs prevent partitioning."""
+    if s.gpu.mig_enabled:
+        return False
+    return None if s.gpu.processes is None else s.gpu.processes > 0
+
+
+def _why_no_instances(s: Situation, way: Way) -> str | None:
+    slices = None if s.free_instances(way) is not None else s.slices(way)
+    return None if slices is None else slices.why_not
+
+
+def _nearest_sizes(s: Situation, way: Way) -> str:
+    """Return the shares that the chosen profiles come to, if they were chosen by the shares."""
+    slices, shares = s.slices(way), s.shares(way)
+    if slices is None or not slices.profiles or not all(share.percent for share in shares):
+        return "choose the profiles nearest to the shares (gpushare mig profiles)"
+    total = sum(profile.slices for profile in slices.profiles)
+    real = ":".join(f"{100 * profile.slices / total:.0f}" for profile in slices.profiles)
+    asked = ":".join(f"{share.percent:g}" for share in shares)
+    return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {asked}"
+
+
+def _mig_sms(s: Situation, _: Way) -> str:
+    """Return how many SMs the largest instance has, of those of the GPU."""
+    profiles = s.gpu.layout.profiles if s.gpu.layout else ()
+    largest = max((profile.multiprocessors or 0 for profile in profiles), default=0)
+    return f"{largest or '-'} of {s.gpu.multiprocessors or '-'}"
+
+
+def _why_no_mig_for_all(s: Situation, _: Way) -> str:
+    if s.gpu.mig_capable is False:
+        return "this GPU has no MIG"
+    return f"there are more users than the {s.instances} MIG instances of this GPU"
+
+
+# -- MPS, slices, memory -------------------------------------------------------------------------------
+
+
+def _too_many_clients(s: Situation, way: Way) -> bool | None:
+    limit = s.mps_clients_in(way)
+    inside = s.clients_of(way)
+    return None if limit is None or inside is None else inside > limit and s.in_turns(way) is None
+
+
+def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
+    limits = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
+    return bool(s.before_volta) and (limits or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
+
+
+def _no_static(s: Situation, _: Way) -> bool | None:
+    if no_static_partitions(s.host, s.gpu):
+        return True
+    return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
+
+
+def _driver_before(branch: int) -> Condition:
+    return lambda s, _: None if s.host.driver_major is None else s.host.driver_major < branch
+
+
+def _limits_tight(s: Situation, _: Way) -> bool:
+    """Return whether all fit, but not with limits that include CUDA's own memory."""
+    usable = s.under_mps.usable_bytes
+    if usable is None or not (s.under_mps.fits or s.in_turns(Way.MPS)):
+        return False
+    each = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
+    limits = (limit_for(work.memory) * (count or 1) for work, count in each if work.memory is not None)
+    return sum(limits) > usable
+
+
+def _free_now(s: Situation) -> int:
+    return max((s.plain.usable_bytes or 0) - (s.gpu.memory_used_bytes or 0), 0)
+
+
+def short_now(s: Situation, way: Way) -> bool:
+    """Return whether the programs that are on the GPU leave too little memory."""
+    budget = s.budget_of(way)
+    needed = budget.largest_bytes if way in {Way.WHOLE, *LEAVING} else budget.needed_bytes
+    # With occupied: no, they are the ones that the answer is for, or can be ended.
+    others = bool(s.gpu.processes) and not s.case.any("running") and s.case.any("occupied") is not False
+    return others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
+
+
+def _host_too_small(s: Situation, way: Way) -> bool | None:
+    cost = s.leaving_cost(way) if s.fit_together is False else None
+    if cost is None:
+        return False
+    free = s.host.host_memory_bytes
+    return None if free is None else cost.host_bytes > free
+
+
+def _production_too_large(s: Situation, _: Way) -> bool:
+    """Return whether the production jobs of a pair do not fit even without the other."""
+    works = [work for work in s.case.workloads if work.role is Role.PRODUCTION and work.memory is not None]
+    needed = sum(((work.memory or 0) + s.plain.least_context_bytes) * (work.processes or 1) for work in works)
+    return s.pair and s.plain.usable_bytes is not None and needed > s.plain.usable_bytes
+
+
+def _leavers_answer(s: Situation, way: Way) -> bool | None:
+    """Return whether a job that would leave answers sooner than it can come back: of a pair, production stays."""
+    if way is Way.SWAP and s.pair:
+        return False
+    cost = s.leaving_cost(way)
+    seconds = 0.0 if cost is None else cost.switch_seconds
+    return any_of(
+        work.latency if work.latency_seconds is None else work.latency_seconds < seconds for work, _ in s.leavers(way)
+    )
+
+
+def _own_time(s: Situation, _: Way) -> bool:
+    """Return whether several people have long work, and nobody stated that its order does not matter."""
+    long = s.case.pattern is Pattern.STEADY and s.case.same_user is False
+    return s.short_of_memory and not s.pair and long and s.case.any("progress") is not False
+
+
+def _total_counts(s: Situation, _: Way) -> bool:
+    """Return whether nobody waits for a part of the work: then only the total time counts."""
+    one_user = s.case.same_user is not False and s.case.any("progress") is None
+    waits = s.case.any("progress") or s.case.pattern is Pattern.INTERACTIVE or s.pair or s.servers
+    in_waves = s.in_turns(Way.MPS) is not None
+    batch = one_user or s.case.any("progress") is False
+    return s.short_of_memory and not (waits or s.together or in_waves) and batch
+
+
+def _untried(s: Situation, _: Way) -> str:
+    mode = s.gpu.compute_mode
+    uses = ["graphics"] if s.case.any("graphics") else []
+    uses += ["profilers and debuggers"] if s.case.any("profiler") else []
+    uses += [f"compute mode {mode.title}"] if mode is not None and mode is not ComputeMode.DEFAULT else []
+    return ", ".join(uses)
+
+
+# -- the case --------------------------------------------------------------------------------------------
+
+
+def _ranks(s: Situation, _: Way) -> bool:
+    together = s.case.any("cooperating") or (s.several and s.case.any("one_application") and s.case.processes)
+    return bool(together) and s.case.same_user is not False and s.saturating is not True
+
+
+def _half(s: Situation, _: Way) -> bool:
+    memory, total = s.plain.largest_bytes, s.plain.total_bytes
+    return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
+
+
+def _leaves_half(s: Situation, _: Way) -> bool:
+    """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
+    slices, total = s.slices(Way.MIG), s.plain.total_bytes or 0
+    return slices is None or all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
+
+
+def _free_to_measure(s: Situation, _: Way) -> bool:
+    hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
+    # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
+    one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
+    return s.several and not s.pair and not hard and s.trusted and one_gpu
+
+
+def _pattern(pattern: Pattern) -> Condition:
+    return lambda s, _: s.case.pattern is pattern
+
+
+CONDITIONS: Final[Mapping[str, Condition]] = {
+    # the host and the GPU
+    "in_instance": lambda s, _: s.gpu.instance is not None,
+    "mig_capable": lambda s, _: s.gpu.mig_capable,
+    "mig_enabled": lambda s, _: s.gpu.mig_enabled,
+    "vgpu_capable": lambda s, _: s.vgpu_capable,
+    "mps_program": lambda s, _: s.host.mps_program,
+    "processes_now": lambda s, _: bool(s.gpu.processes),
+    "profiles_listed": lambda s, _: s.gpu.layout is not None and bool(s.gpu.layout.profiles),
+    "graphics_profiles": lambda s, _: s.gpu.layout is not None and any(p.graphics for p in s.gpu.layout.profiles),
+    "mode_not_default": lambda s, _: s.shut,
+    "mode_prohibited": lambda s, _: s.gpu.compute_mode is ComputeMode.PROHIBITED,
+    "one_process_at_a_time": lambda s, _: (
+        s.several and s.shut and (s.may_be_root is False or s.gpu.instance is not None)
+    ),
+    "driver_before_slices": _driver_before(_FIRST_SLICES),
+    "driver_before_checkpoint": _driver_before(_FIRST_CHECKPOINT),
+    "no_static_partitions": _no_static,
+    # MIG
+    "mig_stays": _mig_stays,
+    "instances_may_go": _instances_may_go,
+    "mig_occupied": _mig_occupied,
+    "programs_in_the_way": _programs_in_the_way,
+    "instances_to_create": lambda s, way: not s.gpu.mig_enabled or s.free_instances(way) is None,
+    "mig_too_small": lambda s, way: _why_no_instances(s, way) is not None,
+    "sms_short": lambda s, way: bool(s.short_of_sms(way)),
+    "more_than_instances": lambda s, _: (
+        s.case.parties is not None and s.instances is not None and s.case.parties > s.instances
+    ),
+    "one_each_group": lambda s, _: s.grouped is False or (s.case.groups is None and s.several),
+    "groups": lambda s, _: (s.case.groups or 0) > 1 and bool(s.grouped) and s.apart,
+    # MPS
+    "mps_in_the_way": lambda s, way: s.mps_in_the_way(way),
+    "too_many_clients": _too_many_clients,
+    "mps_limits_before_volta": _mps_limits_before_volta,
+    "limits_tight": _limits_tight,
+    # memory
+    "too_much_memory": lambda s, way: s.budget_of(way).may_fit is False,
+    "in_waves": lambda s, way: s.in_turns(way) is not None,
+    "one_too_large": lambda s, _: s.plain.one_fits is False,
+    "memory_tight": lambda s, _: s.plain.fits is False and s.plain.may_fit,
+    "short_now": short_now,
+    # jobs that leave the GPU
+    "host_too_small": _host_too_small,
+    "leavers_run": lambda s, way: any_of(work.running for work, _ in s.leavers(way)),
+    "leavers_answer": _leavers_answer,
+    "production_too_large": _production_too_large,
+    "movable_unknown": lambda s, _: None in map(s.case.any, ("nccl", "ipc", "managed_memory")),
+    "untried_uses": lambda s, way: bool(_untried(s, way)),
+    "cost_known": lambda s, way: s.leaving_cost(way) is not None,
+    "own_time": _own_time,
+    "total_counts": _total_counts,
+    # the case
+    "single": lambda s, _: s.case.processes == 1,
+    "several_known": lambda s, _: (
+        s.several if s.case.processes is not None else (s.case.any("one_application") is False) or None
+    ),
+    "same_user": lambda s, _: s.case.same_user,
+    "same_user_inside": lambda s, _: s.case.same_user_inside,
+    "small": lambda s, _: s.several and s.saturating is False,
+    "farm": lambda s, _: (
+        s.several and s.saturating is False and s.case.same_user is True and not s.idle_often and not s.pair
+    ),
+    "ranks": _ranks,
+    "half": _half,
+    "leaves_half": _leaves_half,
+    "free_to_measure": _free_to_measure,
+    "production_work": lambda s, _: (
+        Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY})
+    ),
+    "interactive": _pattern(Pattern.INTERACTIVE),
+    "bursty": _pattern(Pattern.BURSTY),
+    "steady": _pattern(Pattern.STEADY),
+    "wants_quota": _wants(Isolation.QUOTA),
+    "wants_fault": _wants(Isolation.FAULT),
+    "wants_full": _wants(Isolation.FULL),
+}
+
+
+def _programs_here(s: Situation, _: Way) -> str:
+    if not s.gpu.processes:
+        return "programs are"
+    return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
+
+
+def _cost_text(s: Situation, way: Way) -> str:
+    cost = s.leaving_cost(way)
+    return "" if cost is None else cost.sentence()
+
+
+def _host_needed(s: Situation, way: Way) -> str:
+    cost = s.leaving_cost(way)
+    return "-" if cost is None else format_bytes(cost.host_bytes)
+
+
+def _without_limits(s: Situation, _: Way) -> str:
+    if Isolation.QUOTA in s.isolation:
+        return "so a program may run out of memory at its limit"
+    return "so no limit is enforced by MPS"
+
+
+WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
+    "name": lambda s, _: s.gpu.name or "this GPU",
+    "driver": lambda s, _: s.host.driver,
+    "mode": lambda s, _: "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title,
+    "processes": lambda s, way: s.clients_of(way),
+    "mps_clients": lambda s, way: s.mps_clients_in(way),
+    "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
+    "host_versions": lambda s, _: " with ".join(no_static_partitions(s.host, s.gpu)),
+    "why_mig_stays": _why_mig_stays,
+    "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
+    "mig_sms": _mig_sms,
+    "why_no_instances": _why_no_instances,
+    "why_no_mig_for_all": _why_no_mig_for_all,
+    "nearest_sizes": _nearest_sizes,
+    "sms_short": lambda s, way: s.short_of_sms(way),
+    "processes_here": _programs_here,
+    "total": lambda s, way: format_bytes(s.budget_of(way).total_bytes),
+    "needed": lambda s, way: format_bytes(s.budget_of(way).needed_bytes),
+    "short": lambda s, way: format_bytes(-(s.budget_of(way).left_bytes or 0)),
+    "most": lambda s, way: s.budget_of(way).most or 0,
+    "largest": lambda s, _: format_bytes(s.plain.largest_bytes or 0),
+    "over": lambda s, _: format_bytes(max((s.plain.largest_bytes or 0) - (s.plain.usable_bytes or 0), 0)),
+    "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
+    "memory_free": lambda s, _: format_bytes(_free_now(s)),
+    "at_a_time": lambda s, way: s.in_turns(way),
+    "without_limits": _without_limits,
+    "host_needed": _host_needed,
+    "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
+    "cost": _cost_text,
+    "untried": _untried,
+}
+def condition_named(name: str) -> Condition:
+    """Return what a word of a rule means: a condition of this file, of the situation, or a property of a workload."""
+    if name in CONDITIONS:
+        return CONDITIONS[name]
+    if hasattr(Situation, name):
+        return lambda s, _: getattr(s, name)  # type: ignore[no-any-return]
+    return lambda s, _: s.case.any(name)
