@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.case import Isolation, Pattern, Role, any_of, flags_like
-from gpushare.advice.recipe import Line, Recipe, limits_sum, recipe
-from gpushare.advice.rules import Kind, Outcome, Verdict, verdicts, winner
+from gpushare.advice.case import flags_like
+from gpushare.advice.place import place
+from gpushare.advice.questions import QUESTIONS, other_answers
+from gpushare.advice.recipe import Recipe, limits_sum, recipe
+from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import CONCURRENT, LEAVING, Way
-from gpushare.base.units import GIB, format_bytes
+from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING, Way
+from gpushare.units import GIB, format_bytes, ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from gpushare.advice.case import Case, Workload
-    from gpushare.advice.situation import Budget
+    from gpushare.advice.case import Case
+    from gpushare.advice.place import Part
+    from gpushare.advice.situation import Budget, LeavingCost
 
 
 class Confidence(str, Enum):
@@ -27,17 +29,6 @@ class Confidence(str, Enum):
     HIGH = "high"
     MEDIUM = "medium"
     LOW = "low"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another answer to one question: ``field`` and ``value`` of the workloads, and a text for people."""
-
-    field: str
-    value: Any
-    text: str
-    # Only for a production and an opportunistic job, or only for others; None: for both.
-    pair: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +43,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice for one case on one GPU. ``best`` is None if nothing fits."""
+    """The advice for one case on a host. ``best`` is None if nothing fits."""
 
+    # The largest part of the case, on its GPUs.
     situation: Situation
     best: Verdict | None
     verdicts: tuple[Verdict, ...]
@@ -67,237 +59,62 @@ class Advice:
     # What the winner leaves unprotected.
     gaps: tuple[str, ...]
     notes: tuple[str, ...]
-    # If the processes are placed on several GPUs: what is on each. ``situation`` is then the first of them.
-    placed: tuple[Situation, ...] = ()
-    # The case as it was asked, if ``situation`` has only a part of it.
-    asked: Case | None = None
+    # What is on which GPU, the largest part first.
+    parts: tuple[Part, ...]
+    # The case as it was asked.
+    asked: Case
 
     def of(self, way: Way) -> Verdict:
-        return next(one for one in self.verdicts if one.way is way)
+        return next(verdict for verdict in self.verdicts if verdict.way is way)
 
-
-# The other answers to each question, the most decisive first.
-ALTERNATIVES: Final = (
-    Alternative(field="same_user", value=True, text="all belong to the same user"),
-    Alternative(field="same_user", value=False, text="they belong to different users"),
-    Alternative(field="isolation", value=frozenset(), text="no isolation is needed"),
-    Alternative(field="isolation", value=frozenset({Isolation.QUOTA}), text="a memory quota is needed"),
-    Alternative(
-        field="isolation", value=frozenset({Isolation.FAULT}), text="a fault in one process must not end the others"
-    ),
-    Alternative(field="latency", value=True, text="there is a latency target"),
-    Alternative(field="saturating", value=True, text="one process fills the GPU", pair=False),
-    Alternative(field="saturating", value=False, text="no single process fills the GPU", pair=False),
-    Alternative(field="saturating", value=True, text="the opportunistic job fills the GPU", pair=True),
-    Alternative(field="production_saturating", value=True, text="production alone fills the GPU", pair=True),
-    Alternative(field="production_saturating", value=False, text="production does not fill the GPU", pair=True),
-    Alternative(field="gaps", value=True, text="production waits between requests (--needs gaps)", pair=True),
-    Alternative(field="gaps", value=False, text="production never waits (--needs no-gaps)", pair=True),
-    Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
-    Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
-    Alternative(field="progress", value=True, text="each of them has to advance (--needs progress)", pair=False),
-    Alternative(field="progress", value=False, text="only the total time counts (--needs no-progress)", pair=False),
-    Alternative(field="trusted", value=False, text="they do not trust each other"),
-    Alternative(field="bandwidth_qos", value=True, text="memory bandwidth must be guaranteed"),
-    Alternative(field="code", value=True, text="the code can be changed"),
-    Alternative(field="cuda_graphs", value=True, text="they launch CUDA graphs"),
-    Alternative(field="running", value=True, text="they are already running"),
-    Alternative(field="running", value=False, text="they can be restarted"),
-    Alternative(field="vms", value=True, text="they are virtual machines"),
-    Alternative(field="io_bound", value=True, text="the GPU waits for input"),
-    Alternative(
-        field="bandwidth_bound", value=True, text="the opportunistic job saturates the memory bandwidth", pair=True
-    ),
-    Alternative(field="bandwidth_bound", value=True, text="they saturate the memory bandwidth", pair=False),
-    Alternative(field="occupied", value=False, text="the programs on the GPU can be ended (--needs no-occupied)"),
-    Alternative(field="destroy", value=True, text="idle MIG instances may be destroyed (--destroy)"),
-    Alternative(field="root", value=True, text="you can become root"),
-    Alternative(field="root", value=False, text="you cannot become root"),
-)
-# Questions that lower the confidence while unanswered; the others count as "no" until answered.
-DECIDING: Final = ("same_user", "isolation", "saturating", "production_saturating", "latency", "pattern")
-
-# The ones that decide most often.
-_FIRST: Final = frozenset({"same_user", "saturating"})
+    @property
+    def gpus(self) -> list[int]:
+        """Return the indexes of the GPUs that it uses."""
+        return sorted(gpu.index for part in self.parts for gpu in part.situation.spread)
 
 
 def advise(situation: Situation) -> Advice:
-    parts = _placed(situation)
-    if not parts:
-        return _advise(situation)
-    found = _advise(parts[0])
-    if found.best is None:
-        return found
-    recipes = [recipe(part, found.best.way) for part in parts]
-    first = replace(
-        recipes[0],
-        lines=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.lines),
-        undo=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.undo),
+    """Return the advice: which jobs on which GPU of the host, and in which way."""
+    parts = place(situation)
+    first = parts[0].situation
+    best, judged = parts[0].best, verdicts(first)
+    if best is not None and any(part.best is None for part in parts):
+        best = None
+    way = None if best is None else best.way
+    changes = tuple(
+        Change(field=question.field, text=answer.text, way=part.way, open=is_open)
+        for question, answer, is_open, part in other_answers(situation)
+        if part.way is not way
     )
-    return replace(found, recipe=first, placed=parts, asked=situation.case, notes=_notes(situation))
-
-
-def _at(part: Situation, line: Line) -> Line:
-    return replace(line, what=f"GPU {part.gpu.index}: {line.what}")
-
-
-def _placed(situation: Situation) -> tuple[Situation, ...]:
-    """Return the parts of a case on the fewest idle GPUs of this model that hold it, the largest part first.
-
-    Empty if one GPU is enough, or if the processes do not fit on all of them either.
-    """
-    case, alike = situation.case, [gpu for gpu in situation.gpus_to_have if gpu.name == situation.gpu.name]
-    if len(alike) < _SEVERAL or case.processes is None or not situation.several or situation.together:
-        return ()
-    best = winner(verdicts(situation))
-    if best is not None and best is _wanted(situation) and situation.in_turns(best.way) is None:
-        return ()
-    for count in range(_SEVERAL, len(alike) + 1):
-        cases = _parts(case, count)
-        parts = tuple(replace(situation, case=part, gpu=gpu) for part, gpu in zip(cases, alike, strict=False))
-        way = _way_of_all(parts)
-        if way is not None and (best is None or way is not best.way or situation.in_turns(way) is not None):
-            return parts
-    return ()
-
-
-_SEVERAL: Final = 2
-# The vetoes that say that one GPU is too small.
-_TOO_SMALL: Final = frozenset({"mig-too-small", "memory-sum", "mps-clients"})
-
-
-def _wanted(situation: Situation) -> Verdict:
-    """Return the best verdict if the GPU were large enough."""
-    usable = (one for one in verdicts(situation) if {veto.rule for veto in one.of(Kind.VETO)} <= _TOO_SMALL)
-    return max(usable, key=lambda one: one.score)
-
-
-def _way_of_all(parts: Sequence[Situation]) -> Way | None:
-    """Return the way of the largest part, if it shares a GPU and every other part can use it too."""
-    best = winner(verdicts(parts[0])) if len(parts) >= _SEVERAL else None
-    if best is None or best.way not in CONCURRENT or best.way in {Way.VGPU, Way.STREAMS}:
-        return None
-    if parts[0].in_turns(best.way) is not None:
-        return None
-    rest = (one for part in parts[1:] for one in verdicts(part) if one.way is best.way)
-    return None if any(one.refused for one in rest) else best.way
-
-
-def _parts(case: Case, count: int) -> list[Case]:
-    """Split a case into at most N parts. Groups and the workloads of a list stay together."""
-    ones = case.workloads
-    if len(ones) > 1:
-        bins: list[list[Workload]] = [[] for _ in range(min(count, len(ones)))]
-        for one in sorted(ones, key=_size, reverse=True):
-            min(bins, key=lambda held: sum(map(_size, held))).append(one)
-        return [replace(case, workloads=tuple(held)) for held in bins if held]
-    (one,) = ones
-    units = one.groups or one.processes or 1
-    found = []
-    for number in range(min(count, units)):
-        own = units // count + (number < units % count)
-        processes = own if one.groups is None else -(-(one.processes or 1) * own // units)
-        groups = None if one.groups is None else own
-        found.append(replace(case, workloads=(replace(one, processes=processes, groups=groups),)))
-    return found
-
-
-def _size(workload: Workload) -> int:
-    return (workload.memory or 1) * (workload.processes or 1)
-
-
-def _advise(situation: Situation) -> Advice:
-    found = verdicts(situation)
-    best = winner(found)
-    changes = tuple(_changes(situation, None if best is None else best.way))
-    confidence, why = _confidence(situation, best, changes)
+    confidence, why = _confidence(parts, best, judged, changes)
     return Advice(
-        situation=situation,
+        situation=first,
         best=best,
-        verdicts=found,
-        recipe=None if best is None else recipe(situation, best.way),
-        budget=situation.plain if best is None else situation.budget_of(best.way),
-        limits_bytes=None if best is None else limits_sum(situation, best.way),
+        verdicts=judged,
+        recipe=None if best is None else _joined(parts),
+        budget=first.plain if way is None else first.budget_of(way),
+        limits_bytes=None if way is None else limits_sum(first, way),
         confidence=confidence,
         confidence_why=why,
         changes=changes,
-        gaps=() if best is None else _gaps(situation, best.way),
+        gaps=() if way is None else _gaps(first, way),
         notes=_notes(situation),
+        parts=parts,
+        asked=situation.case,
     )
 
 
-def with_answer(situation: Situation, field: str, value: Any) -> Situation:
-    case = situation.case
-    if field in {"root", "destroy"}:
-        return situation.variant(case=replace(case, **{field: value}))
-    if field == "same_user":
-        # User names that were given would contradict it.
-        ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
-        return situation.variant(case=replace(case, workloads=ones))
-    # Of a pair, each job has an answer of its own.
-    role = _ROLES.get(field) if situation.pair else None
-    name = "saturating" if field == "production_saturating" else field
-    ones = tuple(replace(one, **{name: value}) if role in {None, one.role} else one for one in case.workloads)
-    return situation.variant(case=replace(case, workloads=ones))
-
-
-_ROLES: Final = {
-    "production_saturating": Role.PRODUCTION,
-    "saturating": Role.OPPORTUNISTIC,
-    "bandwidth_bound": Role.OPPORTUNISTIC,
-    "gaps": Role.PRODUCTION,
-}
-
-
-def answer_of(situation: Situation, field: str) -> Any:
-    case = situation.case
-    if field == "root":
-        return situation.may_be_root
-    if field == "destroy":
-        return case.destroy
-    if field == "same_user":
-        return case.same_user
-    if field == "isolation":
-        return case.wanted_isolation
-    if field == "pattern":
-        return case.pattern
-    if field == "production_saturating":
-        return situation.saturating
-    if field == "gaps":
-        return situation.gaps
-    if field == "saturating" and situation.pair:
-        return any_of(one.saturating for one in case.workloads if one.role is Role.OPPORTUNISTIC)
-    return case.any(field)
-
-
-def other_answers(situation: Situation) -> Iterator[tuple[Alternative, bool, tuple[Verdict, ...]]]:
-    """Yield every other possible answer, whether the question is unanswered, and the verdicts with that answer."""
-    for other in ALTERNATIVES:
-        now = answer_of(situation, other.field)
-        if now == other.value or (now is None and other.value is False and other.field == "running"):
-            continue
-        if not _applies(situation, other.field) or other.pair not in {None, situation.pair}:
-            continue
-        if situation.case.processes == 1 and other.field in {"same_user", "trusted"}:
-            continue
-        yield other, now is None, verdicts(with_answer(situation, other.field, other.value))
-
-
-def _applies(situation: Situation, field: str) -> bool:
-    """Return whether a question can matter on this GPU."""
-    if field == "destroy":
-        return any(not one.busy for one in situation.kept)
-    return field != "occupied" or bool(situation.gpu.processes)
-
-
-def _changes(situation: Situation, way: Way | None) -> list[Change]:
-    found = []
-    for other, is_open, then in other_answers(situation):
-        best = winner(then)
-        to = None if best is None else best.way
-        if to is not way:
-            found.append(Change(field=other.field, text=other.text, way=to, open=is_open))
-    return found
+def _joined(parts: Sequence[Part]) -> Recipe:
+    """Return the recipe of all parts: the lines of one after those of the other."""
+    recipes = [recipe(part.situation, part.way) for part in parts if part.way is not None]
+    if len(recipes) == 1:
+        return recipes[0]
+    return Recipe(
+        lines=tuple(dict.fromkeys(line for made in recipes for line in made.lines)),
+        undo=tuple(dict.fromkeys(line for made in recipes for line in made.undo)),
+        measure=tuple(dict.fromkeys(text for made in recipes for text in made.measure)),
+        several_shells=any(made.several_shells for made in recipes),
+    )
 
 
 def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
@@ -315,36 +132,63 @@ def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Chan
     )
 
 
-def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Change, ...]) -> tuple[Confidence, str]:
+# -- how certain it is -------------------------------------------------------------------------------
+
+# The ones that decide most often.
+_FIRST: Final = frozenset({"same user", "saturating"})
+
+
+def _confidence(
+    parts: Sequence[Part], best: Verdict | None, judged: Sequence[Verdict], changes: tuple[Change, ...]
+) -> tuple[Confidence, str]:
+    """Return the confidence: high only where a hard limit decides, or a measurement of the program (see measured.py)."""
+    situation = parts[0].situation
+    may = [change.text for change in changes if change.field in {"destroy", "root", "occupied"} and change.way is not None]
     if best is None:
+        if may:
+            return Confidence.MEDIUM, f"it would be possible if {may[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
-    open_fields = list(dict.fromkeys(one.field for one in changes if one.open and one.field in DECIDING))
-    first = [field for field in open_fields if field in _FIRST]
+    if situation.own_gpu and best.way is Way.WHOLE:
+        return Confidence.HIGH, "each process has a GPU of its own"
+    titles = open_titles(changes)
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
     missing = _not_given(situation) if best.way in {*CONCURRENT, *LEAVING} else []
     numbers = f"not given: {', '.join(missing)}"
-    if open_fields:
-        level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
-        return level, open_text(open_fields) + (f"; {numbers}" if missing else "")
+    if titles:
+        level = Confidence.LOW if _FIRST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
+        return level, open_text(titles) + (f"; {numbers}" if missing else "")
     elsewhere = _measured_elsewhere(situation, best.way)
     if elsewhere is not None:
         return Confidence.MEDIUM, elsewhere
-    if any(one.contradiction for one in best.reasons):
+    if any(reason.contradiction for reason in best.reasons):
         return Confidence.MEDIUM, "its sources disagree on a requirement of yours"
-    if not best.of(Kind.FOR):
-        return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
-    if any(one.open for one in best.of(Kind.CONDITION)):
+    if any(reason.open for reason in best.of(Kind.CONDITION)):
         return Confidence.MEDIUM, "its conditions are unconfirmed"
     if missing:
         return Confidence.MEDIUM, numbers
-    return Confidence.HIGH, "all deciding questions are answered"
+    possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
+    if possible == [best.way]:
+        return Confidence.HIGH, "hard limits rule out every other way"
+    if not best.of(Kind.FOR):
+        return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
+    return Confidence.MEDIUM, "all deciding questions are answered, by rules: measure it to be sure"
+
+
+def open_titles(changes: Sequence[Change]) -> list[str]:
+    """Return the titles of the open questions that would change the answer and decide most."""
+    deciding = {question.field: question.title for question in QUESTIONS if question.deciding}
+    return list(dict.fromkeys(deciding[change.field] for change in changes if change.open and change.field in deciding))
+
+
+def open_text(titles: Sequence[str]) -> str:
+    return f"unanswered questions could change it: {', '.join(titles)}"
 
 
 def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
     """Return why what was measured may not be true here."""
     name = situation.gpu.name or ""
-    if way is Way.SLICES and not any(one in name for one in ("H200", "H100")):
+    if way is Way.SLICES and not any(model in name for model in ("H200", "H100")):
         return "slices were measured on an H200 and an H100; this GPU may differ"
     if way is Way.MPS_PRIORITY and "H200" not in name:
         return "its cap was measured on an H200; this GPU may need a different one"
@@ -358,22 +202,8 @@ def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
 
 def _not_given(situation: Situation) -> list[str]:
     """Return which numbers are missing to say whether all fit."""
-    found = [] if situation.case.processes is not None else ["the number of processes"]
-    return found if all(one.memory for one in situation.case.workloads) else [*found, "the memory of a process"]
-
-
-QUESTION_TITLES: Final = {
-    "same_user": "same user",
-    "isolation": "isolation",
-    "saturating": "saturating",
-    "production_saturating": "production saturating",
-    "latency": "latency target",
-    "pattern": "pattern",
-}
-
-
-def open_text(fields: list[str]) -> str:
-    return f"unanswered questions could change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
+    missing = [] if situation.case.processes is not None else ["the number of processes"]
+    return missing if all(work.memory for work in situation.case.workloads) else [*missing, "the memory of a process"]
 
 
 _GAPS: Final = {
@@ -388,306 +218,348 @@ def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
     """Return what the winner leaves unprotected, from the table."""
     if way.outer in {None, Mechanism.STREAMS} or not situation.several:
         return ()
-    table, driver = situation.table, situation.host.driver
-    found = []
+    table, driver, unprotected = situation.table, situation.host.driver, []
     for row, (wanted, name) in _GAPS.items():
         level = table.level(way.outer, row, driver, option=way.table_option if way is Way.MPS_STATIC else None)
         if not table.at_least(row, level, wanted):
-            found.append(name)
-    return tuple(found)
-
-
-def _kinds(situation: Situation) -> list[str]:
-    return list(dict.fromkeys(one.like for one in situation.case.workloads if one.like is not None))
+            unprotected.append(name)
+    return tuple(unprotected)
 
 
 def _notes(situation: Situation) -> tuple[str, ...]:
-    notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in _kinds(situation)]
-    idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None and not gpu.mig_enabled]
-    processes = situation.case.processes
-    if processes is not None and 1 < processes <= len(idle) and not situation.gpu.instance:
-        notes.append(f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have its own")
-    if situation.gpu.mps_daemons:
-        notes.append(f"an MPS daemon already serves GPU {situation.gpu.index}; see: gpushare mps status")
-    used = situation.gpu.memory_used_bytes
-    if used is not None and situation.gpu.processes and used > GIB:
+    case, gpu = situation.case, situation.gpu
+    kinds = dict.fromkeys(work.like for work in case.workloads if work.like is not None)
+    notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in kinds]
+    if situation.with_others:
+        notes.append("one process belongs to one user: taken as one next to programs of others")
+    sms = max((work.sms or 0 for work in case.workloads), default=0)
+    if gpu.multiprocessors is not None and sms > gpu.multiprocessors:
+        notes.append(f"{sms} SMs are asked for, and {gpu.title} has {gpu.multiprocessors}")
+    if gpu.mps_daemons:
+        notes.append(f"an MPS daemon already serves GPU {gpu.index}; see: gpushare mps status")
+    used = gpu.memory_used_bytes
+    if used is not None and gpu.processes and used > GIB:
         notes.append(f"{format_bytes(used)} of GPU memory are in use now; the calculation assumes an empty GPU")
     return tuple(notes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """One question; ``answers`` are the words that users may type, with their values."""
-
-    field: str
-    text: str
-    answers: tuple[tuple[str, Any], ...]
-    # As of an alternative.
-    pair: bool | None = None
-
-
-_YES_NO: Final = (("yes", True), ("no", False))
-# The most decisive first.
-QUESTIONS: Final = (
-    Question(field="same_user", text="Do all processes belong to the same user?", answers=_YES_NO),
-    Question(
-        field="isolation",
-        text="What isolation do they need: none, a memory quota, fault isolation, or full isolation?",
-        answers=(
-            ("none", frozenset()),
-            ("quota", frozenset({Isolation.QUOTA})),
-            ("fault", frozenset({Isolation.FAULT})),
-            ("full", frozenset({Isolation.FULL})),
-        ),
-    ),
-    Question(field="latency", text="Is there a latency target per request?", answers=_YES_NO),
-    Question(
-        field="saturating",
-        text="Does one process fill the GPU (measured throughput, not utilization)?",
-        answers=_YES_NO,
-        pair=False,
-    ),
-    Question(
-        field="production_saturating",
-        text="Does the production job alone fill the GPU (measured throughput, not utilization)?",
-        answers=_YES_NO,
-        pair=True,
-    ),
-    Question(
-        field="gaps",
-        text="Does the production job wait between requests, so that the GPU is idle in between?",
-        answers=_YES_NO,
-        pair=True,
-    ),
-    Question(
-        field="saturating",
-        text="Does the opportunistic job alone fill the GPU?",
-        answers=_YES_NO,
-        pair=True,
-    ),
-    Question(
-        field="bandwidth_bound",
-        text="Does the opportunistic job saturate the memory bandwidth?",
-        answers=_YES_NO,
-        pair=True,
-    ),
-    Question(
-        field="pattern",
-        text="What is the load pattern?",
-        answers=tuple((one.value, one) for one in Pattern),
-    ),
-    Question(
-        field="progress",
-        text="Does each of them have to advance, instead of one after another?",
-        answers=_YES_NO,
-        pair=False,
-    ),
-    Question(
-        field="bandwidth_bound",
-        text="Does each of them saturate the memory bandwidth?",
-        answers=_YES_NO,
-        pair=False,
-    ),
-    Question(field="cuda_graphs", text="Do they launch CUDA graphs (LLM engines do)?", answers=_YES_NO),
-    Question(field="code", text="Can the program be changed?", answers=_YES_NO),
-    Question(field="root", text="Can you become root?", answers=_YES_NO),
-)
-
-
-def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:
-    """Return the first open question whose answers lead to different ways, or None.
-
-    The answers may differ only together with an answer to one other open question: whether all belong to one user
-    decides once it is known that they are small.
-    """
-    open_ones = [one for one in QUESTIONS if one.field not in skip and _is_open(situation, one)]
-    for question in open_ones:
-        others = (other for other in open_ones if other is not question)
-        worlds = [
-            situation,
-            *(with_answer(situation, other.field, value) for other in others for _, value in other.answers),
-        ]
-        if any(len(ways_of(world, question)) > 1 for world in worlds):
-            return question
-    return None
-
-
-def _is_open(situation: Situation, question: Question) -> bool:
-    alone = question.field == "same_user" and situation.case.processes == 1
-    asks = question.pair in {None, situation.pair}
-    return asks and not alone and answer_of(situation, question.field) is None
-
-
-def ways_of(situation: Situation, question: Question) -> set[Way | None]:
-    found = (winner(verdicts(with_answer(situation, question.field, value))) for _, value in question.answers)
-    return {None if one is None else one.way for one in found}
 
 
 # -- the JSON document -------------------------------------------------------------------------------
 
 
-def advice_data(advice: Advice) -> dict[str, Any]:
-    """Return the JSON document: winner, verdicts with reasons and sources, commands, undo, what would change it."""
-    gpu, best, recipe = advice.situation.gpu, advice.best, advice.recipe
-    inside = None if best is None else instances_sentence(advice.situation, best.way)
-    gpus, case = [part.gpu.index for part in advice.placed] or [gpu.index], advice.asked or advice.situation.case
-    why = [] if best is None else [one.text for one in best.of(Kind.FOR)]
-    conditions = [] if best is None else [one.text for one in best.of(Kind.CONDITION)]
-    return {
-        "winner": None if best is None else best.way.value,
-        "answer": "nothing fits" if best is None else best.way.label,
-        "gpu": gpu.index,
-        "instance": gpu.instance,
-        "gpus": gpus,
-        "gpu_title": (gpu.title if len(gpus) == 1 else f"GPUs {', '.join(map(str, gpus))}")
-        + ("" if gpu.name is None else f", {gpu.name}"),
-        "why": _why_nothing(advice)
-        if best is None
-        else [
-            *_where(advice),
-            *(why or [_why_left(advice, best)]),
-            *(f"condition: {text}" for text in conditions),
-        ],
-        "confidence": advice.confidence.value,
-        "confidence_why": advice.confidence_why,
-        "conditions": conditions,
-        "risks": [] if best is None else _risks(advice.situation, best.way),
-        "not_protected": list(advice.gaps),
-        "cost": None if best is None else _cost_data(advice.situation, best.way),
-        "memory": {
-            **_memory_data(advice.budget, advice.limits_bytes),
-            **({} if inside is None else {"sentence": inside}),
-        },
-        "commands": [] if recipe is None else [_line_data(line) for line in recipe.lines],
-        "undo": [] if recipe is None else [_line_data(line) for line in recipe.undo],
-        "measure": [] if recipe is None else list(recipe.measure),
-        "changes": [
-            {
-                "question": one.field,
-                "if": one.text,
-                "then": None if one.way is None else one.way.value,
-                "then_title": "nothing fits" if one.way is None else one.way.label,
-                "open": one.open,
-            }
-            for one in advice.changes
-        ],
-        "verdicts": [verdict_data(one) for one in advice.verdicts],
-        "case": {
-            "root": case.root,
-            "workloads": [_workload_data(one) for one in case.workloads],
-        },
-        "notes": list(advice.notes),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What is on which GPUs: so many processes on all of them together."""
+
+    gpus: list[int]
+    way: str | None
+    way_title: str
+    processes: int | None
 
 
-def _risks(situation: Situation, way: Way) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class MemoryAnswer:
+    """The memory budget of the first GPU of the answer, and the sum of the limits."""
+
+    total_bytes: int | None
+    headroom_bytes: int | None
+    server_bytes: int
+    context_bytes: int
+    wanted_bytes: int | None
+    needed_bytes: int | None
+    left_bytes: int | None
+    fits: bool | None
+    most: int | None
+    limits_bytes: int | None
+    sentence: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostAnswer:
+    """What it costs that jobs leave the GPU, with its source."""
+
+    memory_bytes: int
+    out_seconds: float
+    in_seconds: float
+    turn_seconds: float | None
+    kept_share: float | None
+    wait_seconds: float | None
+    host_bytes: int
+    estimated: bool
+    source: str
+    switch_seconds: float
+    host_free_bytes: int | None
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineAnswer:
+    """One step: what to do, and the command; None if there is none."""
+
+    what: str
+    command: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeAnswer:
+    """What another answer to a question would lead to."""
+
+    question: str
+    text: str
+    then: str | None
+    then_title: str
+    open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasonAnswer:
+    """What one rule says about a way."""
+
+    rule: str
+    kind: str
+    text: str
+    source: str
+    open: bool
+    row: str | None
+    contradiction: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictAnswer:
+    """One way with its verdict and all reasons."""
+
+    way: str
+    title: str
+    outcome: str
+    reasons: list[ReasonAnswer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceAnswer:
+    """The JSON document of `advise`: winner, verdicts with reasons and sources, commands, undo, what would change it."""
+
+    winner: str | None
+    answer: str
+    gpu: int
+    instance: str | None
+    gpus: list[int]
+    gpu_title: str
+    placement: list[Place]
+    why: list[str]
+    confidence: str
+    confidence_why: str
+    conditions: list[str]
+    risks: list[str]
+    not_protected: list[str]
+    cost: CostAnswer | None
+    memory: MemoryAnswer
+    commands: list[LineAnswer]
+    undo: list[LineAnswer]
+    measure: list[str]
+    changes: list[ChangeAnswer]
+    verdicts: list[VerdictAnswer]
+    case: Case
+    notes: list[str]
+    # With --mechanism: the way that was asked for. With --measure: what the rules said, and what was measured.
+    explained: VerdictAnswer | None = None
+    rules: Any = None
+    measured: Any = None
+    measurement: Any = None
+
+
+def advice_answer(advice: Advice) -> AdviceAnswer:
+    """Return the JSON document of an advice."""
+    situation, best, made, gpus = advice.situation, advice.best, advice.recipe, advice.gpus
+    names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.spread if gpu.name))
+    title = situation.gpu.title if len(gpus) == 1 else f"GPUs {ranges(gpus)}"
+    conditions = [] if best is None else [reason.text for reason in best.of(Kind.CONDITION)]
+    cost = None if best is None or best.way not in LEAVING else situation.leaving_cost(best.way)
+    return AdviceAnswer(
+        winner=None if best is None else best.way.value,
+        answer=_title_of(advice),
+        gpu=situation.gpu.index,
+        instance=situation.gpu.instance,
+        gpus=gpus,
+        gpu_title=", ".join([title, *names]),
+        placement=[_place_of(part) for part in advice.parts],
+        why=_why(advice, conditions),
+        confidence=advice.confidence.value,
+        confidence_why=advice.confidence_why,
+        conditions=conditions,
+        risks=[] if best is None else _risks(situation, best.way, made),
+        not_protected=list(advice.gaps),
+        cost=None if cost is None else _cost_answer(situation, cost),
+        memory=_memory_answer(advice),
+        commands=[] if made is None else [LineAnswer(what=line.what, command=line.command) for line in made.lines],
+        undo=[] if made is None else [LineAnswer(what=line.what, command=line.command) for line in made.undo],
+        measure=[] if made is None else list(made.measure),
+        changes=[
+            ChangeAnswer(
+                question=change.field,
+                text=change.text,
+                then=None if change.way is None else change.way.value,
+                then_title="nothing fits" if change.way is None else change.way.label,
+                open=change.open,
+            )
+            for change in advice.changes
+        ],
+        verdicts=[verdict_answer(verdict) for verdict in advice.verdicts],
+        case=advice.asked,
+        notes=list(advice.notes),
+    )
+
+
+def _title_of(advice: Advice) -> str:
+    """Return the answer in words: of the whole GPU, whether each has its own or one runs at a time."""
+    if advice.best is None:
+        return "nothing fits"
+    if advice.best.way is not Way.WHOLE:
+        return advice.best.way.label
+    processes = sum(part.situation.placed_processes for part in advice.parts)
+    if processes == 1:
+        return "the whole GPU"
+    if processes <= len(advice.gpus):
+        return "a GPU for each"
+    return advice.best.way.label
+
+
+def _place_of(part: Part) -> Place:
+    case = part.situation.whole or part.situation.case
+    title = "nothing fits" if part.way is None else part.way.label
+    gpus = sorted(gpu.index for gpu in part.situation.spread)
+    return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
+
+
+# Conditions that say that something which was asked for is not kept.
+_UNKEPT: Final = frozenset({"queue-no-shares", "slices-shares-idle", "mig-fixed-sizes"})
+
+
+def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
+    """Return why: what cannot be kept comes first, then where the jobs are, what speaks for it, and its conditions."""
+    best = advice.best
+    if best is None:
+        nearest = next((change for change in advice.changes if change.way is not None), None)
+        more = "" if nearest is None or nearest.way is None else f"; nearest: {nearest.way.label}, if {nearest.text}"
+        return [f"not possible here: {text}{more if number == 0 else ''}" for number, text in enumerate(_why_nothing(advice))]
+    unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
+    first = [f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept]
+    return [
+        *first,
+        *_where(advice),
+        *([reason.text for reason in best.of(Kind.FOR)] or [_why_left(advice, best)]),
+        *_why_not_together(advice, best),
+        *(f"condition: {text}" for text in conditions if text not in unkept),
+    ]
+
+
+def _where(advice: Advice) -> list[str]:
+    """Return how many processes are on each GPU, and in which way where that differs."""
+    if len(advice.gpus) < _SEVERAL or advice.situation.together:
+        return []
+    ways = {part.way for part in advice.parts}
+    texts = []
+    for part in advice.parts:
+        count = part.situation.case.processes
+        gpus = sorted(gpu.index for gpu in part.situation.spread)
+        most = "at most " if part.situation.whole and (part.situation.whole.processes or 0) % len(gpus) else ""
+        each = " each" if len(gpus) > 1 else ""
+        how = "" if len(ways) == 1 or part.way is None else f" ({part.way.label})"
+        texts.append(f"{most}{count} on GPU {ranges(gpus)}{each}{how}" if count else f"GPU {ranges(gpus)}{how}")
+    return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
+
+
+_SEVERAL: Final = 2
+
+
+def _ruled_out(advice: Advice, best: Verdict) -> bool:
+    """Return whether every other way of sharing at the same time is refused."""
+    ways = [way for way in CONCURRENT if way is not Way.VGPU]
+    return all(way is best.way or advice.of(way).outcome is Outcome.REFUSED for way in ways)
+
+
+def _why_not_together(advice: Advice, best: Verdict) -> list[str]:
+    """Return why not several run at the same time, where one at a time wins for want of another way."""
+    waits = advice.situation.placed_processes > len(advice.situation.spread)
+    if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _ruled_out(advice, best):
+        return []
+    return [f"not possible here: several at the same time ({text})" for text in _nearest(advice, best.way)[:1]]
+
+
+def _why_left(advice: Advice, best: Verdict) -> str:
+    """Return why a way wins that no rule prefers."""
+    if not _ruled_out(advice, best):
+        return "no answer favours another way, and this one needs the least"
+    sharing = "every other way of sharing is" if best.way in CONCURRENT else "every way of sharing is"
+    if best.way not in CONCURRENT and not all(advice.of(way).refused for way in LEAVING):
+        sharing = "every way of sharing at the same time is"
+    return "; ".join([f"{sharing} ruled out", *_nearest(advice, best.way)])
+
+
+def _nearest(advice: Advice, but: Way, given: Sequence[str] = ()) -> list[str]:
+    """Return why the most wanted of the refused ways of sharing is refused; ``given`` are reasons that were named."""
+    ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
+    wanted = max((verdict for verdict in ways if verdict.refused), key=lambda verdict: verdict.score, default=None)
+    if wanted is None:
+        return []
+    return [f"{wanted.way.label}: {reason.text}" for reason in wanted.of(Kind.VETO) if reason.text not in given]
+
+
+def _why_nothing(advice: Advice) -> list[str]:
+    whole = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
+    several = advice.situation.several or advice.situation.kept
+    return [*whole, *(_nearest(advice, Way.WHOLE, whole) if several else [])] or ["no GPU of this host can do it"]
+
+
+def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
     """Return what every answer of this kind has to say."""
     if way is Way.MPS_PRIORITY:
         return ["priority is a hint: the GPU may not follow it, and it reserves nothing for production"]
     if way in LEAVING:
         return ["a job that is out exists only in host memory: a restart of the machine ends it"]
     if situation.several and Mechanism.TIMESLICE in {way.outer, way.inner}:
+        commands = [line.command for line in made.lines if line.command] if made is not None else []
+        held = bool(commands) and all("--memory" in command for command in commands if " run " in command)
+        if held:
+            return [
+                "memory use is shared: a program that gpushare did not start has no limit, and the limit of a job is looked "
+                "at five times a second"
+            ]
         return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
     return []
 
 
-def _cost_data(situation: Situation, way: Way) -> dict[str, Any] | None:
-    """Return what it costs that jobs leave the GPU, with its source; None for another way, or if nothing is known."""
-    cost = situation.leaving_cost(way) if way in LEAVING else None
-    if cost is None:
-        return None
-    known = {**vars(cost), "switch_seconds": cost.switch_seconds}
-    return {
-        **{name: round(value, 1) if name.endswith("_seconds") and value else value for name, value in known.items()},
-        "host_free_bytes": situation.host.host_memory_bytes,
-        "sentence": cost.sentence(),
+def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
+    seconds = {
+        name: round(value, 1) if name.endswith("_seconds") and value else value
+        for name, value in {**vars(cost), "switch_seconds": cost.switch_seconds}.items()
     }
+    return CostAnswer(**seconds, host_free_bytes=situation.host.host_memory_bytes, sentence=cost.sentence())
 
 
-def _where(advice: Advice) -> list[str]:
-    """Return how many processes are on each GPU, if not all fit on one."""
-    if not advice.placed:
-        return []
-    each = ", ".join(f"{part.case.processes} on GPU {part.gpu.index}" for part in advice.placed)
-    return [f"not all of them fit on one GPU at the same time: {each}"]
+def _memory_answer(advice: Advice) -> MemoryAnswer:
+    budget, limits, best = advice.budget, advice.limits_bytes, advice.best
+    alone = best is not None and best.way is Way.WHOLE
+    sentence = None if alone and advice.situation.own_gpu else budget.sentence()
+    if best is not None and best.way in ALL_MIG:
+        sentence = instances_sentence(advice.situation, best.way) or sentence
+    elif limits is not None:
+        text = f"the limits add up to {format_bytes(limits)}"
+        sentence = text if sentence is None else f"{sentence}; {text}"
+    if sentence is not None and len(advice.gpus) > 1:
+        sentence = f"on each GPU, {sentence}"
+    names = ("total_bytes", "headroom_bytes", "server_bytes", "context_bytes", "wanted_bytes", "needed_bytes", "left_bytes", "fits", "most")
+    values = {name: getattr(budget, name) for name in names}
+    return MemoryAnswer(**values, limits_bytes=limits, sentence=sentence)
 
 
-def _why_left(advice: Advice, best: Verdict) -> str:
-    """Return why a way wins that no rule prefers."""
-    ways = [one for one in CONCURRENT if one is not Way.VGPU]
-    if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
-        what = "every other way of sharing is" if best.way in CONCURRENT else "every way of sharing is"
-        if best.way not in CONCURRENT and not all(advice.of(one).refused for one in LEAVING):
-            what = "every way of sharing at the same time is"
-        return "; ".join([f"{what} ruled out", *_nearest(advice, best.way)])
-    return "no answer favours another way, and this one needs the least"
-
-
-def _nearest(advice: Advice, but: Way, known: Sequence[str] = ()) -> list[str]:
-    """Return why the most wanted of the refused ways of sharing is refused; ``known`` are reasons that were given."""
-    ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
-    wanted = max((one for one in ways if one.refused), key=lambda one: one.score, default=None)
-    return (
-        []
-        if wanted is None
-        else [f"{wanted.way.label}: {one.text}" for one in wanted.of(Kind.VETO) if one.text not in known]
+def verdict_answer(verdict: Verdict) -> VerdictAnswer:
+    return VerdictAnswer(
+        way=verdict.way.value,
+        title=verdict.way.label,
+        outcome=verdict.outcome.value,
+        reasons=[_reason_answer(reason) for reason in verdict.reasons],
     )
 
 
-def _why_nothing(advice: Advice) -> list[str]:
-    whole = [one.text for one in advice.of(Way.WHOLE).of(Kind.VETO)]
-    several = advice.situation.several or advice.situation.kept
-    return [*whole, *(_nearest(advice, Way.WHOLE, whole) if several else [])]
-
-
-def _workload_data(workload: Any) -> dict[str, Any]:
-    """Return the properties of a workload; null where unknown."""
-    return {
-        name: sorted(one.value for one in value) if isinstance(value, frozenset) else value
-        for name, value in vars(workload).items()
-    }
-
-
-def _line_data(line: Line) -> dict[str, Any]:
-    return {"what": line.what, "command": line.command}
-
-
-def _memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
-    """Return the memory budget, and the sum of the limits."""
-    sentence = found.sentence()
-    if limits is not None:
-        said = f"the limits add up to {format_bytes(limits)}"
-        sentence = said if sentence is None else f"{sentence}; {said}"
-    return {
-        "total_bytes": found.total_bytes,
-        "headroom_bytes": found.headroom_bytes,
-        "server_bytes": found.server_bytes,
-        "context_bytes": found.context_bytes,
-        "wanted_bytes": found.wanted_bytes,
-        "needed_bytes": found.needed_bytes,
-        "left_bytes": found.left_bytes,
-        "fits": found.fits,
-        "most": found.most,
-        "limits_bytes": limits,
-        "sentence": sentence,
-    }
-
-
-def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "way": verdict.way.value,
-        "title": verdict.way.label,
-        "outcome": verdict.outcome.value,
-        "reasons": [
-            {
-                "rule": one.rule,
-                "kind": one.kind.value,
-                "text": one.text,
-                "source": one.source,
-                "open": one.open,
-                "row": one.row,
-                "contradiction": one.contradiction,
-            }
-            for one in verdict.reasons
-        ],
-    }
+def _reason_answer(reason: Reason) -> ReasonAnswer:
+    names = ("rule", "text", "source", "open", "row", "contradiction")
+    return ReasonAnswer(kind=reason.kind.value, **{name: getattr(reason, name) for name in names})

@@ -1,23 +1,27 @@
-"""The commands for a way on this host, with the numbers worked out, their undo, and what to measure. Pure."""
+"""The commands for a way on this host, with the numbers worked out, their undo, and what to measure. Pure.
+
+A recipe is a list of changes of the host and of jobs. `Change` writes the former, `gpushare.job.Job` the latter.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.conditions import short_now
 from gpushare.advice.rules import cannot_leave, verdicts
-from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
+from gpushare.advice.situation import CONTEXT_BYTES, HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MPS, Way
-from gpushare.base.model import ComputeMode, Priority, TimeSlice
-from gpushare.base.units import MIB
+from gpushare.advice.ways import ALL_MPS, LEAVING, Way
+from gpushare.job import Job
 from gpushare.mig.wish import merged, wish_of
+from gpushare.model import ComputeMode, Priority, TimeSlice
+from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
 from gpushare.mps.limits import Limits
+from gpushare.units import MIB, counted, ranges
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
@@ -79,16 +83,8 @@ class Line:
     """
 
     what: str
-    command: str | None
+    command: str | None = None
     change: Change | None = None
-
-
-def command(what: str, *words: str, root: str = "") -> Line:
-    return Line(what, f"{root}gpushare {shlex.join(words)}")
-
-
-def change(what: str, made: Change, root: str = "") -> Line:
-    return replace(command(what, *made.words, root=root), change=made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +94,61 @@ class Recipe:
     lines: tuple[Line, ...]
     undo: tuple[Line, ...] = ()
     measure: tuple[str, ...] = ()
-    # The lines need several shells: one command cannot carry them out.
+    # The lines name what earlier ones made: one change cannot carry them out.
     several_shells: bool = False
 
 
-def _sudo(situation: Situation) -> str:
-    return "" if situation.host.root else "sudo "
+@dataclass
+class _Steps:
+    """What a recipe is made of while it is written, for the GPUs that a situation is spread over."""
+
+    s: Situation
+    lines: list[Line] = field(default_factory=list)
+    undo: list[Line] = field(default_factory=list)
+    measure: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.root = "" if self.s.host.root else "sudo "
+
+    @property
+    def outside_mps(self) -> bool:
+        """Return whether a job can have a slice, which takes it out of MPS."""
+        return (self.s.host.driver_major or _FIRST_SLICES) >= _FIRST_SLICES
+
+    def say(self, what: str) -> None:
+        self.lines.append(Line(what))
+
+    def command(self, what: str, *words: str, root: bool = False) -> Line:
+        return Line(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
+
+    def change(self, what: str, made: Change, *, root: bool = False) -> Line:
+        return replace(self.command(what, *made.words, root=root), change=made)
+
+    def run(self, what: str, work: Workload, **options: Any) -> None:
+        """Add the line of a job, by default on one of the GPUs of the situation."""
+        job = Job(**{"gpu": self.gpu, "command": work.command or "CMD", **options})
+        self.lines.append(Line(what, job.line))
+
+    @property
+    def gpu(self) -> str:
+        """Return the ``-g`` value for all GPUs of the situation."""
+        if self.s.gpu.instance is not None:
+            return self.s.gpu.instance
+        return ranges(gpu.index for gpu in self.s.spread).replace(" ", "")
+
+    def each_gpu(self) -> list[Situation]:
+        """Return the situation on each of its GPUs."""
+        return [self.s.on(gpu) for gpu in self.s.spread]
+
+    def made(self, **changes: Any) -> Recipe:
+        return replace(
+            Recipe(lines=tuple(self.lines), undo=tuple(self.undo), measure=tuple(self.measure)), **changes
+        )
 
 
-def _visible_to(situation: Situation) -> str:
-    return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
-
-
-def _program(workload: Workload) -> str:
-    return workload.command or "CMD"
-
-
-def _label(workload: Workload) -> str | None:
+def _label(work: Workload) -> str | None:
     """Return the name of a workload, else its role; None if it has neither."""
-    return workload.name or (None if workload.role is None else workload.role.value)
+    return work.name or (None if work.role is None else work.role.value)
 
 
 def _which(processes: int | None, name: str | None = None, how: str | None = None) -> str:
@@ -126,751 +158,593 @@ def _which(processes: int | None, name: str | None = None, how: str | None = Non
     return f"{label}{times}" + (f", {how}" if how else "")
 
 
-_MEASURE = (
-    "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
-    "peak memory: a program cannot use more than its instance has",
-)
-
-
-def _mig_lines(situation: Situation, way: Way) -> Recipe:
-    free = situation.free_instances(way)
-    if free is not None:
-        lines: list[Line] = []
-        undo: tuple[Line, ...] = ()
-        names = [one.profile.name for one in free]
-    else:
-        lines, undo, names = _layout(situation, way)
-    gpu = f" -g {situation.gpu.index}" if len(situation.host.gpus) > 1 else ""
-    lines += _grants(situation)
-    for name, one, count in _runs(situation, way, names):
-        run = f"gpushare run --mig {name or 'PROFILE'}{gpu} -- {_program(one)}"
-        lines.append(Line(_which(count, _label(one)), run))
-    return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
-
-
-def _grants(situation: Situation) -> list[Line]:
-    """Return the line on who may use an instance, where the parties are different users."""
-    if situation.case.same_user is not False and situation.trusted:
-        return []
-    users = list(dict.fromkeys(one.user for one in situation.case.workloads if one.user is not None))
-    grants = ", then ".join(f"gpushare mig grant NAME {shlex.quote(user)}" for user in users or ["USER"])
-    what = (
-        f"every local user may use every instance; to keep others out: gpushare mig name NAME INSTANCE, then {grants}"
-    )
-    return [Line(what, None)]
-
-
-def _mig_as_it_was(situation: Situation, *lost: GpuInstance) -> list[Line]:
-    """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
-    gpu, root, layout = str(situation.gpu.index), _sudo(situation), situation.gpu.layout
-    if layout is None or not layout.instances:
-        return [command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)]
-    before = map(str, wish_of(layout.instances))
-    lines = [command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)]
-    for one in lost or layout.instances:
-        if one.name:
-            lines.append(command("restore the name", "mig", "name", one.name, str(one), "-g", gpu, root=root))
-            lines += [command("restore the grant", "mig", "grant", one.name, user, root=root) for user in one.granted]
-    return lines
-
-
-def _off_first(situation: Situation) -> list[Line]:
-    if not situation.gpu.mig_enabled:
-        return []
-    return [_mig_off(situation, "turn MIG off")]
-
-
-def _mig_off(situation: Situation, what: str) -> Line:
-    layout = situation.gpu.layout
-    destroy = not situation.gpu.mig_enabled or layout is None or bool(layout.instances)
-    made = Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index, destroy=destroy)
-    return change(what, made, _sudo(situation))
-
-
-def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
-    """Return the lines that create the instances, those that undo it, and the profile of each share."""
-    gpu, root = ("-g", str(situation.gpu.index)), _sudo(situation)
-    slices = situation.slices(way)
-    on, layout = situation.gpu.mig_enabled, situation.gpu.layout
-    off = _mig_off(situation, "turn MIG off again")
-    if slices is None or not slices.profiles:
-        # Not for --apply: the profiles are known only afterwards.
-        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {' '.join(gpu)}")]
-        lines.append(
-            Line("list the profiles that the driver offers, and choose", f"gpushare mig profiles {' '.join(gpu)}")
-        )
-        return lines, () if on else (off,), []
-    names = [one.name for one in slices.profiles]
-    apply = Change(verb=Verb.MIG_APPLY, gpu=situation.gpu.index, wish=slices.wish)
-    if not on:
-        return [change("turn MIG on and create the instances", apply, root)], (off,), names
-    if layout is None or not layout.instances:
-        undo = command("destroy the instances again", "mig", "destroy", *gpu, "all", root=root)
-        return [change("create the instances", apply, root)], (undo,), names
-    if addable(layout, slices.wish):
-        line = change("create the instances next to the existing ones", replace(apply, verb=Verb.MIG_CREATE), root)
-    else:
-        # Those that stay are in the list too: what is not in it is destroyed.
-        wish = merged((*wish_of(situation.kept), *slices.wish))
-        line = change(
-            "create the instances; idle ones that are not in the list are destroyed", replace(apply, wish=wish), root
-        )
-    return [line], tuple(_mig_as_it_was(situation)), names
-
-
-def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
-    ones = situation.case.workloads
-    if len(ones) == 1 and len(set(names)) > 1:
-        # Unequal shares: an instance of its own size for each process.
-        return [(name, ones[0], names.count(name)) for name in dict.fromkeys(names)]
-    if len(ones) == 1:
-        return [(names[0] if names else None, ones[0], ones[0].processes)]
-    found: list[tuple[str | None, Workload, int | None]] = []
-    position = 0
-    for one in ones:
-        count = (one.processes or 1) if way is Way.MIG else (one.groups or 1)
-        found.append((names[position] if names else None, one, count))
-        position += count
-    return found
-
-
-def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
-    """Return the lines for several processes per instance: each instance has a name and a shell."""
-    free = situation.free_instances(way)
-    if free is not None:
-        return _in_existing(situation, way, free)
-    gpu, root = f"-g {situation.gpu.index}", _sudo(situation)
-    slices = situation.slices(way)
-    on = [] if situation.gpu.mig_enabled else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
-    if slices is None or not slices.profiles:
-        return _mig_lines(situation, way)
-    parties = _parties(situation, way)
-    names = [name for name, _, _ in parties]
-    layout = situation.gpu.layout
-    room: list[Line] = []
-    if layout is not None and layout.instances and not addable(layout, slices.wish):
-        idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if one not in situation.kept]
-        room = [command("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
-    lines = [*on, *room, *_grants(situation), *_made(situation, parties, [one.name for one in slices.profiles])]
-    for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
-        lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
-        run = _program(one)
-        if way is Way.MIG_MPS:
-            words = [
-                'gpushare mps start -g "$CUDA_VISIBLE_DEVICES"',
-                *_limits_inside(situation, one, inside, profile).options(),
-            ]
-            lines.append(Line("start MPS in the instance", " ".join(words)))
-            run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
-        lines.append(Line(_which(inside, _label(one)), run))
-    if on:
-        off = Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index, destroy=True, yes=True)
-        undo = change("undo all of it, after the programs have ended", off, root)
-    else:
-        undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, "-y", root=root)
-    return Recipe(
-        lines=tuple(lines),
-        undo=(undo, *_mig_as_it_was(situation)) if room else (undo,),
-        measure=_MEASURE,
-        several_shells=True,
-    )
-
-
-def _in_existing(situation: Situation, way: Way, free: list[GpuInstance]) -> Recipe:
-    """Return the lines for several processes in each of the instances that exist: nothing needs root."""
-    lines: list[Line] = []
-    undo: list[Line] = []
-    for (name, one, inside), instance in zip(_parties(situation, way), free, strict=True):
-        uuid = str(instance.compute[0].uuid)
-        run = f"CUDA_VISIBLE_DEVICES={uuid} {_program(one)}"
-        if way is Way.MIG_MPS:
-            limits = _limits_inside(situation, one, inside, instance.profile)
-            index = situation.gpu.index
-            start = Change(verb=Verb.MPS_START, gpu=index, instance=uuid, limits=limits)
-            lines.append(change(f"start MPS in the idle instance {instance}", start))
-            stop = Change(verb=Verb.MPS_STOP, gpu=index, instance=uuid)
-            undo.append(change("stop MPS; waits for its programs", stop))
-            run = f"gpushare run -g {uuid} -- {_program(one)}"
-        lines.append(Line(f"{_which(inside, _label(one) or name)}, in {instance}", run))
-    return Recipe(lines=tuple(lines), undo=tuple(undo), measure=_MEASURE)
-
-
-def _limits_inside(situation: Situation, one: Workload, processes: int, profile: Profile) -> Limits:
-    wanted = None if one.memory is None else limit_for(one.memory)
-    room = None if profile.memory_bytes is None else equal_limit(profile.memory_bytes * 98 // 100, processes)
-    fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
-    return _limits(_threads_for(situation, processes), fitting)
-
-
-def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
-    """Return the lines that create a named instance for each party; equal ones are created at once and numbered."""
-    create, root = ("mig", "create", "-g", str(situation.gpu.index)), _sudo(situation)
-    if len(situation.case.workloads) == 1 and len(parties) > 1:
-        words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
-        return [command("create an instance for each group", *create, *words, root=root)]
-    return [
-        command(f"create the instance of {name}", *create, profile, "--name", name, root=root)
-        for (name, _, _), profile in zip(parties, profiles, strict=True)
-    ]
-
-
-def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
-    ones = situation.case.workloads
-    if len(ones) == 1:
-        count = len(situation.shares(way))
-        processes = ones[0].processes or 2 * count
-        each = [processes // count + (number < processes % count) for number in range(count)]
-        return [(f"group-{number}" if count > 1 else "group", ones[0], inside) for number, inside in enumerate(each, 1)]
-    found: list[tuple[str, Workload, int]] = []
-    for one in ones:
-        parts = one.groups or 1
-        processes = one.processes or 1
-        for part in range(parts):
-            name = _name(one.name, len(found) + 1) + (f"-{part + 1}" if parts > 1 else "")
-            found.append((name, one, max(1, processes // parts + (part < processes % parts))))
-    return found
-
-
-def _name(text: str | None, number: int) -> str:
+def _name(text: str | None, number: int, default: str = "group") -> str:
     """Return a name that needs no quoting."""
     clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
-    return clean if clean[:1].isalpha() else f"group{number}"
+    return clean if clean[:1].isalpha() else f"{default}{number if number > 1 else ''}"
 
 
-# Measured on an H200: the highest cap under which production kept its rate and its p99, with low priority.
-OPPORTUNISTIC_CAP: Final = 60
+# -- memory ------------------------------------------------------------------------------------------
+
+# A job that reserves so much of a GPU has it alone; what is left is for CUDA contexts of others.
+_WHOLE_PERCENT: Final = 90
 
 
-def _one_decimal(share: float) -> float:
-    """Return a percentage rounded down to the one decimal that MPS keeps."""
-    # 28.6 is a little less in binary.
-    return int(share * 10 + 1e-6) / 10
+def _whole_memory(s: Situation, work: Workload) -> int | str:
+    """Return what a job reserves that is to have the whole GPU: nearly all of it, or what it needs if that is more."""
+    total = s.gpu.memory_total_bytes
+    needed = None if work.memory is None else -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
+    large = needed is not None and total is not None and needed * 100 > total * _WHOLE_PERCENT
+    return needed if large and needed is not None else f"{_WHOLE_PERCENT}%"
 
 
-def _limits(share: float | None, memory: int | None) -> Limits:
-    threads = None if share is None or share >= 100 else _one_decimal(share)
-    return Limits(threads_percent=threads, memory_limit_bytes=memory)
+def _job_memory(s: Situation, way: Way, work: Workload) -> int | None:
+    """Return the limit of one process with its CUDA context, in bytes.
 
-
-def _threads_for(situation: Situation, processes: int) -> float:
-    """Return the cap of each of N clients: the measured one, else 100/n to keep each within its share, or 200/n.
-
-    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
+    Where the size is unknown, people who share a GPU get equal parts, and others no limit.
     """
-    if situation.cap is not None:
-        return situation.cap
-    (one, *more), total = situation.case.workloads, situation.gpu.multiprocessors
-    if one.sms is not None and not more and total and one.sms * processes <= total:
-        # As much as the others leave, which is at least what it needs.
-        return 100.0 * (total - one.sms * (processes - 1)) / total
-    return min(100.0, threads_together(situation) / processes)
+    usable, count = s.budget_of(way).usable_bytes, s.case.processes
+    if work.memory is None:
+        equal = s.case.pattern is Pattern.INTERACTIVE or Isolation.QUOTA in s.isolation
+        return equal_limit(usable, count) if equal and usable and count else None
+    plain = -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
+    if way not in ALL_MPS:
+        return plain
+    # A client of MPS may allocate what its job has, less one context.
+    counts = s.counts_at_once(way)
+    sizes = [None if each.memory is None else limit_for(each.memory) + CLIENT_BYTES for each in s.case.workloads]
+    roomy = sum((size or 0) * (number or 1) for size, number in zip(sizes, counts, strict=True))
+    fits = usable is not None and roomy <= usable
+    return limit_for(work.memory) + CLIENT_BYTES if fits else work.memory // MIB * MIB + CLIENT_BYTES
 
 
-def threads_together(situation: Situation) -> int:
-    case = situation.case
-    apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in situation.isolation
-    return 100 if apart else 200
-
-
-def limits_sum(situation: Situation, way: Way) -> int | None:
-    """Return the sum of the memory limits of all processes; None if one has no limit."""
+def limits_sum(s: Situation, way: Way) -> int | None:
+    """Return the sum of the memory limits of the MPS clients; None if one has no limit."""
     if way not in ALL_MPS or way is Way.MPS_STATIC:
         return None
-    case = situation.case
+    limits = zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True)
     limited = [
         (limit or 0) * (count or 0)
-        for one, limit, count in zip(
-            case.workloads, memory_limits(situation), situation.counts_at_once(way), strict=True
-        )
-        if not (way is Way.MPS_PRIORITY and one.role is Role.PRODUCTION)
+        for work, limit, count in limits
+        if not (way is Way.MPS_PRIORITY and work.role is Role.PRODUCTION)
     ]
     return sum(limited) if limited and all(limited) else None
 
 
-def memory_limits(situation: Situation) -> list[int | None]:
-    """Return a limit per workload; None is no limit. All together fit the GPU, except that a quota is always a limit."""
-    if situation.before_volta:
-        return [None] * len(situation.case.workloads)
-    ones, usable = situation.case.workloads, situation.under_mps.usable_bytes
-    limits = [None if one.memory is None else limit_for(one.memory) for one in ones]
-    counts = [count for count in situation.counts_at_once(Way.MPS) if count is not None]
-    if usable is None or len(counts) < len(ones):
+def memory_limits(s: Situation) -> list[int | None]:
+    """Return a limit of MPS per workload; None is no limit. All together fit the GPU, except that a quota is always a limit."""
+    works, usable = s.case.workloads, s.under_mps.usable_bytes
+    if s.before_volta:
+        return [None] * len(works)
+    limits = [None if work.memory is None else limit_for(work.memory) for work in works]
+    counts = [count for count in s.counts_at_once(Way.MPS) if count is not None]
+    if usable is None or len(counts) < len(works):
         return limits
     taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
     if taken > usable:
-        quota = Isolation.QUOTA in situation.isolation
-        return [one.memory // MIB * MIB if quota and one.memory is not None else None for one in ones]
+        quota = Isolation.QUOTA in s.isolation
+        return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
     open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
     rest = equal_limit(usable - taken, open_count) if open_count else None
     return [rest if limit is None else limit for limit in limits]
 
 
-def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
-    limits = limits or Limits()
-    if not situation.mps_serves:
-        gpu = situation.gpu
-        return change(what, Change(verb=Verb.MPS_START, gpu=gpu.index, instance=gpu.instance, limits=limits))
-    return _set_limits(situation, "set the limits of the running MPS daemon", limits)
+# -- MIG ---------------------------------------------------------------------------------------------
+
+_MEASURE_MIG: Final = (
+    "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
+    "peak memory: a program cannot use more than its instance has",
+)
 
 
-def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
+def _mig_as_it_was(steps: _Steps, s: Situation) -> list[Line]:
+    """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
+    gpu, layout = str(s.gpu.index), s.gpu.layout
+    if layout is None or not layout.instances:
+        return [steps.command("turn MIG on again", "mig", "enable", "-g", gpu, root=True)]
+    before = map(str, wish_of(layout.instances))
+    lines = [steps.command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=True)]
+    for instance in layout.instances:
+        if instance.name:
+            words = ("mig", "name", instance.name, str(instance), "-g", gpu)
+            lines.append(steps.command("restore the name", *words, root=True))
+            lines += [
+                steps.command("restore the grant", "mig", "grant", instance.name, user, root=True)
+                for user in instance.granted
+            ]
+    return lines
+
+
+def _mig_off(steps: _Steps, s: Situation, what: str, *, yes: bool = False) -> Line:
+    layout = s.gpu.layout
+    destroy = not s.gpu.mig_enabled or layout is None or bool(layout.instances)
+    made = Change(verb=Verb.MIG_DISABLE, gpu=s.gpu.index, destroy=destroy, yes=yes)
+    return steps.change(what, made, root=True)
+
+
+def _mig(s: Situation, way: Way) -> Recipe:
+    steps, free = _Steps(s), s.free_instances(way)
+    users = list(dict.fromkeys(work.user for work in s.case.workloads if work.user is not None))
+    parties = _parties(s, way)
+    named = free is None and (way is not Way.MIG or not s.trusted or len(users) > 1)
+    if free is not None:
+        names = [instance.profile.name for instance in free]
+        targets = [str(instance.compute[0].uuid) for instance in free] if way is not Way.MIG else names
+        if way is Way.MIG:
+            _run_in_profiles(steps, way, names)
+        else:
+            for (name, work, inside), instance, uuid in zip(parties, free, targets, strict=True):
+                title = _label(work) or name
+                _run_inside(steps, way, work, inside, instance.profile, uuid, title, change_of=uuid)
+        return steps.made(measure=_MEASURE_MIG)
+    slices = s.slices(way)
+    if slices is None or not slices.profiles:
+        if not s.gpu.mig_enabled:
+            steps.lines.append(steps.command("turn MIG on", "mig", "enable", "-g", str(s.gpu.index), root=True))
+            steps.undo.append(_mig_off(steps, s, "turn MIG off again"))
+        words = ("mig", "profiles", "-g", str(s.gpu.index))
+        steps.lines.append(steps.command("list the profiles that the driver offers, and choose", *words))
+        steps.say("then, in each instance: gpushare run --mig PROFILE -- CMD")
+        return steps.made(measure=_MEASURE_MIG)
+    if not named:
+        for here in steps.each_gpu():
+            _layout(steps, here, way)
+        if s.case.same_user is False:
+            steps.say(
+                "every local user may use every instance; to keep others out, name and grant them: gpushare mig name, "
+                "gpushare mig grant, then gpushare run --mig NAME"
+            )
+        _run_in_profiles(steps, way, [profile.name for profile in slices.profiles])
+        return steps.made(measure=_MEASURE_MIG)
+    for number, here in enumerate(steps.each_gpu(), 1):
+        _named_instances(steps, here, way, prefix="" if number == 1 else f"gpu{here.gpu.index}-")
+    return steps.made(measure=_MEASURE_MIG, several_shells=True)
+
+
+def _layout(steps: _Steps, s: Situation, way: Way) -> None:
+    """Add the lines that create the instances of one GPU, and those that undo it."""
+    slices, layout = s.slices(way), s.gpu.layout
+    gpu = ("-g", str(s.gpu.index))
+    apply = Change(verb=Verb.MIG_APPLY, gpu=s.gpu.index, wish=() if slices is None else slices.wish)
+    if not s.gpu.mig_enabled:
+        steps.lines.append(steps.change("turn MIG on and create the instances", apply, root=True))
+        steps.undo.append(_mig_off(steps, s, "turn MIG off again"))
+    elif layout is None or not layout.instances:
+        steps.lines.append(steps.change("create the instances", apply, root=True))
+        steps.undo.append(steps.command("destroy the instances again", "mig", "destroy", *gpu, "all", root=True))
+    else:
+        if addable(layout, apply.wish):
+            what, made = "create the instances next to the existing ones", replace(apply, verb=Verb.MIG_CREATE)
+        else:
+            # Those that stay are in the list too: what is not in it is destroyed.
+            what = "create the instances; idle ones that are not in the list are destroyed"
+            made = replace(apply, wish=merged((*wish_of(s.kept), *apply.wish)))
+        steps.lines.append(steps.change(what, made, root=True))
+        steps.undo += _mig_as_it_was(steps, s)
+
+
+def _run_in_profiles(steps: _Steps, way: Way, names: Sequence[str]) -> None:
+    works = steps.s.case.workloads
+    only = steps.gpu if len(steps.s.host.gpus) > 1 and len(steps.s.spread) == 1 else None
+    counts = steps.s.counts_of_all
+    if len(works) == 1:
+        # Unequal shares: an instance of its own size for each process.
+        runs = [(name, works[0], names.count(name) if len(set(names)) > 1 else counts[0]) for name in dict.fromkeys(names)]
+    else:
+        each = [(work.processes or 1) if way is Way.MIG else (work.groups or 1) for work in works]
+        starts = [sum(each[:number]) for number in range(len(each))]
+        runs = [(names[start], work, count) for start, work, count in zip(starts, works, each, strict=True)]
+    for name, work, count in runs:
+        steps.run(_which(count, _label(work)), work, gpu=only, mig=name)
+
+
+def _parties(s: Situation, way: Way) -> list[tuple[str, Workload, int]]:
+    """Return the name, the workload and the number of processes of each instance."""
+    works = s.case.workloads
+    if len(works) == 1:
+        count = len(s.shares(way))
+        processes = works[0].processes or (count if way is Way.MIG else 2 * count)
+        each = [processes // count + (number < processes % count) for number in range(count)]
+        return [(f"group-{number}" if count > 1 else "group", works[0], inside) for number, inside in enumerate(each, 1)]
+    parties: list[tuple[str, Workload, int]] = []
+    for work in works:
+        parts = (work.processes or 1) if way is Way.MIG else work.groups or 1
+        processes = work.processes or 1
+        for part in range(parts):
+            name = _name(work.name or work.user, len(parties) + 1) + (f"-{part + 1}" if parts > 1 else "")
+            parties.append((name, work, max(1, processes // parts + (part < processes % parts))))
+    return parties
+
+
+def _named_instances(steps: _Steps, s: Situation, way: Way, prefix: str) -> None:
+    """Add the lines that create an instance with a name for each party of one GPU, and run its programs there."""
+    gpu, layout, slices = str(s.gpu.index), s.gpu.layout, s.slices(way)
+    assert slices is not None  # noqa: S101 - the caller has profiles
+    parties = [(prefix + name, work, inside) for name, work, inside in _parties(s, way)]
+    if not s.gpu.mig_enabled:
+        steps.lines.append(steps.command("turn MIG on", "mig", "enable", "-g", gpu, root=True))
+    room = layout is not None and bool(layout.instances) and not addable(layout, slices.wish)
+    if layout is not None and room:
+        idle = [f"{gpu}/{instance.id}" for instance in layout.instances if instance not in s.kept]
+        steps.lines.append(steps.command("make room: destroy the idle instances", "mig", "destroy", *idle, root=True))
+    create = ("mig", "create", "-g", gpu)
+    if len(s.case.workloads) == 1 and len(parties) > 1 and len({profile.name for profile in slices.profiles}) == 1:
+        words = (*create, f"{slices.profiles[0].name}*{len(parties)}", "--name", f"{prefix}group")
+        steps.lines.append(steps.command("create an instance for each party", *words, root=True))
+    else:
+        for (name, _, _), profile in zip(parties, slices.profiles, strict=True):
+            words = (*create, profile.name, "--name", name)
+            steps.lines.append(steps.command(f"create the instance of {name}", *words, root=True))
+    for name, work, _ in parties:
+        if work.user is not None:
+            words = ("mig", "grant", name, work.user)
+            steps.lines.append(steps.command(f"only {work.user} and root may use it", *words, root=True))
+    if s.case.same_user is not True and any(work.user is None for _, work, _ in parties):
+        steps.say("who may use an instance: root grants it (gpushare mig grant NAME USER); until then every local user may")
+    for (name, work, inside), profile in zip(parties, slices.profiles, strict=True):
+        _run_inside(steps, way, work, inside, profile, name, name)
+    if not s.gpu.mig_enabled:
+        steps.undo.append(_mig_off(steps, s, "undo all of it, after the programs have ended", yes=True))
+        return
+    names = [name for name, _, _ in parties]
+    words = ("mig", "destroy", *names, "-y")
+    steps.undo.append(steps.command("destroy the instances and stop their MPS daemons", *words, root=True))
+    steps.undo += _mig_as_it_was(steps, s) if room else []
+
+
+def _run_inside(
+    steps: _Steps,
+    way: Way,
+    work: Workload,
+    inside: int,
+    profile: Profile,
+    where: str,
+    title: str,
+    change_of: str | None = None,
+) -> None:
+    """Add the lines for the programs of one instance: by its name, or by its UUID if it is there already."""
+    s, what = steps.s, _which(inside, title)
+    if way is Way.MIG:
+        steps.run(what, work, gpu=None, mig=where)
+        return
+    wanted = None if work.memory is None else limit_for(work.memory)
+    room = None if profile.memory_bytes is None else equal_limit(profile.memory_bytes * 98 // 100, inside)
+    limit = wanted if wanted is not None and (room is None or wanted <= room) else room
+    if way is Way.MIG_TIMESLICE:
+        memory = None if work.memory is None else -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
+        steps.run(what, work, gpu=where, slice=_SLICE, memory=memory or room)
+        return
+    limits = _limits(_threads_for(s, inside), limit)
+    if change_of is not None:
+        start = Change(verb=Verb.MPS_START, gpu=s.gpu.index, instance=change_of, limits=limits)
+        steps.lines.append(steps.change(f"start MPS in the idle instance of {title}", start))
+        stop = Change(verb=Verb.MPS_STOP, gpu=s.gpu.index, instance=change_of)
+        steps.undo.append(steps.change("stop MPS; waits for its programs", stop))
+    else:
+        words = ("mps", "start", "-g", where, *limits.options())
+        steps.lines.append(steps.command(f"start MPS in the instance {where}", *words))
+    steps.run(what, work, gpu=where, memory=None if limit is None else limit + CLIENT_BYTES)
+
+
+# -- MPS ---------------------------------------------------------------------------------------------
+
+# Measured on an H200: the highest cap under which production kept its rate and its p99, with low priority.
+OPPORTUNISTIC_CAP: Final = 60
+
+
+def _limits(share: float | None, memory: int | None) -> Limits:
+    # MPS keeps one decimal; 28.6 is a little less in binary.
+    threads = None if share is None or share >= 100 else int(share * 10 + 1e-6) / 10
+    return Limits(threads_percent=threads, memory_limit_bytes=memory)
+
+
+def _threads_for(s: Situation, processes: int) -> float:
+    """Return the cap of each of N clients: the measured one, else 100/n to keep each within its share, or 200/n.
+
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
+    """
+    if s.cap is not None:
+        return s.cap
+    (work, *more), total = s.case.workloads, s.gpu.multiprocessors
+    if work.sms is not None and not more and total and work.sms * processes <= total:
+        # As much as the others leave, which is at least what it needs.
+        return 100.0 * (total - work.sms * (processes - 1)) / total
+    return min(100.0, threads_together(s) / processes)
+
+
+def threads_together(s: Situation) -> int:
+    case = s.case
+    apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in s.isolation
+    return 100 if apart else 200
+
+
+def _daemons(steps: _Steps, what: str, limits: Limits) -> None:
+    """Add the lines that start MPS on each GPU with these limits, or set those of the daemon that serves it."""
+    for s in steps.each_gpu():
+        gpu = s.gpu
+        if not s.mps_serves:
+            start = Change(verb=Verb.MPS_START, gpu=gpu.index, instance=gpu.instance, limits=limits)
+            steps.lines.append(steps.change(what, start))
+            stop = Change(verb=Verb.MPS_STOP, gpu=gpu.index, instance=gpu.instance)
+            steps.undo.append(steps.change("stop MPS; waits for its programs", stop))
+            continue
+        steps.lines.append(_set_limits(steps, s, "set the limits of the running MPS daemon", limits))
+        if gpu.mps is None:
+            steps.undo.append(Line("restore the limits with the line that `gpushare mps set` printed"))
+        else:
+            steps.undo.append(_set_limits(steps, s, "restore the limits", gpu.mps))
+
+
+def _set_limits(steps: _Steps, s: Situation, what: str, limits: Limits) -> Line:
     """Return the line that sets exactly these limits of the GPU's daemon, except its priority."""
     exactly = replace(limits.explicit, priority=None)
-    gpu = situation.gpu
-    return change(what, Change(verb=Verb.MPS_SET, gpu=gpu.index, instance=gpu.instance, limits=exactly))
+    return steps.change(what, Change(verb=Verb.MPS_SET, gpu=s.gpu.index, instance=s.gpu.instance, limits=exactly))
 
 
-def _limits_back(situation: Situation) -> Line:
-    now = situation.gpu.mps
-    if now is None:
-        return Line("restore the limits with the line that `gpushare mps set` printed", None)
-    return _set_limits(situation, "restore the limits", now)
-
-
-def _run(situation: Situation, what: str, one: Workload, limits: Limits | None = None) -> Line:
-    words = ["gpushare run -g", situation.gpu.selector, *(limits or Limits()).options(), "--", _program(one)]
-    return Line(what, " ".join(words))
-
-
-def _in_turns(line: Line, processes: int | None, turns: int | None) -> Line:
-    """Return the line that runs N programs at a time, and starts the next when one ends."""
-    if turns is None:
-        return line
-    # {} because xargs needs a word to replace; a program may use it as the number of its run.
-    started = f"seq {processes} | xargs -P {turns} -I {{}} {line.command}"
-    return Line(f"{line.what}, {turns} at a time; {{}} is the number of the run", started)
-
-
-def _back(situation: Situation) -> tuple[Line, ...]:
-    if situation.mps_serves:
-        return (_limits_back(situation),)
-    gpu = situation.gpu
-    stop = Change(verb=Verb.MPS_STOP, gpu=gpu.index, instance=gpu.instance)
-    return (change("stop MPS; waits for its programs", stop),)
-
-
-def _mps_lines(situation: Situation) -> Recipe:
-    case = situation.case
-    turns = situation.in_turns(Way.MPS)
-    ones, limits, processes = case.workloads, memory_limits(situation), turns or case.processes
-    share = None if processes is None or situation.before_volta else _threads_for(situation, processes)
-    lines = _off_first(situation)
-    if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
-        lines += _weighted(situation, processes, limits[0])
-    elif len(ones) == 1:
+def _mps(s: Situation) -> Recipe:
+    case, steps, turns = s.case, _Steps(s), s.in_turns(Way.MPS)
+    works, limits, processes = case.workloads, memory_limits(s), turns or case.processes
+    share = None if processes is None or s.before_volta else _threads_for(s, processes)
+    unequal = len(works) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None
+    if len(works) == 1 and not unequal:
         given = _limits(share, limits[0])
-        what = "start MPS with limits for each process" if given != Limits() else "start MPS"
-        lines.append(_daemon(situation, what, given))
-        lines.append(_in_turns(_run(situation, _which(case.processes), ones[0]), case.processes, turns))
+        _daemons(steps, "start MPS with limits for each process" if given != Limits() else "start MPS", given)
+        memory, total = _mps_memory(s, works[0]), s.counts_of_all[0]
+        farm = total is not None and total > 1 and case.same_user and not s.together and not s.servers
+        if farm and s.gpu.instance is None and not s.before_volta:
+            parallel = None if processes is None else processes * len(s.spread)
+            at_once = f", {parallel} at a time" if parallel is not None and total is not None and parallel < total else ""
+            what = f"{_which(total)}{at_once}; {{}} in CMD is the number of the copy"
+            steps.run(what, works[0], copies=total, parallel=parallel, memory=memory)
+        elif s.together and total is not None:
+            what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
+            steps.run(what, works[0], memory=memory)
+        else:
+            _copies(steps, works[0], total, memory=memory, wait=len(s.spread) > 1)
     else:
-        lines.append(_daemon(situation, "start MPS"))
-        for one, limit in zip(ones, limits, strict=True):
-            lines.append(_run(situation, _which(one.processes or 1, _label(one)), one, _limits(share, limit)))
-    return Recipe(
-        lines=tuple(lines),
-        undo=_back(situation),
-        measure=(
-            "total steps per second of all programs, with and without MPS",
-            *(() if situation.before_volta else (_OTHER_CAPS,)),
-        ),
-    )
-
-
-_OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the best cap depends on the program"
-
-
-def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
-    """Return the lines for unequal shares: those that were given, else one gets twice the share of each other one."""
-    given = situation.case.workloads[0].shares
-    if given is not None and len(given) == processes:
-        runs = [
-            _run(situation, f"the program with {share:g} %", situation.case.workloads[0], _limits(share, limit))
-            for share in given
-        ]
-        return [_daemon(situation, "start MPS"), *runs]
-    one, small = situation.case.workloads[0], 100.0 / (processes + 1)
-    larger = "the program with the larger share (any shares that add up to 100)"
-    return [
-        _daemon(situation, "start MPS"),
-        _run(situation, larger, one, _limits(2 * small, limit)),
-        _run(situation, _which(processes - 1, "with a smaller share"), one, _limits(small, limit)),
-    ]
-
-
-def _mps_streams_lines(situation: Situation) -> Recipe:
-    found = _mps_lines(situation)
-    inside = Line("inside each program: put independent work on separate CUDA streams", None)
-    return Recipe(lines=(inside, *found.lines), undo=found.undo, measure=found.measure)
-
-
-def _mps_priority_lines(situation: Situation) -> Recipe:
-    ones = situation.case.workloads
-    giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
-    count = sum(one.processes or 1 for one in giving)
-    lines = [*_off_first(situation), _daemon(situation, "start MPS without a cap for production")]
-    limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
-    for one in ones:
-        # Production has no limit: the other job gets what production does not need.
-        given = replace(_limits(OPPORTUNISTIC_CAP / count, limits[id(one)]), priority=Priority.LOW)
-        lines.append(
-            _run(situation, _which(one.processes or 1, _label(one)), one, given if one in giving else Limits())
+        _daemons(steps, "start MPS", Limits())
+        if unequal and processes is not None:
+            for size, what, count in _unequal(works[0], processes):
+                threads = _limits(size, None).threads_percent
+                steps.run(_which(count, what), works[0], threads_percent=threads, memory=_mps_memory(s, works[0]))
+        else:
+            threads = _limits(share, None).threads_percent
+            for work in works:
+                what = _which(work.processes or 1, _label(work))
+                steps.run(what, work, threads_percent=threads, memory=_mps_memory(s, work))
+    steps.measure.append("total steps per second of all programs, with and without MPS")
+    if not s.before_volta:
+        steps.measure.append(
+            "the same with --threads 100 and with half the cap: the best cap depends on the program; in two minutes: "
+            f"gpushare bench --copies 1,{min(processes or 4, 8)} -- CMD"
         )
-    return Recipe(
-        lines=tuple(lines),
-        undo=_back(situation),
-        measure=(
-            "production's rate and p99, alone and with the other job, three alternating runs each",
-            f"if production loses more than 3 %: restart the other job with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
-            "a cap is fixed when a program starts, so each try needs a restart",
-        ),
-    )
+    return steps.made()
 
 
-def _static_chunks(situation: Situation) -> int:
-    """Return the chunks per process. A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide)."""
-    newer = situation.gpu.compute_capability is not None and situation.gpu.compute_capability >= HOPPER
-    chunks = (situation.gpu.multiprocessors or 0) // (8 if newer else 4)
-    return max(chunks // (situation.case.processes or 2), 1)
+def _mps_memory(s: Situation, work: Workload) -> int | None:
+    return None if s.before_volta else _job_memory(s, Way.MPS, work)
 
 
-def _mps_static_lines(situation: Situation) -> Recipe:
-    index, chunks = situation.gpu.index, _static_chunks(situation)
-    processes = situation.case.processes or 2
+def _unequal(work: Workload, processes: int) -> list[tuple[float, str, int]]:
+    """Return the unequal shares in percent: those that were given, else one gets twice the share of each other one."""
+    if work.shares is not None and len(work.shares) == processes:
+        return [(share, f"the program with {share:g} %", 1) for share in work.shares]
+    small = 100.0 / (processes + 1)
+    larger = "the program with the larger share (any shares that add up to 100)"
+    return [(2 * small, larger, 1), (small, "with a smaller share", processes - 1)]
+
+
+def _mps_streams(s: Situation) -> Recipe:
+    recipe = _mps(s)
+    inside = Line("inside each program: put independent work on separate CUDA streams")
+    return replace(recipe, lines=(inside, *recipe.lines))
+
+
+def _mps_priority(s: Situation) -> Recipe:
+    steps, works = _Steps(s), s.case.workloads
+    giving = [work for work in works if work.role is Role.OPPORTUNISTIC] or [works[-1]]
+    count = sum(work.processes or 1 for work in giving)
+    _daemons(steps, "start MPS without a cap for production", Limits())
+    for number, work in enumerate(works, 1):
+        what, memory = _which(work.processes or 1, _label(work)), _job_memory(s, Way.MPS_PRIORITY, work)
+        if work not in giving:
+            # Production has no cap: the other job gets what production does not need.
+            steps.run(what, work, memory=memory, name=_service(work, number))
+        else:
+            threads = _limits(OPPORTUNISTIC_CAP / count, None).threads_percent
+            steps.run(what, work, threads_percent=threads, memory=memory, priority=Priority.LOW.title)
+    steps.measure += [
+        "production's rate and p99, alone and with the other job, three alternating runs each",
+        f"if production loses more than 3 %: restart the other job with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
+        "a cap is fixed when a program starts, so each try needs a restart",
+        "which cap, or which slices: gpushare tune --ways slices,caps --production 'CMD' --opportunistic 'CMD'",
+    ]
+    return steps.made()
+
+
+def _mps_static(s: Situation) -> Recipe:
+    # A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide).
+    newer = s.gpu.compute_capability is not None and s.gpu.compute_capability >= HOPPER
+    processes = s.case.processes or 2
+    chunks = max((s.gpu.multiprocessors or 0) // (8 if newer else 4) // processes, 1)
+    add = f"echo 'sm_partition add {s.gpu.uuid or s.gpu.index} {chunks}' | nvidia-cuda-mps-control"
     return Recipe(
         lines=(
-            Line("gpushare cannot start static partitions yet: use NVIDIA's commands", None),
+            Line("gpushare cannot start static partitions yet: use NVIDIA's commands"),
             Line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S"),
-            Line(
-                _which(processes, f"add a partition of {chunks} chunks on GPU {index}"),
-                f"echo 'sm_partition add {situation.gpu.uuid or index} {chunks}' | nvidia-cuda-mps-control",
-            ),
+            Line(_which(processes, f"add a partition of {chunks} chunks on GPU {s.gpu.index}"), add),
             Line("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control"),
             Line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD"),
         ),
         undo=(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"),),
-        measure=(
-            "the rate of each program alone in its partition and with the others: only memory bandwidth is shared",
-        ),
+        measure=("the rate of each program alone in its partition and with the others: only memory bandwidth is shared",),
     )
 
 
-def _without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
-    """Return the recipe with the MPS daemon of the GPU stopped first, where it is in the way; the undo starts it again."""
-    if not situation.mps_in_the_way(way):
-        return found
-    gpu, now = ("-g", situation.gpu.selector), situation.gpu.mps
-    if now is None:
-        stop = Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status", None)
-        start = Line("start the MPS daemon again the same way", None)
-    else:
-        made = Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index, instance=situation.gpu.instance)
-        stop = change("stop the running MPS daemon; waits for its programs", made)
-        start = command("start MPS again with its current limits", "mps", "start", *gpu, *now.options())
-    return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
+# -- the whole GPU -----------------------------------------------------------------------------------
 
 
-def _whole_lines(situation: Situation) -> Recipe:
-    if situation.several and situation.case.any("vms"):
+def _whole(s: Situation) -> Recipe:
+    steps, works = _Steps(s), s.case.workloads
+    if s.several and s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
-        return Recipe(
-            lines=(
-                Line("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)", None),
-            )
-        )
-    if situation.together:
-        return _one_each(situation)
-    if situation.several:
-        return _queue(situation)
-    if short_now(situation, Way.WHOLE) and situation.gpu.mig_enabled is not True:
-        return Recipe(
-            lines=(_run_in(situation, "waits until there is room for it", situation.case.workloads[0], "--wait"),)
-        )
-    run = Line("no setup needed: run it", f"{_visible_to(situation)} {_program(situation.case.workloads[0])}")
-    return Recipe(lines=(*_off_first(situation), run))
+        steps.say("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)")
+    elif s.case.any("kubernetes"):
+        steps.say("for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU")
+    elif s.together and s.case.any("nccl") is not False and s.placed_processes > 1:
+        _one_job(steps)
+    elif _may_pause(s):
+        _paused(steps)
+    elif any(work.running for work in works):
+        for work, count in zip(works, s.counts_of_all, strict=True):
+            if work.running:
+                steps.say(_which(count, _label(work), "runs already, and stays as it is"))
+            else:
+                _alone(steps, work, count)
+    else:
+        for work, count in zip(works, s.counts_of_all, strict=True):
+            _alone(steps, work, count)
+        if s.placed_processes > len(s.spread):
+            if not _by_room(s):
+                steps.say("a program that gpushare did not start is not held back")
+            steps.measure.append("the total time of all, one after the other: sharing has to beat that")
+    return steps.made()
 
 
-def _queue(situation: Situation) -> Recipe:
-    gpus, processes = len(situation.gpus_to_have), situation.case.processes
-    if gpus > 1 and processes is not None and (processes <= gpus or not _lacks_only_memory(situation)):
-        return _queues(situation)
-    case, lines = situation.case, _off_first(situation)
-    if _may_pause(situation):
-        return _paused(situation)
-    if _lacks_only_memory(situation):
-        return _by_room(situation)
-    first, lock = _lock(situation)
-    lines += [
-        *first,
-        *(
-            Line(_turn(situation, one, count), f"{lock} {_program(one)}")
-            for one, count in zip(case.workloads, case.counts, strict=True)
-        ),
-    ]
-    return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
+def _by_room(s: Situation) -> bool:
+    """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
+    asked = ("latency", "profiler", "bandwidth_qos", "bandwidth_bound", "containment", "vms", "nccl", "weights")
+    known = all(work.memory is not None for work in s.case.workloads)
+    apart = s.isolation - {Isolation.QUOTA} or not s.trusted or s.saturating is True
+    return known and s.plain.may_fit is False and not apart and not any(map(s.case.any, asked)) and s.plain.one_fits is True
 
 
-def _lacks_only_memory(situation: Situation) -> bool:
-    """Return whether each program fits, all together do not, and nothing else is known to keep them apart."""
-    plain = situation.plain
-    known = all(one.memory is not None for one in situation.case.workloads)
-    alone = plain.largest_bytes is not None and plain.usable_bytes is not None
-    alone = alone and (plain.largest_bytes or 0) <= (plain.usable_bytes or 0)
-    return known and alone and plain.may_fit is False and situation.trusted and situation.gpu.mig_enabled is not True
-
-
-def _by_room(situation: Situation) -> Recipe:
-    """Return the lines that start each program when the GPU has room for it."""
+def _alone(steps: _Steps, work: Workload, count: int | None) -> None:
+    """Add the line of jobs that have a whole GPU each, one after the other where there are more of them."""
+    s = steps.s
+    by_room = s.several and _by_room(s)
+    memory = _job_memory(s, Way.WHOLE, work) if by_room else _whole_memory(s, work)
+    more = s.placed_processes > len(s.spread)
+    if not more:
+        how = "each gets a GPU of its own" if s.placed_processes > 1 else None
+    elif by_room:
+        how = "as many at a time as fit"
+    else:
+        how = "one at a time on each GPU" if len(s.spread) > 1 else "one at a time"
+        if s.pair:
+            how = "first" if work.role is Role.PRODUCTION else "when production has ended"
     # What can be swapped is not limited by the driver itself.
-    stays = cannot_leave(situation) or Isolation.QUOTA in situation.isolation
-    how = ["--wait"] if stays else ["--wait", "--swap request"]
-    lines = _off_first(situation)
-    for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
-        if one.running:
-            lines.append(_as_it_is(one, count))
-        else:
-            lines.append(_run_in(situation, _which(count, _label(one), "as many at a time as fit"), one, *how))
-    return Recipe(lines=tuple(lines), measure=("the total time of all",))
+    swap = by_room and not cannot_leave(s) and Isolation.QUOTA not in s.isolation
+    own: dict[str, Any] = {"swap": "request"} if swap else {"slice": _SLICE if steps.outside_mps else None}
+    steps.run(_which(count, _label(work), how), work, wait=True, memory=memory, **own)
 
 
-def _as_it_is(one: Workload, count: int | None) -> Line:
-    return Line(_which(count, _label(one), "runs already, and stays as it is"), None)
-
-
-def _run_in(situation: Situation, what: str, one: Workload, *how: str) -> Line:
-    """Return the line that runs a program with a place in the ledger of memory."""
-    # Others take the GPU where they harm least: one without production.
-    anywhere = len(situation.gpus_to_have) > 1 and one.role is not Role.PRODUCTION
-    gpu = "any" if anywhere else situation.gpu.selector
-    # The limit counts the CUDA context, too.
-    size = [] if one.memory is None else [f"--memory {-(-(one.memory + situation.plain.context_bytes) // MIB)}M"]
-    return Line(what, " ".join(["gpushare run -g", gpu, *how, *size, "--", _program(one)]))
-
-
-_LISTED: Final = "which jobs are out, and how long that took: gpushare swap list; which wait: gpushare status"
-_BROUGHT_BACK: Final = Line(
-    "nothing of the host is changed; a job that is out comes back by itself, or if its gpushare was killed, by",
-    "gpushare swap in JOB",
-)
-
-
-def _each_user(situation: Situation) -> str:
-    return ", each by its own user" if situation.case.same_user is False else ""
-
-
-def _turns_lines(situation: Situation) -> Recipe:
-    """Return the lines for jobs that take turns with the whole GPU."""
-    lines = _off_first(situation)
-    for one, count in zip(situation.case.workloads, situation.case.counts, strict=True):
-        lines.append(
-            _run_in(situation, _which(count, _label(one), f"in turns{_each_user(situation)}"), one, "--swap turns")
-        )
-    total = "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
-    return Recipe(lines=tuple(lines), undo=(_BROUGHT_BACK,), measure=(_LISTED, total))
-
-
-def _swap_lines(situation: Situation) -> Recipe:
-    """Return the lines for a job that leaves for production, or for jobs that leave while they are idle."""
-    lines = _off_first(situation)
-    ones = list(zip(situation.case.workloads, situation.case.counts, strict=True))
-    if not situation.pair:
-        for one, count in ones:
-            lines.append(
-                _run_in(
-                    situation,
-                    _which(count, _label(one), f"out after 10 min without work{_each_user(situation)}"),
-                    one,
-                    *_IDLE,
-                )
-            )
-        wakes = "how long the first work after a pause takes: the job comes back first, and waits while the others work"
-        return Recipe(lines=tuple(lines), undo=(_BROUGHT_BACK,), measure=(_LISTED, wakes))
-    cost = situation.leaving_cost(Way.SWAP)
-    leaving = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
-    # No other user's word on what is production counts, but anybody who waits ends a turn.
-    foreign = situation.case.same_user is False
-    whose = ", by its own user" if foreign else ""
-    number = 0
-    running = any(one.running for one, _ in ones)
-    for one, count in ones:
-        if one.running:
-            lines.append(_as_it_is(one, count))
-        elif one.role is Role.PRODUCTION:
-            number += 1
-            role = f"--production {_service(one, number)}"
-            how = f"starts when the other job has left{leaving}{whose}"
-            lines.append(_run_in(situation, _which(count, _label(one), how), one, role, "--wait"))
-        else:
-            how = f"out while production has the GPU{whose}"
-            # Production that runs already waits for nobody: only its growth tells.
-            out = "--swap turns=60s" if foreign and not running else "--opportunistic --yield swap"
-            lines.append(_run_in(situation, _which(count, _label(one), how), one, out))
-    first = "" if running else "if production stays: start it first, without --wait and --memory. "
-    grows = (
-        f"{first}The other job leaves in time for steady growth of production; a large allocation at once, before it has "
-        f"left{leaving}, is refused"
-    )
-    return Recipe(
-        lines=(*lines, *(() if foreign and not running else (Line(grows, None),))),
-        undo=(_BROUGHT_BACK,),
-        measure=(_LISTED, "how long production waits when it starts, and how much of the time the other job runs"),
-    )
-
-
-_IDLE: Final = ("--wait", "--swap idle=10m")
-
-
-def _paused(situation: Situation) -> Recipe:
-    """Return the lines that pause the other job while production works: in a queue, a service that stays would keep it out."""
-    ones = situation.case.workloads
-    production = [one for one in ones if one.role is Role.PRODUCTION]
-    names = {id(one): _service(one, number) for number, one in enumerate(production, 1)}
-    spared, gpu = next(iter(names.values())), f"-g {situation.gpu.selector}"
-    lines = _off_first(situation)
-    for one in ones:
-        role = f"--production {names[id(one)]}" if id(one) in names else f"--opportunistic --for {spared} --yield pause"
-        how = None if id(one) in names else f"paused while {spared} works"
-        lines.append(
-            Line(_which(one.processes or 1, _label(one), how), f"gpushare run {gpu} {role} -- {_program(one)}")
-        )
-    return Recipe(
-        lines=tuple(lines),
-        measure=("production's rate and p99, alone and with the other job", "how much of the time the other job runs"),
-    )
-
-
-def _lock(situation: Situation) -> tuple[list[Line], str]:
-    """Return the lines that create the lock of a GPU's queue, if needed, and the words that take it."""
-    name = f"/tmp/gpu-{situation.gpu.selector}"  # noqa: S108 - users must share it
-    if situation.case.same_user is True:
-        return [], f"flock {name}.lock env {_visible_to(situation)}"
-    # A directory, because another user's file in /tmp cannot be opened for writing (fs.protected_regular).
-    warning = "" if situation.trusted else "; whoever holds it keeps the others waiting"
-    made = Line(f"create a lock that every user can take{warning}", f"mkdir -p {name}.queue")
-    return [made], f"flock {name}.queue env {_visible_to(situation)}"
-
-
-def _queues(situation: Situation) -> Recipe:
-    """Return the lines for a GPU of its own for each process, or a queue per GPU if there are more processes."""
-    gpus, case = situation.gpus_to_have, situation.case
-    units = [one for one, count in zip(case.workloads, case.counts, strict=True) for _ in range(count or 1)]
-    lines: list[Line] = []
-    for number, gpu in enumerate(gpus[: len(units)]):
-        here = replace(situation, gpu=gpu)
-        mine = units[number :: len(gpus)]
-        first, lock = _lock(here) if len(mine) > 1 else ([], _visible_to(here))
-        lines += first
-        for one in dict.fromkeys(mine):
-            turn = "one after the other" if len(mine) > 1 else None
-            what = f"{_which(mine.count(one), _label(one), turn)}, on GPU {gpu.index}"
-            lines.append(Line(what, f"{lock} {_program(one)}"))
-    return Recipe(lines=tuple(lines), measure=("the rate of each program on its own GPU: sharing has to beat that",))
-
-
-def _turn(situation: Situation, one: Workload, count: int | None) -> str:
-    if not situation.pair:
-        return _which(count, _label(one), "one after the other")
-    first = one.role is Role.PRODUCTION
-    return _which(count, _label(one), "first: waits for running programs" if first else "when production has ended")
-
-
-def _may_pause(situation: Situation) -> bool:
-    """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
-    if not situation.pair or situation.case.same_user is False or situation.before_volta:
-        return False
-    return not next(one for one in verdicts(situation) if one.way is Way.MPS).refused
-
-
-def _one_each(situation: Situation) -> Recipe:
-    """Return the lines for processes that depend on each other: in a queue, the first would wait forever."""
-    processes, usable = situation.case.processes or 2, situation.gpus_to_have
-    gpus = usable[:processes]
-    devices = ",".join(str(one.uuid or one.index) for one in gpus)
-    if len(gpus) == 1:
+def _one_job(steps: _Steps) -> None:
+    """Add the line of processes that depend on each other: in a queue, the first would wait forever."""
+    s, processes, gpus = steps.s, steps.s.placed_processes, len(steps.s.spread)
+    count = min(processes, gpus)
+    if gpus == 1:
         what = "the processes depend on each other and cannot run in turn: start it with one process"
-    elif len(gpus) < processes:
-        what = f"one process per GPU: {processes} are requested, and {len(gpus)} GPUs are free here"
+    elif gpus < processes:
+        what = f"one process per GPU: {processes} are requested, and {gpus} GPUs are free here"
     else:
         what = f"start it once: each of its {processes} processes gets a GPU"
-    lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {_program(one)}") for one in situation.case.workloads]
-    return Recipe(
-        lines=(*_off_first(situation), *lines),
-        measure=("the rate with one process, and with one process per GPU",) if len(gpus) > 1 else (),
-    )
+    for work in s.case.workloads:
+        own: dict[str, Any] = {} if count > 1 else {"slice": _SLICE if steps.outside_mps else None}
+        steps.run(what, work, gpus=count, wait=True, memory=_whole_memory(s, work), **own)
+    if gpus > 1:
+        steps.measure.append("the rate with one process, and with one process per GPU")
 
 
-def recipe(situation: Situation, way: Way) -> Recipe:
-    found = _RECIPES[way](situation)
-    found = _without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
-    served = any(map(situation.case.any, ("replicas", "multi_model", "cuda_graphs")))
-    if served and way is not Way.FIX:
-        found = replace(found, measure=(*found.measure, *_one_server(situation)))
-    if any(line in found.lines for line in _off_first(situation)):
-        inside = (
-            [Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each", None)]
-            if situation.gpu.mps_daemons
-            else []
-        )
-        return replace(found, undo=(*found.undo, *_mig_as_it_was(situation), *inside))
-    return found
+def _may_pause(s: Situation) -> bool:
+    """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
+    if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or len(s.spread) > 1:
+        return False
+    return not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused
 
 
-def _one_server(situation: Situation) -> list[str]:
-    """Return what to compare with where an inference server may do the sharing itself."""
-    if situation.case.any("multi_model"):
-        return ["instances of each model and dynamic batching in the server itself"]
-    if not situation.several or situation.apart:
-        return []
-    kind = "one engine with continuous batching (vLLM, TensorRT-LLM, SGLang)"
-    if situation.case.any("replicas") and not situation.case.any("cuda_graphs"):
-        kind = "one server with several instances of the model and dynamic batching; for an LLM, " + kind
-    return [f"several copies of one model, against {kind}"]
+def _service(work: Workload, number: int) -> str:
+    """Return the name of a production job."""
+    return _name(work.name, number, "serve")
 
 
-def _elsewhere(situation: Situation, way: Way) -> list[Line]:
-    """Return what starts the programs where they run in containers."""
-    if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
-        return []
-    if situation.case.any("kubernetes"):
-        return [Line("for pods, export the share as configuration: gpushare export k8s, or gpushare export dra", None)]
-    if situation.case.any("containers"):
-        return [
-            Line(
-                "for containers: gpushare run --container podman (or docker) -- IMAGE CMD; or export the share as flags: "
-                "gpushare export docker, or gpushare export compose",
-                None,
-            )
-        ]
-    return []
+def _paused(steps: _Steps) -> None:
+    """Add the lines that pause the other job while production works: in a queue, a service that stays would keep it out."""
+    works = steps.s.case.workloads
+    production = [work for work in works if work.role is Role.PRODUCTION]
+    names = {id(work): _service(work, number) for number, work in enumerate(production, 1)}
+    spared = next(iter(names.values()))
+    for work in works:
+        memory = _job_memory(steps.s, Way.WHOLE, work)
+        if id(work) in names:
+            steps.run(_which(work.processes or 1, _label(work)), work, production=names[id(work)], memory=memory)
+        else:
+            what = _which(work.processes or 1, _label(work), f"paused while {spared} works")
+            steps.run(what, work, opportunistic=True, target=spared, yields="pause", memory=memory)
+    steps.measure += ["production's rate and p99, alone and with the other job", "how much of the time the other job runs"]
 
 
-def _timeslice(situation: Situation) -> Recipe:
-    case, index = situation.case, situation.gpu.index
-    level = _LEVELS.get(case.pattern) if case.pattern else None
-    blocked = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-    lines = _off_first(situation)
-    undo: tuple[Line, ...] = ()
-    if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
-        what, wanted = level or ("admit several programs", TimeSlice.DEFAULT)
-        lines.append(change(what, Change(verb=Verb.TIMESLICE_SET, gpu=index, level=wanted), _sudo(situation)))
-        undo = _level_back(situation, blocked=blocked)
-    if case.any("running"):
-        see = f"gpushare status -g {situation.gpu.selector}"
-        lines.append(Line("running programs share the GPU as they do now; see", see))
-    turns = situation.in_turns(Way.TIMESLICE)
-    visible = _visible_to(situation) if turns is None else f"env {_visible_to(situation)}"
-    lines += [
-        _in_turns(Line(_which(count, _label(one)), f"{visible} {_program(one)}"), case.processes, turns)
-        for one, count in zip(case.workloads, case.counts, strict=True)
-        if not one.running
-    ]
-    return Recipe(
-        lines=tuple(lines),
-        undo=undo,
-        measure=(
-            "p99 and rate of each program, alone and with the others",
-            "the levels short and long: NVIDIA publishes no milliseconds for them",
-        ),
-    )
+# -- time-slicing ------------------------------------------------------------------------------------
+
+# The driver's own slice: given to a job, it says that the job runs outside MPS.
+_SLICE: Final = "2ms"
+_INTERACTIVE_SLICE: Final = "1ms"
+# The first driver whose calls for slices are known.
+_FIRST_SLICES: Final = 515
+
+
+def _copies(steps: _Steps, work: Workload, count: int | None, **options: Any) -> None:
+    """Add the lines of equal jobs: with names of their own where they do not end by themselves."""
+    what, named = _which(count, _label(work)), steps.s.servers and steps.s.gpu.instance is None
+    if not named:
+        steps.run(what, work, **options)
+        return
+    name = _name(work.name, 1, "job")
+    if count is not None and 1 < count <= _FEW:
+        for number in range(1, count + 1):
+            steps.run(f"{_label(work) or 'the program'}, number {number}", work, name=f"{name}-{number}", **options)
+        return
+    more = "" if count in {None, 1} else f"; the others are {name}-2 to {name}-{count}"
+    steps.run(what + more, work, name=name if count == 1 else f"{name}-1", **options)
+
+
+_FEW: Final = 4
+
+
+def _timeslice(s: Situation) -> Recipe:
+    steps = _Steps(s)
+    for here in steps.each_gpu():
+        if here.shut and here.may_be_root is not False and here.gpu.time_slice_settable is not False:
+            made = Change(verb=Verb.TIMESLICE_SET, gpu=here.gpu.index, level=TimeSlice.DEFAULT)
+            steps.lines.append(steps.change("admit several programs", made, root=True))
+            steps.undo += _level_back(steps, here)
+    if s.case.any("running"):
+        see = ("status", "-g", s.gpu.selector)
+        steps.lines.append(steps.command("running programs share the GPU as they do now; see", *see))
+    for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
+        if work.running:
+            continue
+        waits = len(s.spread) > 1 or s.in_turns(Way.TIMESLICE) is not None
+        memory = _job_memory(s, Way.TIMESLICE, work)
+        if not steps.outside_mps:
+            steps.run(_which(count, _label(work)), work, swap="request", memory=memory, wait=waits)
+            continue
+        own = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else _SLICE
+        _copies(steps, work, count, slice=own, memory=memory, wait=waits and memory is not None)
+    if s.case.workloads[0].memory is None and _job_memory(s, Way.TIMESLICE, s.case.workloads[0]) is not None:
+        steps.say("the memory is divided equally, because what each needs is not known; with --memory SIZE it is that")
+    steps.measure.append("p99 and rate of each program, alone and with the others")
+    return steps.made()
+
+
+def _level_back(steps: _Steps, s: Situation) -> list[Line]:
+    """Return the lines that restore the compute mode that was in the way, and the level of the GPU."""
+    index, level = str(s.gpu.index), s.gpu.time_slice
+    back = [steps.command("restore the default", "timeslice", "reset", "-g", index, root=True)]
+    if level is not None and level is not TimeSlice.DEFAULT:
+        what = "then the level, which gpushare sets only in a compute mode that admits several programs"
+        back.append(Line(what, f"{steps.root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
+    return back
 
 
 # Measured on an H200: production's slice has to be longer than its request, which a shorter one cuts up.
@@ -879,172 +753,257 @@ _PRODUCTION_SLICE: Final = "16ms"
 _OTHER_SLICE: Final = "500us"
 
 
-def _slices(situation: Situation) -> Recipe:
+def _slices(s: Situation) -> Recipe:
     """Return the lines for a production job with a long slice and others with short ones, or for unequal shares."""
-    ones, gpu = situation.case.workloads, f"-g {situation.gpu.selector}"
-    if not situation.pair:
+    works, steps = s.case.workloads, _Steps(s)
+    if not s.pair:
         # Of programs that always have work, each gets about the share of its slice.
-        shares = ones[0].shares or (2.0, 1.0)
-        runs = [
-            Line(
-                f"the program with {share:g} of {sum(shares):g}",
-                f"gpushare run {gpu} --weight {share / min(shares):.3g} -- {_program(ones[0])}",
-            )
-            for share in shares
-        ]
-        measure = ("the share that each gets next to the others: the switch between them moves it a little",)
-        return Recipe(lines=(*_off_first(situation), *runs), measure=measure)
-    foreign, lines = situation.case.same_user is False, _off_first(situation)
+        shares = works[0].shares or (2.0, 1.0)
+        for number, share in enumerate(shares):
+            work = works[number] if len(works) == len(shares) else works[0]
+            what, memory = f"the program with {share:g} of {sum(shares):g}", _job_memory(s, Way.SLICES, work)
+            steps.run(what, work, weight=share / min(shares), memory=memory)
+        steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
+        return steps.made()
+    foreign = s.case.same_user is False
     whose = ", by its own user" if foreign else ""
-    production = next(one for one in ones if one.role is Role.PRODUCTION)
-    # Only root finds the jobs of other users by their names.
-    by_pid = foreign or bool(production.running)
-    undo: tuple[Line, ...] = ()
+    production = next(work for work in works if work.role is Role.PRODUCTION)
     number = 0
-    for one in ones:
-        what = _which(one.processes or 1, _label(one))
-        number += one.role is Role.PRODUCTION
-        if one.running:
-            time = _PRODUCTION_SLICE if one.role is Role.PRODUCTION else _OTHER_SLICE
-            lines.append(Line(f"the slice of {what}, which runs{whose}", f"gpushare timeslice set {time} PID"))
-            undo = (Line("restore the slice of each", "gpushare timeslice reset PID"),)
-            continue
-        if one.role is Role.PRODUCTION:
-            role, said = f"--production {_service(one, number)}", whose
+    for work in works:
+        what, memory = _which(work.processes or 1, _label(work)), _job_memory(s, Way.SLICES, work)
+        number += work.role is Role.PRODUCTION
+        if work.running:
+            time = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
+            steps.say(f"the slice of {what}, which runs{whose}: gpushare timeslice set {time} PID (undo: timeslice reset PID)")
+        elif work.role is Role.PRODUCTION:
+            steps.run(what + whose, work, production=_service(work, number), memory=memory)
+        elif foreign or production.running:
+            # Only root finds the jobs of other users by their names.
+            steps.run(f"{what}{whose}, with a short slice", work, slice=_OTHER_SLICE, memory=memory)
         else:
-            role = f"--opportunistic --for {'PID' if by_pid else _service(production, 1)} --yield slices"
-            said = f"{whose}; PID is that of {_label(production)}" if by_pid else whose
-        lines.append(Line(f"{what}{said}", f"gpushare run {gpu} {role} -- {_program(one)}"))
-    return Recipe(
-        lines=tuple(lines),
-        undo=undo,
-        measure=(
-            "production's p99 and rate, alone and with the others",
-            "which slices, or which cap under MPS: gpushare tune --ways slices,caps --production 'CMD' --opportunistic 'CMD'",
-        ),
+            target = _service(production, 1)
+            steps.run(what, work, opportunistic=True, target=target, yields="slices", memory=memory)
+    steps.measure += [
+        "production's p99 and rate, alone and with the others",
+        "which slices, or which cap under MPS: gpushare tune --ways slices,caps --production 'CMD' --opportunistic 'CMD'",
+    ]
+    return steps.made()
+
+
+# -- jobs that leave the GPU -------------------------------------------------------------------------
+
+_LISTED: Final = "which jobs are out, and how long that took: gpushare swap list; which wait: gpushare jobs"
+_NOTHING_CHANGED: Final = Line("nothing of the host is changed; a job that is out comes back by itself")
+
+
+def _leaving(s: Situation, way: Way) -> Recipe:
+    """Return the lines for jobs in turns, for a job that leaves for production, or for jobs that leave while they are idle."""
+    steps, foreign = _Steps(s), s.case.same_user is False
+    each = list(zip(s.case.workloads, s.counts_of_all, strict=True))
+    own = ", each by its own user" if foreign else ""
+    if way is Way.TURNS or not s.pair:
+        how, swap = ("in turns", "turns") if way is Way.TURNS else ("out after 10 min without work", "idle=10m")
+        for work, count in each:
+            memory, names = _job_memory(s, way, work), range(1, (count or 1) + 1)
+            name = _name(work.name, 1, "job")
+            for number in list(names)[:_FEW]:
+                titled = name if count in {None, 1} else f"{name}-{number}"
+                more = f"; the others are {name}-{number + 1} to {name}-{count}" if number == _FEW < (count or 1) else ""
+                what = f"{_label(work) or 'the program'}{'' if count in {None, 1} else f', number {number}'}, {how}{own}{more}"
+                steps.run(what, work, memory=memory, wait=way is Way.SWAP, swap=swap, name=titled)
+        if way is Way.TURNS:
+            steps.measure.append(
+                "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
+            )
+        else:
+            steps.measure.append(
+                "how long the first work after a pause takes: the job comes back first, and waits while the others work"
+            )
+        steps.measure.insert(0, _LISTED)
+        return steps.made(undo=(_NOTHING_CHANGED,))
+    cost = s.leaving_cost(Way.SWAP)
+    seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
+    running, number = any(work.running for work, _ in each), 0
+    whose = ", by its own user" if foreign else ""
+    for work, count in each:
+        memory = _job_memory(s, way, work)
+        if work.running:
+            steps.say(_which(count, _label(work), "runs already, and stays as it is"))
+        elif work.role is Role.PRODUCTION:
+            number += 1
+            what = _which(count, _label(work), f"starts when the other job has left{seconds}{whose}")
+            steps.run(what, work, production=_service(work, number), memory=memory, wait=True)
+        else:
+            what = _which(count, _label(work), f"out while production has the GPU{whose}")
+            # --production is honoured only between jobs of one user, but anybody who waits ends a turn.
+            # Production that runs already waits for nobody: only its growth tells.
+            turns = foreign and not running
+            how: dict[str, Any] = {"swap": "turns=60s"} if turns else {"opportunistic": True, "yields": "swap"}
+            steps.run(what, work, memory=memory, name=None if not turns else _name(work.name, 1, "other"), **how)
+    if not foreign or running:
+        first = "" if running else "if production stays: start it first, without --wait and --memory. "
+        steps.say(
+            f"{first}The other job leaves in time for steady growth of production; a large allocation at once, before it "
+            f"has left{seconds}, is refused"
+        )
+    steps.measure += [_LISTED, "how long production waits when it starts, and how much of the time the other job runs"]
+    return steps.made(undo=(_NOTHING_CHANGED,))
+
+
+# -- answers without a share of a GPU ----------------------------------------------------------------
+
+
+def _streams(s: Situation) -> Recipe:
+    steps = _Steps(s)
+    steps.say(
+        "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory"
     )
+    _alone(steps, s.case.workloads[0], 1)
+    return steps.made(measure=("whether kernels overlap: nsys profile CMD",))
 
 
-def _service(one: Workload, number: int) -> str:
-    """Return the name of a production job."""
-    return _name(one.name, number) if one.name else f"serve{number if number > 1 else ''}"
-
-
-def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
-    """Return the lines that restore the level, and the compute mode where that was in the way."""
-    index, root = str(situation.gpu.index), _sudo(situation)
-    level = situation.gpu.time_slice
-    level = None if level is TimeSlice.DEFAULT else level
-    if level is not None and not blocked:
-        made = Change(verb=Verb.TIMESLICE_SET, gpu=situation.gpu.index, level=level)
-        return (change("restore the level", made, root),)
-    back = [command("restore the default", "timeslice", "reset", "-g", index, root=root)]
-    if level is not None:
-        what = "then the level, which gpushare sets only in a compute mode that admits several programs"
-        back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
-    return tuple(back)
-
-
-_LEVELS: Final = {
-    Pattern.INTERACTIVE: ("short slices: lower latency", TimeSlice.SHORT),
-    Pattern.STEADY: ("long slices: fewer context switches", TimeSlice.LONG),
-}
-
-
-def _streams(situation: Situation) -> Recipe:
-    one = situation.case.workloads[0]
-    return Recipe(
-        lines=(
-            *_off_first(situation),
-            Line(
-                "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory",
-                None,
-            ),
-            Line("run it", f"{_visible_to(situation)} {_program(one)}"),
-        ),
-        undo=(),
-        measure=("whether kernels overlap: nsys profile CMD",),
-    )
-
-
-def _vgpu(situation: Situation) -> Recipe:
-    backed = situation.gpu.mig_capable and (
-        situation.case.any("bandwidth_qos") or Isolation.FULL in situation.isolation
-    )
+def _vgpu(s: Situation) -> Recipe:
+    backed = s.gpu.mig_capable and (s.case.any("bandwidth_qos") or Isolation.FULL in s.isolation)
     kind = "a MIG-backed vGPU type" if backed else "a vGPU type with enough frame buffer for the work"
     return Recipe(
         lines=(
-            Line(
-                "gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor", None
-            ),
-            Line(f"give each virtual machine {kind}", None),
-            Line("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {situation.gpu.index}"),
+            Line("gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor"),
+            Line(f"give each virtual machine {kind}"),
+            Line("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {s.gpu.index}"),
         ),
-        undo=(),
         measure=("the rate of the program in one virtual machine, alone and with the others",),
     )
 
 
-def _measure(situation: Situation) -> Recipe:
-    one, processes = situation.case.workloads[0], situation.case.processes
-    shut = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT} and situation.may_be_root is False
-    ways = (
-        " --ways queue,mps" if shut else "" if situation.case.same_user is not False else " --ways queue,timeslice,mig"
-    )
-    turns = [one for one in map(situation.in_turns, (Way.TIMESLICE, Way.MPS)) if one is not None]
+def _measure(s: Situation) -> Recipe:
+    steps, work, processes = _Steps(s), s.case.workloads[0], s.case.processes
+    shut = s.shut and s.may_be_root is False
+    ways = " --ways queue,mps" if shut else "" if s.case.same_user is not False else " --ways queue,timeslice,mig"
+    turns = [number for number in map(s.in_turns, (Way.TIMESLICE, Way.MPS)) if number is not None]
     processes = min(turns, default=processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
-    return Recipe(
-        lines=(
-            *_off_first(situation),
-            Line(
-                "run it under each way in turn; the host is restored afterwards",
-                f"gpushare bench -g {situation.gpu.selector} --copies {copies}{ways} -- {_program(one)}",
-            ),
-        ),
-        measure=("total runs per second, and p99; overlapping intervals mean no difference",),
-    )
+    bench = f"gpushare bench -g {s.gpu.selector} --copies {copies}{ways} -- {work.command or 'CMD'}"
+    steps.lines.append(Line("run it under each way in turn; the host is restored afterwards", bench))
+    return steps.made(measure=("total runs per second, and p99; overlapping intervals mean no difference",))
 
 
-def _fix(situation: Situation) -> Recipe:
-    if situation.batched:
-        one = situation.case.workloads[0]
-        engine = "run one engine with continuous batching instead of the copies: it batches the requests of all of them"
-        return Recipe(
-            lines=(
-                Line(f"{engine} (vLLM, TensorRT-LLM, SGLang)", None),
-                Line("one engine, with the memory of all copies", f"{_visible_to(situation)} {_program(one)}"),
-            ),
-            measure=("requests per second and p99 at the load of all copies, with one engine and with the copies",),
+def _fix(s: Situation) -> Recipe:
+    steps, work = _Steps(s), s.case.workloads[0]
+    if s.batched:
+        steps.say(
+            "run one engine with continuous batching instead of the copies: it batches the requests of all of them "
+            "(vLLM, TensorRT-LLM, SGLang)"
         )
-    return Recipe(
-        lines=(
-            Line(
-                "use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data",
-                None,
-            ),
-            Line("see whether the GPU waits", f"gpushare status -g {situation.gpu.selector} --watch 1"),
-        ),
-        undo=(),
-        measure=("the rate with synthetic input: if it is much higher, the input is the bottleneck",),
-    )
+        memory = _whole_memory(s, work)
+        steps.run("one engine, with the memory of all copies", work, slice=_SLICE if steps.outside_mps else None, memory=memory)
+        measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
+    elif s.case.any("server") and s.short_of_memory:
+        steps.say("vLLM: start each with --enable-sleep-mode, and put the idle one to sleep (POST /sleep, /wake_up)")
+        steps.say("or less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
+        measure = "how long the first answer after a sleep takes"
+    else:
+        steps.say("use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data")
+        steps.lines.append(steps.command("see whether the GPU waits", "status", "-g", s.gpu.selector))
+        measure = "the rate with synthetic input: if it is much higher, the input is the bottleneck"
+    return steps.made(measure=(measure,))
+
+
+def _kubernetes(s: Situation, way: Way) -> Recipe:
+    """Return the lines that write the share as configuration of the cluster: nothing is changed on the host."""
+    steps, count = _Steps(s), max(2, min(s.case.processes or 4, 48))
+    words = ["export", "k8s"]
+    if way.outer is Mechanism.MPS:
+        made = f"echo '{{version: 1, gpus: [{{match: all, mps: {{}}}}]}}' | gpushare export k8s -f - --replicas {count} --to k8s"
+        steps.lines.append(Line("write the configuration of the device plugin: MPS, equal shares", made))
+    elif way.outer is Mechanism.MIG:
+        slices, free = s.slices(way), s.free_instances(way)
+        inside = -(-count // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
+        replicas = f" --mig-replicas {inside}" if inside > 1 else ""
+        if free is not None or slices is None or not slices.profiles:
+            made = f"gpushare export k8s{replicas} --to k8s"
+        else:
+            profiles = ", ".join(str(request) for request in slices.wish)
+            layout = f"{{version: 1, gpus: [{{match: all, mig: [{profiles}]}}]}}"
+            made = f"echo '{layout}' | gpushare export k8s -f -{replicas} --to k8s"
+        steps.lines.append(Line("write the configuration of the device plugin: a resource for each MIG profile", made))
+    else:
+        words += ["--replicas", str(count), "--to", "k8s"]
+        steps.lines.append(steps.command(f"write the configuration: {count} pods share each GPU", *words))
+    steps.say("it prints the kubectl commands that apply it; files are in ./k8s")
+    return steps.made(measure=("p99 and rate of a pod, alone and with the others",))
+
+
+# -- all ways ----------------------------------------------------------------------------------------
+
+
+def recipe(situation: Situation, way: Way) -> Recipe:
+    """Return the recipe of a way for a case on the GPUs that the situation is spread over."""
+    if situation.case.any("kubernetes") and way.outer in _FOR_PODS:
+        return _kubernetes(situation, way)
+    made = _RECIPES[way](situation)
+    if situation.case.any("containers") and way.outer in _FOR_PODS:
+        say = Line(
+            "for containers: gpushare run --container podman (or docker) ... -- IMAGE CMD, with the same options; or "
+            "export the share as flags: gpushare export docker, or gpushare export compose"
+        )
+        made = replace(made, lines=(*made.lines, say))
+    made = _around(situation, way, made)
+    served = any(map(situation.case.any, ("replicas", "multi_model", "cuda_graphs")))
+    if served and way is not Way.FIX:
+        made = replace(made, measure=(*made.measure, *_one_server(situation)))
+    return made
+
+
+_FOR_PODS: Final = (Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG)
+_WITHOUT_MIG: Final = (Way.WHOLE, Way.TURNS, Way.SWAP, Way.STREAMS, Way.TIMESLICE, Way.SLICES, Way.MEASURE, *ALL_MPS)
+
+
+def _around(situation: Situation, way: Way, made: Recipe) -> Recipe:
+    """Return the recipe with what is in its way turned off first, MIG or MPS, and on again by the undo."""
+    steps, before, after = _Steps(situation), list[Line](), list[Line]()
+    for s in steps.each_gpu():
+        if s.gpu.mig_enabled and way in _WITHOUT_MIG:
+            before.append(_mig_off(steps, s, "turn MIG off"))
+            after += _mig_as_it_was(steps, s)
+            if s.gpu.mps_daemons:
+                after.append(Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each"))
+        if s.mps_in_the_way(way):
+            gpu, now = s.gpu, s.gpu.mps
+            if now is None:
+                before.append(Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status"))
+                after.append(Line("start the MPS daemon again the same way"))
+            else:
+                stop = Change(verb=Verb.MPS_STOP, gpu=gpu.index, instance=gpu.instance)
+                before.append(steps.change("stop the running MPS daemon; waits for its programs", stop))
+                words = ("mps", "start", "-g", gpu.selector, *now.options())
+                after.append(steps.command("start MPS again with its current limits", *words))
+    return replace(made, lines=(*before, *made.lines), undo=(*made.undo, *after))
+
+
+def _one_server(s: Situation) -> list[str]:
+    """Return what to compare with where an inference server may do the sharing itself."""
+    if s.case.any("multi_model"):
+        return ["instances of each model and dynamic batching in the server itself"]
+    if not s.several or s.apart:
+        return []
+    kind = "one engine with continuous batching (vLLM, TensorRT-LLM, SGLang)"
+    if s.case.any("replicas") and not s.case.any("cuda_graphs"):
+        kind = "one server with several instances of the model and dynamic batching; for an LLM, " + kind
+    return [f"several copies of one model, against {kind}"]
 
 
 _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
-    Way.WHOLE: _whole_lines,
-    Way.TURNS: _turns_lines,
-    Way.SWAP: _swap_lines,
+    Way.WHOLE: _whole,
     Way.STREAMS: _streams,
     Way.TIMESLICE: _timeslice,
     Way.SLICES: _slices,
-    Way.MPS: _mps_lines,
-    Way.MPS_PRIORITY: _mps_priority_lines,
-    Way.MPS_STATIC: _mps_static_lines,
-    Way.MIG: lambda situation: _mig_lines(situation, Way.MIG),
+    Way.MPS: _mps,
+    Way.MPS_PRIORITY: _mps_priority,
+    Way.MPS_STATIC: _mps_static,
     Way.VGPU: _vgpu,
-    Way.MIG_MPS: lambda situation: _mig_shared_lines(situation, Way.MIG_MPS),
-    Way.MIG_TIMESLICE: lambda situation: _mig_shared_lines(situation, Way.MIG_TIMESLICE),
-    Way.MPS_STREAMS: _mps_streams_lines,
+    Way.MPS_STREAMS: _mps_streams,
     Way.MEASURE: _measure,
     Way.FIX: _fix,
+    **{way: lambda s, way=way: _mig(s, way) for way in (Way.MIG, Way.MIG_MPS, Way.MIG_TIMESLICE)},  # type: ignore[misc]
+    **{way: lambda s, way=way: _leaving(s, way) for way in LEAVING},  # type: ignore[misc]
 }

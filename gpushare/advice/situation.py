@@ -389,7 +389,9 @@ class Situation:
     """A case, the host and GPU that it is to run on, and the table.
 
     ``cap`` is the active thread percentage of an MPS client that was measured to be best (100 means no cap), or None.
-    ``named``: the user chose this GPU, so that no other is used.
+    ``named``: the user chose this GPU, so that no other is used. ``consolidate``: as few GPUs as possible are used.
+    ``more`` are other GPUs like this one that have a part of the case as large as this one, or one smaller; ``whole`` is
+    then the case on all of them. ``own_gpu``: it is one process of several, each of which has a GPU.
     """
 
     case: Case
@@ -398,6 +400,37 @@ class Situation:
     table: Table
     cap: float | None = None
     named: bool = False
+    consolidate: bool = False
+    more: tuple[GpuFacts, ...] = ()
+    whole: Case | None = None
+    own_gpu: bool = False
+
+    @property
+    def spread(self) -> tuple[GpuFacts, ...]:
+        """Return all GPUs that this answer is for."""
+        return (self.gpu, *self.more)
+
+    @property
+    def counts_of_all(self) -> tuple[int | None, ...]:
+        """Return the number of processes of each workload on all of these GPUs."""
+        return (self.whole or self.case).counts
+
+    @property
+    def placed_processes(self) -> int:
+        """Return the number of processes on all of these GPUs; 2 if unknown."""
+        return 1 if self.one_process else (self.whole or self.case).processes or 2
+
+    def on(
+        self,
+        gpu: GpuFacts,
+        case: Case | None = None,
+        *,
+        more: Sequence[GpuFacts] = (),
+        whole: Case | None = None,
+        own_gpu: bool = False,
+    ) -> Situation:
+        """Return a case on another GPU, or on several alike."""
+        return replace(self, gpu=gpu, case=case or self.case, more=tuple(more), whole=whole, own_gpu=own_gpu)
 
     def variant(self, **changes: Any) -> Situation:
         """Return a copy with another case or cap. The GPU is the same, so known results are shared."""
@@ -511,11 +544,11 @@ class Situation:
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other idle GPUs without MIG; only this one if the user named it."""
-        if self.named or self.gpu.instance is not None:
+        """Return this GPU and the other idle ones; only this one if the user named it."""
+        if self.named or self.gpu.instance is not None or self.gpu.processes:
             return (self.gpu,)
-        others = (one for one in self.host.gpus if one.index != self.gpu.index)
-        return (self.gpu, *(one for one in others if one.error is None and one.processes == 0 and not one.mig_enabled))
+        others = (gpu for gpu in self.host.gpus if gpu.index != self.gpu.index)
+        return (self.gpu, *(gpu for gpu in others if gpu.error is None and gpu.processes == 0))
 
     @cached_property
     def trusted(self) -> bool:

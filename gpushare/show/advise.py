@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Column, Table
@@ -18,7 +18,7 @@ _STYLES: Final = {"fits": "green", "fits with a condition": "yellow", "refused":
 _SHORT: Final = {"fits": "fits", "fits with a condition": "depends", "refused": "no"}
 
 
-def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
+def answer_table(data: Any, *, whole: bool = False) -> Table:
     """Return the answer: drawn on a terminal, else rows of item and text.
 
     Without ``whole``, a terminal shows only the first of the changes.
@@ -30,9 +30,9 @@ def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
     )
 
 
-def verdicts_table(data: Mapping[str, Any]) -> Table:
+def verdicts_table(data: Any) -> Table:
     """Return every way with its verdict and most important reason."""
-    rows = tuple({"way": one["way"], "verdict": one["outcome"], "why": _why(one)} for one in data["verdicts"])
+    rows = tuple({"way": one.way, "verdict": one.outcome, "why": _why(one)} for one in data.verdicts)
     columns = (
         Column(key="way", title="way"),
         Column(key="verdict", title="verdict"),
@@ -42,15 +42,15 @@ def verdicts_table(data: Mapping[str, Any]) -> Table:
         name="verdicts",
         columns=columns,
         rows=rows,
-        draw=lambda width: _verdict_lines(data["verdicts"], min(width, _WIDEST)),
+        draw=lambda width: _verdict_lines(data, min(width, _WIDEST)),
     )
 
 
-def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
+def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
     rows = tuple(
-        {"way": one["way"], **{key: reason[key] for key in ("kind", "rule", "text", "source")}}
+        {"way": one.way, **{key: getattr(reason, key) for key in ("kind", "rule", "text", "source")}}
         for one in verdicts
-        for reason in one["reasons"]
+        for reason in one.reasons
     )
     columns = (
         Column(key="way", title="way", group=True),
@@ -72,88 +72,88 @@ def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
 # -- what the items are ----------------------------------------------------------------------------
 
 
-def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "answer", data["answer"]
+def _items(data: Any) -> Iterator[tuple[str, str]]:
+    yield "answer", data.answer
     yield from _measured(data)
-    cost = [data["cost"]["sentence"]] if data["cost"] else []
-    for item, texts in (("why", data["why"]), ("risk", data["risks"]), ("cost", cost)):
+    cost = [data.cost.sentence] if data.cost else []
+    for item, texts in (("why", data.why), ("risk", data.risks), ("cost", cost)):
         for text in texts:
             yield item, text
-    yield "confidence", f"{data['confidence']}: {data['confidence_why']}"
-    if data["memory"]["sentence"]:
-        yield "memory", data["memory"]["sentence"]
-    if data["not_protected"]:
-        yield "shared", ", ".join(data["not_protected"])
-    for item, lines in (("do", data["commands"]), ("undo", data["undo"])):
+    yield "confidence", f"{data.confidence}: {data.confidence_why}"
+    if data.memory.sentence:
+        yield "memory", data.memory.sentence
+    if data.not_protected:
+        yield "shared", ", ".join(data.not_protected)
+    for item, lines in (("do", data.commands), ("undo", data.undo)):
         for line in lines:
-            if item == "do" and line["command"] is not None:
+            if item == "do" and line.command is not None:
                 # The command alone does not say which program starts it, and how often.
-                yield "step", line["what"]
-            yield item, line["command"] or line["what"]
-    for text in data["measure"]:
+                yield "step", line.what
+            yield item, line.command or line.what
+    for text in data.measure:
         yield "measure", text
-    for change in data["changes"]:
+    for change in data.changes:
         yield "change", _change(change)
 
 
-def _measured(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _measured(data: Any) -> Iterator[tuple[str, str]]:
     """Yield the rules' answer and the effect of a measurement, if there was one."""
-    if "measured" in data:
-        rules = data["rules"]
-        yield "rules", f"{rules['answer']} ({rules['confidence']} confidence: {rules['confidence_why']})"
-        yield "measured", data["measured"]["sentence"]
+    if data.measured is not None:
+        rules = data.rules
+        yield "rules", f"{rules.answer} ({rules.confidence} confidence: {rules.confidence_why})"
+        yield "measured", data.measured.sentence
 
 
-def _change(change: Mapping[str, Any]) -> str:
-    return f"if {change['if']}: {change['then_title']}"
+def _change(change: Any) -> str:
+    return f"if {change.text}: {change.then_title}"
 
 
-def _changes(changes: Sequence[Mapping[str, Any]], *, whole: bool) -> list[str]:
+def _changes(changes: Sequence[Any], *, whole: bool) -> list[str]:
     """Return what would change the answer, the open questions first."""
-    ordered = [*(one for one in changes if one["open"]), *(one for one in changes if not one["open"])]
+    ordered = [*(one for one in changes if one.open), *(one for one in changes if not one.open)]
     texts = [_change(one) for one in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
         return texts
     return [*texts[:_MOST_CHANGES], f"and {len(texts) - _MOST_CHANGES} more with -v"]
 
 
-def _why(verdict: Mapping[str, Any]) -> str:
+def _why(verdict: Any) -> str:
     """Return the most important reason: a veto, a condition, for, against."""
     for kinds in (("veto",), ("condition",), ("for",), ("against",)):
-        for reason in verdict["reasons"]:
-            if reason["kind"] in kinds:
-                return str(reason["text"])
+        for reason in verdict.reasons:
+            if reason.kind in kinds:
+                return str(reason.text)
     return "possible, no advantage here"
 
 
 # -- the screen ------------------------------------------------------------------------------------
 
 
-def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
+def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
     from rich.text import Text
 
     lines = [
         Text.assemble(
-            (data["answer"], "bold green" if data["winner"] else "bold red"), (f"  on {data['gpu_title']}", "dim")
+            (data.answer, "bold green" if data.winner else "bold red"), (f"  on {data.gpu_title}", "dim")
         )
     ]
     for item, text in _measured(data):
         lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")
-    for text in data["why"]:
+    for text in data.why:
         lines += _wrapped(text, width, "  ")
-    for text in data["risks"]:
+    for text in data.risks:
         lines += _wrapped(f"risk: {text}", width, "  ", style="yellow")
-    if data["cost"]:
+    if data.cost:
         lines += _wrapped(f"cost: {data['cost']['sentence']}", width, "  ", "    ")
-    lines += _wrapped(f"{data['confidence']} confidence: {data['confidence_why']}", width, "  ", style="dim")
-    if data["memory"]["sentence"]:
+    lines += _wrapped(f"{data.confidence} confidence: {data.confidence_why}", width, "  ", style="dim")
+    if data.memory.sentence:
         lines += _wrapped(f"memory: {data['memory']['sentence']}", width, "  ", style="dim")
-    if data["not_protected"]:
-        lines += _wrapped(f"still shared: {', '.join(data['not_protected'])}", width, "  ", style="dim")
+    if data.not_protected:
+        lines += _wrapped(f"still shared: {', '.join(data.not_protected)}", width, "  ", style="dim")
     lines += _typed(data, width)
     for title, texts in (
-        ("measure", data["measure"]),
-        ("what would change it", _changes(data["changes"], whole=whole)),
+        ("measure", data.measure),
+        ("what would change it", _changes(data.changes, whole=whole)),
     ):
         if texts:
             lines += [Text(""), Text(title, style="bold")]
@@ -162,51 +162,54 @@ def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
     return lines
 
 
-def _typed(data: Mapping[str, Any], width: int) -> list[Text]:
+def _typed(data: Any, width: int) -> list[Text]:
     from rich.text import Text
 
     lines: list[Text] = []
-    for title, entries in (("do", data["commands"]), ("undo", data["undo"])):
+    for title, entries in (("do", data.commands), ("undo", data.undo)):
         if entries:
             lines += [Text(""), Text(title, style="bold")]
         for entry in entries:
-            lines += _wrapped(entry["what"], width, "  ", style="" if entry["command"] is None else "dim")
-            if entry["command"] is not None:
+            lines += _wrapped(entry.what, width, "  ", style="" if entry.command is None else "dim")
+            if entry.command is not None:
                 # Not wrapped, so that it can be copied.
-                lines.append(Text(f"    {visible(entry['command'])}", style="bold"))
+                lines.append(Text(f"    {visible(entry.command)}", style="bold"))
     return lines
 
 
-def _verdict_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+def _verdict_lines(data: Any, width: int) -> list[Text]:
     from rich.text import Text
 
-    first = max(len(one["way"]) for one in verdicts)
+    first = max(len(verdict.way) for verdict in data.verdicts)
     lines = [Text("all ways", style="bold")]
-    for one in verdicts:
-        head = f"{one['way']:<{first}}  {_SHORT[one['outcome']]:<7}  "
+    for verdict in data.verdicts:
+        # The chosen way is green, with its condition.
+        chosen = verdict.way == data.winner
+        head = f"{verdict.way:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
         room = max(width - len(head) - 2, 20)
-        parts = textwrap.wrap(visible(_why(one)), room) or [""]
-        style = _STYLES[one["outcome"]]
-        lines.append(Text.assemble("  ", (head, style), (parts[0], "dim" if style == "dim" else "")))
-        lines += [Text(" " * (len(head) + 2) + part, style="dim" if style == "dim" else "") for part in parts[1:]]
+        parts = textwrap.wrap(visible(_why(verdict)), room) or [""]
+        style = "green" if chosen else _STYLES[verdict.outcome]
+        rest = "dim" if style == "dim" else ""
+        lines.append(Text.assemble("  ", (head, style), (parts[0], rest)))
+        lines += [Text(" " * (len(head) + 2) + part, style=rest) for part in parts[1:]]
     return lines
 
 
-def _reason_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
     from rich.text import Text
 
     lines: list[Text] = []
     for one in verdicts:
         lines += [
             Text(""),
-            Text.assemble((one["title"], "bold"), f"  {one['way']}: ", (one["outcome"], _STYLES[one["outcome"]])),
+            Text.assemble((one.title, "bold"), f"  {one.way}: ", (one.outcome, _STYLES[one.outcome])),
         ]
-        for reason in one["reasons"]:
-            lines += _wrapped(f"{reason['kind']}: {reason['text']}", width, "  ", "    ")
-            lines += _wrapped(f"[{reason['rule']}] {reason['source']}", width, "      ", style="dim")
-            if reason["contradiction"]:
-                lines += _wrapped(f"sources disagree: {reason['contradiction']}", width, "      ", style="yellow")
-        if not one["reasons"]:
+        for reason in one.reasons:
+            lines += _wrapped(f"{reason.kind}: {reason.text}", width, "  ", "    ")
+            lines += _wrapped(f"[{reason.rule}] {reason.source}", width, "      ", style="dim")
+            if reason.contradiction:
+                lines += _wrapped(f"sources disagree: {reason.contradiction}", width, "      ", style="yellow")
+        if not one.reasons:
             lines.append(Text("  no rule applies", style="dim"))
     return lines
 

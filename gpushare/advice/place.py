@@ -1,0 +1,166 @@
+"""Which jobs of a case go to which GPU of the host, and in which way there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpushare.advice.case import Case, Role, Workload
+from gpushare.advice.rules import Verdict, verdicts, winner
+from gpushare.advice.situation import Situation
+from gpushare.advice.ways import CONCURRENT, Way
+from gpushare.values import dataclass
+
+if TYPE_CHECKING:
+    from gpushare.advice.facts import GpuFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a case on one GPU, or on several that are alike; ``best`` is None if nothing fits there."""
+
+    situation: Situation
+    best: Verdict | None
+
+    @property
+    def way(self) -> Way | None:
+        return None if self.best is None else self.best.way
+
+    @property
+    def at_once(self) -> bool:
+        """Return whether all of its processes run at the same time."""
+        alone = (self.situation.case.processes or 2) == 1 and self.way is not None
+        shared = self.way in {*CONCURRENT, Way.MEASURE} and self.situation.in_turns(self.way) is None
+        return alone or shared
+
+
+def place(situation: Situation) -> tuple[Part, ...]:
+    """Return the parts of a case, the largest first: one if the case is for one GPU.
+
+    A process has a GPU of its own as long as there are idle ones, unless the situation is to ``consolidate``. If there
+    are more processes than GPUs, they are spread evenly over those GPUs on which most of what was asked is kept.
+    """
+    return situation.once(("place", situation.case, situation.gpu.index), lambda: _place(situation))
+
+
+def _place(situation: Situation) -> tuple[Part, ...]:
+    case, idle = situation.case, situation.gpus_to_have
+    alone = _part(situation)
+    count = case.processes
+    if len(idle) < _SEVERAL or count is None or count < _SEVERAL or case.any("running") or alone.way in {Way.FIX, Way.STREAMS}:
+        return (alone,)
+    if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
+        kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
+        return (_part(situation.on(kind[0], case, more=kind[1:count])),)
+    choices = [parts for gpus in _choices(idle, situation) if (parts := _on(situation, gpus))]
+    return max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
+
+
+_SEVERAL = 2
+
+
+def _part(situation: Situation) -> Part:
+    return Part(situation=situation, best=winner(verdicts(situation)))
+
+
+def _kinds(gpus: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
+    """Return the GPUs by what matters to the rules: model, memory, MIG and compute mode."""
+    kinds: dict[object, list[GpuFacts]] = {}
+    for gpu in gpus:
+        instances = () if gpu.layout is None or not gpu.mig_enabled else gpu.layout.instances
+        key = (gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances)
+        kinds.setdefault(key, []).append(gpu)
+    return list(kinds.values())
+
+
+def _choices(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:
+    """Yield the sets of GPUs to judge: all, those of one kind, and if need be fewer."""
+    kinds = _kinds(idle)
+    yield idle
+    for kind in kinds:
+        if len(kinds) > 1:
+            yield kind
+        fewer = range(1, len(kind)) if situation.consolidate else (1,)
+        yield from (kind[:count] for count in fewer)
+
+
+def _value(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
+    """Return how good a placement is: all have an answer, all run at the same time, on as many GPUs as there are."""
+    used = sum(len(part.situation.spread) for part in parts)
+    scores = [part.best.score for part in parts if part.best is not None]
+    return (
+        all(part.best is not None for part in parts),
+        all(part.at_once for part in parts),
+        -used if situation.consolidate else used,
+        min(scores, default=0),
+    )
+
+
+def _on(situation: Situation, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
+    """Return the parts of a case on these GPUs, alike ones joined; GPUs for which nothing is left have none."""
+    shares = [(gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus), strict=True) if case is not None]
+    whole = situation.case if len(shares) > 1 else None
+    parts: list[Part] = []
+    for gpus_alike in _kinds([gpu for gpu, _ in shares]):
+        own = [(gpu, case) for gpu, case in shares if gpu in gpus_alike]
+        # An uneven rest is judged as the largest part.
+        largest = max((case for _, case in own), key=lambda case: case.processes or 0)
+        joined = len(largest.workloads) == 1
+        groups = [own] if joined else [[share] for share in own]
+        for group in groups:
+            first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
+            total = sum(case.processes or 0 for _, case in group)
+            here = situation.on(
+                first[0],
+                first[1],
+                more=[gpu for gpu, _ in others],
+                whole=_with_processes(largest, total) if whole is not None and joined else None,
+                own_gpu=whole is not None and first[1].processes == 1,
+            )
+            parts.append(_part(here))
+    return tuple(sorted(parts, key=lambda part: -(part.situation.case.processes or 0)))
+
+
+def _with_processes(case: Case, processes: int) -> Case:
+    (work,) = case.workloads
+    return replace(case, workloads=(replace(work, processes=processes),))
+
+
+def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
+    """Split a case over GPUs, by their memory. Groups stay together; production has GPUs of its own if there are enough."""
+    if len(case.workloads) == 1:
+        (work,) = case.workloads
+        counts = _counts(work.groups or work.processes or 1, gpus)
+        cases: list[Case | None] = []
+        for count in counts:
+            processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
+            own = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
+            own = own if work.shares is None or count != len(work.shares) else replace(own, shares=work.shares)
+            cases.append(replace(case, workloads=(own,)) if count else None)
+        return cases
+    bins: list[list[Workload]] = [[] for _ in gpus]
+    each = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
+    each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
+    production = sum(work.role is Role.PRODUCTION for work in each)
+    for work in each:
+        own = production < len(gpus) and work.role is not Role.PRODUCTION and production > 0
+        free = [bin_ for bin_ in bins if not any(other.role is Role.PRODUCTION for other in bin_)] if own else bins
+        min(free, key=lambda held: (len(held) and sum(other.memory or 1 for other in held), len(held))).append(work)
+    return [replace(case, workloads=_merged(held)) if held else None for held in bins]
+
+
+def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
+    """Return equal workloads as one with the number of its processes."""
+    kinds = dict.fromkeys(works)
+    return tuple(replace(work, processes=works.count(work)) for work in kinds)
+
+
+def _counts(units: int, gpus: Sequence[GpuFacts]) -> list[int]:
+    """Return how many of N units each GPU gets: one each first, then by memory."""
+    counts = [0] * len(gpus)
+    for _ in range(units):
+        sizes = [gpu.memory_total_bytes or 1 for gpu in gpus]
+        number = min(range(len(gpus)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / sizes[n], n))
+        counts[number] += 1
+    return counts
