@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from gpushare.base.units import MIB, size_option
 from gpushare.base.values import dataclass
@@ -26,6 +26,7 @@ class JobCommand:
     gpu: str | None = None
     gpus: int | None = None
     copies: int | None = None
+    parallel: int | None = None
     mig: str | None = None
     production: str | None = None
     metric: str | None = None
@@ -42,8 +43,8 @@ class JobCommand:
     requeue: bool = False
     swap: str | None = None
     threads_percent: float | None = None
-    # Rounded up to whole MiB; "SIZE" where the reader is to choose it.
-    memory: int | Literal["SIZE"] | None = None
+    # Rounded up to whole MiB; a part of the GPU's (``90%``), or "SIZE" where the reader is to choose it.
+    memory: int | str | None = None
     over: str | None = None
     priority: Priority | None = None
     container: str | None = None
@@ -60,6 +61,7 @@ class JobCommand:
             ("-g", self.gpu),
             ("--gpus", self.gpus),
             ("--copies", self.copies),
+            ("--parallel", self.parallel),
             ("--production", self.production),
             ("--metric", self.metric),
             ("--lower-is-better", self.lower_is_better),

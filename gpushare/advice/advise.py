@@ -15,7 +15,7 @@ from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING, Way
-from gpushare.units import GIB, format_bytes, ranges
+from gpushare.base.units import GIB, format_bytes, ranges
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case
@@ -419,12 +419,14 @@ def _title_of(advice: Advice) -> str:
         return "the whole GPU"
     if processes <= len(advice.gpus):
         return "a GPU for each"
-    return advice.best.way.label
+    return "one at a time, each with the whole GPU"
 
 
 def _place_of(part: Part) -> Place:
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
+    if part.way is Way.WHOLE and case.processes is not None:
+        title = "the whole GPU" if case.processes <= len(part.situation.spread) else "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 
@@ -455,18 +457,21 @@ def _where(advice: Advice) -> list[str]:
     """Return how many processes are on each GPU, and in which way where that differs."""
     if len(advice.gpus) < _SEVERAL or advice.situation.together:
         return []
-    ways = {part.way for part in advice.parts}
     texts = []
     for part in advice.parts:
-        count = part.situation.case.processes
+        count, total = part.situation.case.processes, (part.situation.whole or part.situation.case).processes
         gpus = sorted(gpu.index for gpu in part.situation.spread)
-        most = "at most " if part.situation.whole and (part.situation.whole.processes or 0) % len(gpus) else ""
-        each = " each" if len(gpus) > 1 else ""
-        how = "" if len(ways) == 1 or part.way is None else f" ({part.way.label})"
-        texts.append(f"{most}{count} on GPU {ranges(gpus)}{each}{how}" if count else f"GPU {ranges(gpus)}{how}")
+        how = "" if len({part.way for part in advice.parts}) == 1 else f" ({_place_of(part).way_title})"
+        if count is None or total is None or len(gpus) > _FEW or part.situation.case.groups is not None:
+            most = "" if total is None or count is None or count * len(gpus) == total else "at most "
+            texts.append(f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}")
+        else:
+            counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
+            texts += [f"{number} on GPU {gpu}{how}" for gpu, number in zip(gpus, counts, strict=True)]
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
 
 
+_FEW: Final = 4
 _SEVERAL: Final = 2
 
 
@@ -488,10 +493,10 @@ def _why_left(advice: Advice, best: Verdict) -> str:
     """Return why a way wins that no rule prefers."""
     if not _ruled_out(advice, best):
         return "no answer favours another way, and this one needs the least"
-    sharing = "every other way of sharing is" if best.way in CONCURRENT else "every way of sharing is"
-    if best.way not in CONCURRENT and not all(advice.of(way).refused for way in LEAVING):
-        sharing = "every way of sharing at the same time is"
-    return "; ".join([f"{sharing} ruled out", *_nearest(advice, best.way)])
+    reasons = _nearest(advice, best.way)
+    if best.way in CONCURRENT:
+        return "; ".join(["every other way of sharing is ruled out", *reasons])
+    return f"not possible here: several at the same time ({'; '.join(reasons)}); nearest: {_title_of(advice)}"
 
 
 def _nearest(advice: Advice, but: Way, given: Sequence[str] = ()) -> list[str]:
@@ -537,8 +542,8 @@ def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:
     budget, limits, best = advice.budget, advice.limits_bytes, advice.best
-    alone = best is not None and best.way is Way.WHOLE
-    sentence = None if alone and advice.situation.own_gpu else budget.sentence()
+    alone = best is not None and best.way is Way.WHOLE and (budget.fits or not advice.situation.short_of_memory)
+    sentence = None if alone and advice.situation.several else budget.sentence()
     if best is not None and best.way in ALL_MIG:
         sentence = instances_sentence(advice.situation, best.way) or sentence
     elif limits is not None:

@@ -66,6 +66,8 @@ class Workload:
     like: str | None = None
     command: str | None = None
     processes: int | None = None
+    # How many GPUs one process, or its ranks together, has at the same time; None: one, or what the ranks need.
+    gpus: int | None = None
     # Per process, at its peak, without the CUDA context.
     memory: int | None = None
     # Per process; for a MIG instance.
@@ -219,7 +221,7 @@ def checked(case: Case) -> Case:
 # -- from words ------------------------------------------------------------------------------------
 
 _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
-_COUNTS: Final = ("processes", "sms", "groups")
+_COUNTS: Final = ("processes", "gpus", "sms", "groups")
 _TEXTS: Final = ("name", "like", "command", "user")
 _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 # Properties given as a list: needs: [nccl, no-p2p]; each may also be a property of its own.

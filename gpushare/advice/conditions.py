@@ -9,8 +9,8 @@ from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.ways import LEAVING, Way
-from gpushare.model import ComputeMode
-from gpushare.units import format_bytes
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import format_bytes
 
 Condition = Callable[[Situation, Way], "bool | None"]
 # The driver's calls for the slice of a process are the same from this branch on; the first that copies a job out of a GPU.

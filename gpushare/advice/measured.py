@@ -9,9 +9,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.advise import DECIDING, Advice, Change, Confidence, advice_data, open_text, other_answers, with_way
+from gpushare.advice.advise import (
+    Advice,
+    AdviceAnswer,
+    Change,
+    Confidence,
+    advice_answer,
+    open_text,
+    open_titles,
+    with_way,
+)
+from gpushare.advice.questions import other_answers
 from gpushare.advice.recipe import threads_together
-from gpushare.advice.rules import Kind, Reason, Verdict, winner
+from gpushare.advice.rules import Kind, Reason, Verdict, verdicts
 from gpushare.advice.ways import Way
 
 if TYPE_CHECKING:
@@ -133,7 +143,9 @@ ANSWERED: Final = frozenset(
         "bandwidth-in-turn",
         "older-or-many",
         "cuda-graphs",
-        "nothing-decides",
+        "maybe-small",
+        "maybe-small-maybe-same-user",
+        "waits-for-input-shared",
     }
 )
 _TOGETHER: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
@@ -339,16 +351,14 @@ def _changes(final: Advice) -> tuple[Change, ...]:
     """Return the answers that still change it: those that refuse the way, or need what was not measured."""
     if final.best is None:
         return ()
-    way, found = final.best.way, []
-    for other, is_open, then in other_answers(final.situation):
-        best = winner(then)
-        if best is not None and best.way is way:
+    way, changes = final.best.way, []
+    for question, answer, is_open, part in other_answers(final.situation):
+        if part.way is way:
             continue
-        now = next(verdict for verdict in then if verdict.way is way)
-        if best is None or now.refused or _not_measured(best, now):
-            to = None if best is None else best.way
-            found.append(Change(field=other.field, text=other.text, way=to, open=is_open))
-    return tuple(found)
+        now = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
+        if part.best is None or now.refused or _not_measured(part.best, now):
+            changes.append(Change(field=question.field, text=answer.text, way=part.way, open=is_open))
+    return tuple(changes)
 
 
 def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
@@ -362,10 +372,10 @@ def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool)
         stands = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
         level = advice.confidence if stands else Confidence.LOW
         why = f"{why}, but from single runs: a difference may be noise"
-    fields = list(dict.fromkeys(one.field for one in final.changes if one.open and one.field in DECIDING))
-    if fields and effect is not Effect.KEPT:
+    titles = open_titles(final.changes)
+    if titles and effect is not Effect.KEPT:
         level = Confidence.MEDIUM if level is Confidence.HIGH else level
-        why = f"{why}; {open_text(fields)}"
+        why = f"{why}; {open_text(titles)}"
     return level, why
 
 
@@ -379,27 +389,41 @@ _LEVELS: Final = {
 }
 
 
-def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `advice_data` of the final answer, with the rules' answer, the effect and the document of the measurement."""
-    data, rules = advice_data(found.final), advice_data(found.rules)
-    best = found.final.best
-    if best is not None and best.way.value != rules["winner"]:
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAnswer:
+    """The effect of the measurement on the rules' answer."""
+
+    effect: str
+    sentence: str
+    copies: int
+    way: str | None
+    threads_percent: float | None
+    against: str | None
+    ratio: float | None
+    certain: bool
+
+
+def measured_answer(result: MeasuredAdvice, bench: Mapping[str, Any] | None) -> AdviceAnswer:
+    """Return the answer after the measurement, with the rules' answer, the effect and the document of the measurement."""
+    answer, rules, best = advice_answer(result.final), advice_answer(result.rules), result.final.best
+    why = answer.why
+    if best is not None and best.way.value != rules.winner:
         # It won by the measurement; the rules have their own reasons for it, or none.
-        data["why"] = [
-            *(one.text for one in best.of(Kind.FOR)),
-            *(f"condition: {text}" for text in data["conditions"]),
-        ]
-    chosen, against = found.chosen, found.against
-    data["measured"] = {
-        "effect": found.effect.value,
-        "sentence": found.sentence,
-        "copies": found.copies,
-        "way": None if chosen is None else chosen.name,
-        "threads_percent": None if chosen is None else chosen.cap,
-        "against": None if against is None else against.name,
-        "ratio": None if found.ratio is None else float(f"{found.ratio:.6g}"),
-        "certain": found.certain,
-    }
-    data["rules"] = {key: value for key, value in rules.items() if key not in {"verdicts", "case", "notes"}}
-    data["measurement"] = None if bench is None else dict(bench)
-    return data
+        why = [*(reason.text for reason in best.of(Kind.FOR)), *(f"condition: {text}" for text in answer.conditions)]
+    chosen, against = result.chosen, result.against
+    return replace(
+        answer,
+        why=why,
+        rules=replace(rules, verdicts=[], notes=[]),
+        measured=MeasuredAnswer(
+            effect=result.effect.value,
+            sentence=result.sentence,
+            copies=result.copies,
+            way=None if chosen is None else chosen.name,
+            threads_percent=None if chosen is None else chosen.cap,
+            against=None if against is None else against.name,
+            ratio=None if result.ratio is None else float(f"{result.ratio:.6g}"),
+            certain=result.certain,
+        ),
+        measurement=None if bench is None else dict(bench),
+    )

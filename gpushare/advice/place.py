@@ -10,7 +10,7 @@ from gpushare.advice.case import Case, Role, Workload
 from gpushare.advice.rules import Verdict, verdicts, winner
 from gpushare.advice.situation import Situation
 from gpushare.advice.ways import CONCURRENT, Way
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.advice.facts import GpuFacts
@@ -102,24 +102,32 @@ def _on(situation: Situation, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
     shares = [(gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus), strict=True) if case is not None]
     whole = situation.case if len(shares) > 1 else None
     parts: list[Part] = []
-    for gpus_alike in _kinds([gpu for gpu, _ in shares]):
-        own = [(gpu, case) for gpu, case in shares if gpu in gpus_alike]
-        # An uneven rest is judged as the largest part.
-        largest = max((case for _, case in own), key=lambda case: case.processes or 0)
-        joined = len(largest.workloads) == 1
-        groups = [own] if joined else [[share] for share in own]
-        for group in groups:
-            first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
-            total = sum(case.processes or 0 for _, case in group)
-            here = situation.on(
-                first[0],
-                first[1],
-                more=[gpu for gpu, _ in others],
-                whole=_with_processes(largest, total) if whole is not None and joined else None,
-                own_gpu=whole is not None and first[1].processes == 1,
-            )
-            parts.append(_part(here))
+    for kind in _kinds([gpu for gpu, _ in shares]):
+        groups: dict[object, list[tuple[GpuFacts, Case]]] = {}
+        for gpu, case in shares:
+            if gpu in kind:
+                # Alike are equal jobs on equal GPUs; an uneven rest is judged as the largest part.
+                works = case.workloads
+                key = replace(works[0], processes=None, groups=None, shares=None) if len(works) == 1 else gpu.index
+                groups.setdefault(key, []).append((gpu, case))
+        parts += [_group_part(situation, group, whole=whole) for group in groups.values()]
     return tuple(sorted(parts, key=lambda part: -(part.situation.case.processes or 0)))
+
+
+def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *, whole: Case | None) -> Part:
+    """Return one part for GPUs that have equal jobs, judged on the one with the most."""
+    first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
+    total = sum(case.processes or 0 for _, case in group)
+    joined = whole is not None and len(first[1].workloads) == 1
+    return _part(
+        situation.on(
+            first[0],
+            first[1],
+            more=[gpu for gpu, _ in others],
+            whole=_with_processes(first[1], total) if joined else None,
+            own_gpu=whole is not None and first[1].processes == 1,
+        )
+    )
 
 
 def _with_processes(case: Case, processes: int) -> Case:

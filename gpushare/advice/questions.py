@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.place import place
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
     from gpushare.advice.place import Part

@@ -1,6 +1,6 @@
 """The commands for a way on this host, with the numbers worked out, their undo, and what to measure. Pure.
 
-A recipe is a list of changes of the host and of jobs. `Change` writes the former, `gpushare.job.Job` the latter.
+A recipe is a list of changes of the host and of jobs. `Change` writes the former, `gpushare.job_command.JobCommand` the latter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import CONTEXT_BYTES, HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, LEAVING, Way
-from gpushare.job import Job
+from gpushare.job_command import JobCommand
 from gpushare.mig.wish import merged, wish_of
-from gpushare.model import ComputeMode, Priority, TimeSlice
+from gpushare.base.model import ComputeMode, Priority, TimeSlice
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
 from gpushare.mps.limits import Limits
-from gpushare.units import MIB, counted, ranges
+from gpushare.base.units import MIB, counted, ranges
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
@@ -126,8 +126,8 @@ class _Steps:
 
     def run(self, what: str, work: Workload, **options: Any) -> None:
         """Add the line of a job, by default on one of the GPUs of the situation."""
-        job = Job(**{"gpu": self.gpu, "command": work.command or "CMD", **options})
-        self.lines.append(Line(what, job.line))
+        job = JobCommand(**{"gpu": self.gpu, "program": work.command or "CMD", **options})
+        self.lines.append(Line(what, str(job)))
 
     @property
     def gpu(self) -> str:
@@ -181,7 +181,7 @@ def _whole_memory(s: Situation, work: Workload) -> int | str:
 def _job_memory(s: Situation, way: Way, work: Workload) -> int | None:
     """Return the limit of one process with its CUDA context, in bytes.
 
-    Where the size is unknown, people who share a GPU get equal parts, and others no limit.
+    Where the size is unknown, people who share a GPU get equal parts, and others no limit (None).
     """
     usable, count = s.budget_of(way).usable_bytes, s.case.processes
     if work.memory is None:
@@ -190,12 +190,13 @@ def _job_memory(s: Situation, way: Way, work: Workload) -> int | None:
     plain = -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
     if way not in ALL_MPS:
         return plain
-    # A client of MPS may allocate what its job has, less one context.
-    counts = s.counts_at_once(way)
-    sizes = [None if each.memory is None else limit_for(each.memory) + CLIENT_BYTES for each in s.case.workloads]
-    roomy = sum((size or 0) * (number or 1) for size, number in zip(sizes, counts, strict=True))
-    fits = usable is not None and roomy <= usable
-    return limit_for(work.memory) + CLIENT_BYTES if fits else work.memory // MIB * MIB + CLIENT_BYTES
+    # A client of MPS may allocate what its job has, less one context. Where that does not fit, the limit is left out.
+    for limit in (limit_for, lambda memory: -(-memory // MIB) * MIB):
+        sizes = [0 if each.memory is None else limit(each.memory) + CLIENT_BYTES for each in s.case.workloads]
+        total = sum(size * (number or 1) for size, number in zip(sizes, s.counts_at_once(way), strict=True))
+        if usable is not None and total <= usable:
+            return limit(work.memory) + CLIENT_BYTES
+    return None
 
 
 def limits_sum(s: Situation, way: Way) -> int | None:
@@ -491,7 +492,7 @@ def _mps(s: Situation) -> Recipe:
         _daemons(steps, "start MPS with limits for each process" if given != Limits() else "start MPS", given)
         memory, total = _mps_memory(s, works[0]), s.counts_of_all[0]
         farm = total is not None and total > 1 and case.same_user and not s.together and not s.servers
-        if farm and s.gpu.instance is None and not s.before_volta:
+        if farm and s.gpu.instance is None:
             parallel = None if processes is None else processes * len(s.spread)
             at_once = f", {parallel} at a time" if parallel is not None and total is not None and parallel < total else ""
             what = f"{_which(total)}{at_once}; {{}} in CMD is the number of the copy"
@@ -552,7 +553,7 @@ def _mps_priority(s: Situation) -> Recipe:
             steps.run(what, work, memory=memory, name=_service(work, number))
         else:
             threads = _limits(OPPORTUNISTIC_CAP / count, None).threads_percent
-            steps.run(what, work, threads_percent=threads, memory=memory, priority=Priority.LOW.title)
+            steps.run(what, work, threads_percent=threads, memory=memory, priority=Priority.LOW)
     steps.measure += [
         "production's rate and p99, alone and with the other job, three alternating runs each",
         f"if production loses more than 3 %: restart the other job with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
@@ -651,7 +652,7 @@ def _one_job(steps: _Steps) -> None:
         what = f"start it once: each of its {processes} processes gets a GPU"
     for work in s.case.workloads:
         own: dict[str, Any] = {} if count > 1 else {"slice": _SLICE if steps.outside_mps else None}
-        steps.run(what, work, gpus=count, wait=True, memory=_whole_memory(s, work), **own)
+        steps.run(what, work, gpus=None if count == 1 else count, wait=True, memory=_whole_memory(s, work), **own)
     if gpus > 1:
         steps.measure.append("the rate with one process, and with one process per GPU")
 
@@ -903,7 +904,7 @@ def _fix(s: Situation) -> Recipe:
         measure = "how long the first answer after a sleep takes"
     else:
         steps.say("use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data")
-        steps.lines.append(steps.command("see whether the GPU waits", "status", "-g", s.gpu.selector))
+        steps.lines.append(steps.command("see whether the GPU waits", "status", "-g", s.gpu.selector, "--watch", "1"))
         measure = "the rate with synthetic input: if it is much higher, the input is the bottleneck"
     return steps.made(measure=(measure,))
 

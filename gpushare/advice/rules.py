@@ -18,7 +18,7 @@ from gpushare.advice.conditions import CONDITIONS, WORDS, Condition, condition_n
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Cell, Mechanism
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING, Way
-from gpushare.values import dataclass
+from gpushare.base.values import dataclass
 
 
 class Kind(str, Enum):

@@ -70,6 +70,7 @@ _PROPERTIES: Final = (
         "The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.",
     ),
     ("--processes", "N", "Number of processes."),
+    ("--gpus", "N", "Number of GPUs that one job has at the same time."),
     (
         "--memory",
         "SIZE",
@@ -184,6 +185,9 @@ def advise(
         str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits or does not.")
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview with --dry-run.")] = False,
+    consolidate: Annotated[
+        bool, typer.Option("--consolidate", help="Use as few GPUs as possible, instead of all that are idle.")
+    ] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure CMD in each way that fits (gpushare bench), then answer.")
     ] = False,
@@ -260,7 +264,7 @@ def advise(
     case = case if destroy is None else replace(case, destroy=destroy)
     chosen = chosen or _idle_first(case, facts)
     named = gpu is not None or live or recording is not None or measure
-    situation = Situation(case, facts, chosen, load_table(), named=named)
+    situation = Situation(case, facts, chosen, load_table(), named=named, consolidate=consolidate)
     if _may_ask(explained=explained is not None):
         situation = asked(with_numbers(situation))
         if not named:
@@ -387,9 +391,12 @@ def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
         cut = one.layout is not None and bool(one.layout.instances)
         return cut or bool(one.processes), bool(one.mig_enabled), one.mps_daemons > 0
 
+    def score(one: GpuFacts) -> tuple[bool, int]:
+        best = winner(verdicts(Situation(case, facts, one, load_table())))
+        return best is None, 0 if best is None else -best.score
+
     usable = sorted((one for one in facts.gpus if one.error is None), key=in_use)
-    answered = (one for one in usable if winner(verdicts(Situation(case, facts, one, load_table()))) is not None)
-    return usable[0] if len(usable) == 1 else next(answered, usable[0])
+    return usable[0] if len(usable) == 1 else min(usable, key=lambda one: (score(one)[0], in_use(one), score(one)[1]))
 
 
 def _may_ask(*, explained: bool) -> bool:
@@ -404,23 +411,23 @@ RUNS_ON: Final = "running programs are not affected: they join MPS or an instanc
 
 
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
-    from gpushare.advice.advise import advice_data, verdict_data
+    from gpushare.advice.advise import advice_answer, verdict_answer
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.result import Result
 
-    data = advice_data(advice)
-    notes = [*data["notes"], *([RUNS_ON] if live else [])]
+    data = advice_answer(advice)
+    notes = [*data.notes, *([RUNS_ON] if live else [])]
     if explained is not None:
-        one = verdict_data(advice.of(explained))
-        table = reasons_table([one], f"{one['title']} on {data['gpu_title']}: {one['outcome']}")
-        if data["winner"] != one["way"]:
-            notes.append(f"the advice for this case is: {data['answer']} (drop --mechanism to see it)")
-        return Result(command="advise", data={**data, "explained": one}, tables=(table,), notes=tuple(notes))
+        verdict = verdict_answer(advice.of(explained))
+        table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome}")
+        if data.winner != verdict.way:
+            notes.append(f"the advice for this case is: {data.answer} (drop --mechanism to see it)")
+        return Result(command="advise", data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
     if apply:
         return applied(advice, notes)
     tables = [answer_table(data, whole=settings.verbose), verdicts_table(data)]
     if settings.verbose:
-        tables.append(reasons_table(data["verdicts"], "every rule"))
+        tables.append(reasons_table(data.verdicts, "every rule"))
     return Result(command="advise", data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
 
 
@@ -625,16 +632,16 @@ def _number_asked(one: Workload, name: str, text: str, example: str) -> Workload
 
 def asked(situation: Situation) -> Situation:
     """Ask the questions that still decide; an empty answer leaves one open."""
-    from gpushare.advice.advise import next_question, with_answer
+    from gpushare.advice.questions import next_question, with_answer
 
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
-        words = [word for word, _ in question.answers]
-        line = answered(_prompt(question.text, words))
+        words = [answer.word for answer in question.answers]
+        line = answered(_prompt(question.text or "", words))
         if not line:
             break
         text = line.strip().lower()
-        fitting = [value for word, value in question.answers if text and word.startswith(text)]
+        fitting = [answer.value for answer in question.answers if text and answer.word.startswith(text)]
         if len(fitting) == 1:
             situation = with_answer(situation, question.field, fitting[0])
         elif text:
@@ -993,14 +1000,14 @@ def _measured_answer(
     error: GpushareError | None = None,
     exit_code: int | None = None,
 ) -> Any:
-    from gpushare.advice.measured import measured_data
+    from gpushare.advice.measured import measured_answer as answer_of
     from gpushare.cli.bench import bench_notes
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.bench import bench_result
     from gpushare.show.result import Result
 
-    data = measured_data(found, bench)
-    said = [*notes, *data["notes"], *([] if bench is None else bench_notes(bench))]
+    data = answer_of(found, bench)
+    said = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]
     if apply:
         return applied(found.final, [f"measured: {found.sentence}", *said])
     tables = [answer_table(data, whole=settings.verbose)]
@@ -1014,7 +1021,7 @@ def _measured_answer(
         tables += bench_result({**bench, "cells": cells}).tables
     tables.append(verdicts := verdicts_table(data))
     if settings.verbose:
-        tables.append(reasons_table(data["verdicts"], "every rule"))
+        tables.append(reasons_table(data.verdicts, "every rule"))
     more: dict[str, Any] = {}
     if error is not None:
         more = {"errors": (error,), "exit_code": error.exit_code if exit_code is None else exit_code}

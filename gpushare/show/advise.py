@@ -144,10 +144,10 @@ def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
     for text in data.risks:
         lines += _wrapped(f"risk: {text}", width, "  ", style="yellow")
     if data.cost:
-        lines += _wrapped(f"cost: {data['cost']['sentence']}", width, "  ", "    ")
+        lines += _wrapped(f"cost: {data.cost.sentence}", width, "  ", "    ")
     lines += _wrapped(f"{data.confidence} confidence: {data.confidence_why}", width, "  ", style="dim")
     if data.memory.sentence:
-        lines += _wrapped(f"memory: {data['memory']['sentence']}", width, "  ", style="dim")
+        lines += _wrapped(f"memory: {data.memory.sentence}", width, "  ", style="dim")
     if data.not_protected:
         lines += _wrapped(f"still shared: {', '.join(data.not_protected)}", width, "  ", style="dim")
     lines += _typed(data, width)

@@ -9,7 +9,8 @@ import pytest
 
 from gpushare.advice import rules as engine
 from gpushare.advice import situation
-from gpushare.advice.advise import ALTERNATIVES, advise, next_question, other_answers, with_way
+from gpushare.advice.advise import advise, with_way
+from gpushare.advice.questions import QUESTIONS, next_question, other_answers
 from gpushare.advice.rules import BASE, Kind, Outcome, Reason, Verdict, verdicts, winner
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
@@ -30,11 +31,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes the only rules say these reasons of a way."""
     said: dict[Way, tuple[Reason, ...]] = {}
     rule = SimpleNamespace(reasons=lambda _: [(way, reason) for way in said for reason in said[way]])
-    for name in ("VETOES", "REQUIREMENTS", "CONDITIONS"):
-        monkeypatch.setattr(engine, name, ())
-    monkeypatch.setattr(engine, "PREFERENCES", (rule,))
-    # Something was said, so that nothing is open.
-    monkeypatch.setattr(engine, "_undecided", lambda _: False)
+    monkeypatch.setattr(engine, "rules", lambda: (rule,))
 
     def tell(way: Way, *reasons: Reason) -> Verdict:
         said[way] = reasons
@@ -90,17 +87,6 @@ def test_with_less_than_two_ways_there_is_nothing_to_measure(say: Any) -> None:
     assert [one.rule for one in refused.reasons] == ["nothing-to-compare"]
 
 
-def test_where_nothing_decides_measuring_does(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = say(Way.MEASURE).score
-    monkeypatch.setattr(engine, "_undecided", lambda _: True)
-    after = say(Way.MEASURE)
-    assert after.score > before
-    assert [one.rule for one in after.of(Kind.FOR)] == ["nothing-decides"]
-    # One process alone has nothing to be compared with.
-    (alone,) = [one for one in verdicts(situation_of({"processes": 1})) if one.way is Way.MEASURE]
-    assert alone.score == before
-
-
 def test_what_only_measures_or_mends_is_no_answer() -> None:
     assert winner([]) is None
     assert winner([verdict(Way.MEASURE), verdict(Way.FIX)]) is None
@@ -118,37 +104,42 @@ def test_every_way_begins_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "open_"),
+    ("text", "expected"),
     [
-        ({}, True),
-        ({"saturating": True}, False),
-        ({"saturating": False}, False),
-        ({"latency": True}, False),
-        ({"trusted": False}, False),
-        ({"users": "different"}, False),
-        ({"graphics": True}, False),
-        ({"io_bound": True}, False),
+        ("several and not pair", True),
+        ("latency or several", True),
+        ("latency and several", None),
+        ("latency and pair", False),
+        ("not latency", None),
+        ("yes(latency)", False),
+        ("no(latency)", False),
+        ("unknown(latency)", True),
+        ("not (pair or no(same_user))", True),
     ],
 )
-def test_it_is_open_until_something_was_said_that_decides(words: dict[str, Any], open_: bool) -> None:
-    found = verdicts(situation_of({"processes": 4, "memory": "1G", **words}, host="h200"))
-    (measure,) = [one for one in found if one.way is Way.MEASURE]
-    assert ("nothing-decides" in [one.rule for one in measure.reasons]) is open_
+def test_a_condition_is_true_false_or_unknown(text: str, expected: bool | None) -> None:
+    assert engine.condition(text)(situation_of({"processes": 4, "users": "same"}), Way.MPS) is expected
+
+
+@pytest.mark.parametrize("text", ["several + 1", "nonsense", "yes(several, pair)(pair)", "__import__('os')", "1"])
+def test_a_condition_of_anything_else_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        engine.condition(text)
 
 
 def test_every_case_and_every_division_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer asks what other answers would change, and a question what its answers would: much is asked twice."""
     judged: list[Any] = []
     divided: list[Any] = []
-    rule, slices_for = engine.VETOES[0], situation.slices_for
+    (rule, *others), slices_for = engine.rules(), situation.slices_for
     counting = SimpleNamespace(reasons=lambda made: judged.append(made.case) or rule.reasons(made))
-    monkeypatch.setattr(engine, "VETOES", (counting, *engine.VETOES[1:]))
+    monkeypatch.setattr(engine, "rules", lambda: (counting, *others))
     monkeypatch.setattr(
         situation, "slices_for", lambda layout, shares: divided.append(shares) or slices_for(layout, shares)
     )
     asked = situation_of({"processes": 3, "memory": "6G"})
     found = advise(asked)
-    assert len(judged) <= 1 + len(ALTERNATIVES)
+    assert len(judged) <= 1 + sum(len(question.answers) for question in QUESTIONS)
     advise(asked)
     assert with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation.slices(Way.MIG) is asked.slices(Way.MIG)
     list(other_answers(with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation))

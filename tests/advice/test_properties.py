@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gpushare
-from gpushare.advice.advise import QUESTIONS, advise, answer_of, next_question, ways_of
+from gpushare.advice.advise import advise
 from gpushare.advice.case import workload_of
+from gpushare.advice.questions import QUESTIONS, answer_of, next_question, ways_of
 from gpushare.advice.rules import Outcome, verdicts, winner
 from gpushare.advice.table import load_table, table_of
 from gpushare.advice.ways import CONCURRENT, LEAVING, Way
