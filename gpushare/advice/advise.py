@@ -462,9 +462,9 @@ def _where(advice: Advice) -> list[str]:
         count, total = part.situation.case.processes, (part.situation.whole or part.situation.case).processes
         gpus = sorted(gpu.index for gpu in part.situation.spread)
         how = "" if len({part.way for part in advice.parts}) == 1 else f" ({_place_of(part).way_title})"
-        if count is None or total is None or len(gpus) > _FEW or part.situation.case.groups is not None:
+        if count is None or total is None or len(gpus) > _FEW:
             most = "" if total is None or count is None or count * len(gpus) == total else "at most "
-            texts.append(f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}")
+            texts.append(f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}" if len(gpus) > 1 else f"{count or 'all'} on GPU {gpus[0]}{how}")
         else:
             counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
             texts += [f"{number} on GPU {gpu}{how}" for gpu, number in zip(gpus, counts, strict=True)]

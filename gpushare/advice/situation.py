@@ -418,7 +418,7 @@ class Situation:
     @property
     def placed_processes(self) -> int:
         """Return the number of processes on all of these GPUs; 2 if unknown."""
-        return 1 if self.one_process else (self.whole or self.case).processes or 2
+        return 1 if self.whole is None and self.one_process else (self.whole or self.case).processes or 2
 
     def on(
         self,
@@ -548,7 +548,8 @@ class Situation:
         if self.named or self.gpu.instance is not None or self.gpu.processes:
             return (self.gpu,)
         others = (gpu for gpu in self.host.gpus if gpu.index != self.gpu.index)
-        return (self.gpu, *(gpu for gpu in others if gpu.error is None and gpu.processes == 0))
+        alike = (gpu for gpu in others if bool(gpu.mig_enabled) is bool(self.gpu.mig_enabled))
+        return (self.gpu, *(gpu for gpu in alike if gpu.error is None and gpu.processes == 0))
 
     @cached_property
     def trusted(self) -> bool:
