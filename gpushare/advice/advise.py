@@ -143,36 +143,41 @@ def _confidence(
 ) -> tuple[Confidence, str]:
     """Return the confidence: high only where a hard limit decides, or a measurement of the program (see measured.py)."""
     situation = parts[0].situation
-    may = [change.text for change in changes if change.field in {"destroy", "root", "occupied"} and change.way is not None]
+    may = [
+        change.text for change in changes if change.field in {"destroy", "root", "occupied"} and change.way is not None
+    ]
     if best is None:
         if may:
             return Confidence.MEDIUM, f"it would be possible if {may[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
     if situation.own_gpu and best.way is Way.WHOLE:
         return Confidence.HIGH, "each process has a GPU of its own"
-    titles = open_titles(changes)
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
+    titles = open_titles(changes)
     missing = _not_given(situation) if best.way in {*CONCURRENT, *LEAVING} else []
     numbers = f"not given: {', '.join(missing)}"
     if titles:
         level = Confidence.LOW if _FIRST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
         return level, open_text(titles) + (f"; {numbers}" if missing else "")
-    elsewhere = _measured_elsewhere(situation, best.way)
-    if elsewhere is not None:
-        return Confidence.MEDIUM, elsewhere
-    if any(reason.contradiction for reason in best.reasons):
-        return Confidence.MEDIUM, "its sources disagree on a requirement of yours"
-    if any(reason.open for reason in best.of(Kind.CONDITION)):
-        return Confidence.MEDIUM, "its conditions are unconfirmed"
-    if missing:
-        return Confidence.MEDIUM, numbers
+    doubt = _doubt(situation, best) or (numbers if missing else None)
+    if doubt is not None:
+        return Confidence.MEDIUM, doubt
     possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
     if possible == [best.way]:
         return Confidence.HIGH, "hard limits rule out every other way"
     if not best.of(Kind.FOR):
         return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
     return Confidence.MEDIUM, "all deciding questions are answered, by rules: measure it to be sure"
+
+
+def _doubt(situation: Situation, best: Verdict) -> str | None:
+    """Return why the winner may not be as good as the rules say."""
+    if any(reason.contradiction for reason in best.reasons):
+        return "its sources disagree on a requirement of yours"
+    if any(reason.open for reason in best.of(Kind.CONDITION)):
+        return "its conditions are unconfirmed"
+    return _measured_elsewhere(situation, best.way)
 
 
 def open_titles(changes: Sequence[Change]) -> list[str]:
@@ -441,7 +446,10 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     if best is None:
         nearest = next((change for change in advice.changes if change.way is not None), None)
         more = "" if nearest is None or nearest.way is None else f"; nearest: {nearest.way.label}, if {nearest.text}"
-        return [f"not possible here: {text}{more if number == 0 else ''}" for number, text in enumerate(_why_nothing(advice))]
+        return [
+            f"not possible here: {text}{more if number == 0 else ''}"
+            for number, text in enumerate(_why_nothing(advice))
+        ]
     unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
     first = [f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept]
     return [
@@ -464,7 +472,11 @@ def _where(advice: Advice) -> list[str]:
         how = "" if len({part.way for part in advice.parts}) == 1 else f" ({_place_of(part).way_title})"
         if count is None or total is None or len(gpus) > _FEW:
             most = "" if total is None or count is None or count * len(gpus) == total else "at most "
-            texts.append(f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}" if len(gpus) > 1 else f"{count or 'all'} on GPU {gpus[0]}{how}")
+            texts.append(
+                f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}"
+                if len(gpus) > 1
+                else f"{count or 'all'} on GPU {gpus[0]}{how}"
+            )
         else:
             counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
             texts += [f"{number} on GPU {gpu}{how}" for gpu, number in zip(gpus, counts, strict=True)]
@@ -525,8 +537,7 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
         held = bool(commands) and all("--memory" in command for command in commands if " run " in command)
         if held:
             return [
-                "memory use is shared: a program that gpushare did not start has no limit, and the limit of a job is looked "
-                "at five times a second"
+                "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its for 0.2 s"
             ]
         return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
     return []
@@ -551,7 +562,17 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
         sentence = text if sentence is None else f"{sentence}; {text}"
     if sentence is not None and len(advice.gpus) > 1:
         sentence = f"on each GPU, {sentence}"
-    names = ("total_bytes", "headroom_bytes", "server_bytes", "context_bytes", "wanted_bytes", "needed_bytes", "left_bytes", "fits", "most")
+    names = (
+        "total_bytes",
+        "headroom_bytes",
+        "server_bytes",
+        "context_bytes",
+        "wanted_bytes",
+        "needed_bytes",
+        "left_bytes",
+        "fits",
+        "most",
+    )
     values = {name: getattr(budget, name) for name in names}
     return MemoryAnswer(**values, limits_bytes=limits, sentence=sentence)
 

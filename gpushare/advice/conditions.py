@@ -288,9 +288,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "half": _half,
     "leaves_half": _leaves_half,
     "free_to_measure": _free_to_measure,
-    "production_work": lambda s, _: (
-        Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY})
-    ),
+    "production_work": lambda s, _: Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY}),
     "interactive": _pattern(Pattern.INTERACTIVE),
     "bursty": _pattern(Pattern.BURSTY),
     "steady": _pattern(Pattern.STEADY),
@@ -353,10 +351,12 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "cost": _cost_text,
     "untried": _untried,
 }
+
+
 def condition_named(name: str) -> Condition:
     """Return what a word of a rule means: a condition of this file, of the situation, or a property of a workload."""
     if name in CONDITIONS:
         return CONDITIONS[name]
     if hasattr(Situation, name):
-        return lambda s, _: getattr(s, name)  # type: ignore[no-any-return]
+        return lambda s, _: getattr(s, name)
     return lambda s, _: s.case.any(name)

@@ -48,7 +48,13 @@ def _place(situation: Situation) -> tuple[Part, ...]:
     case, idle = situation.case, situation.gpus_to_have
     alone = _part(situation)
     count = case.processes
-    if len(idle) < _SEVERAL or count is None or count < _SEVERAL or case.any("running") or alone.way in {Way.FIX, Way.STREAMS}:
+    if (
+        len(idle) < _SEVERAL
+        or count is None
+        or count < _SEVERAL
+        or case.any("running")
+        or alone.way in {Way.FIX, Way.STREAMS}
+    ):
         return (alone,)
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
@@ -152,8 +158,8 @@ def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
     each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
     production = sum(work.role is Role.PRODUCTION for work in each)
     for work in each:
-        own = production < len(gpus) and work.role is not Role.PRODUCTION and production > 0
-        free = [bin_ for bin_ in bins if not any(other.role is Role.PRODUCTION for other in bin_)] if own else bins
+        apart = 0 < production < len(gpus) and work.role is not Role.PRODUCTION
+        free = [held for held in bins if not apart or all(other.role is not Role.PRODUCTION for other in held)]
         min(free, key=lambda held: (len(held) and sum(other.memory or 1 for other in held), len(held))).append(work)
     return [replace(case, workloads=_merged(held)) if held else None for held in bins]
 

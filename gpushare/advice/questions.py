@@ -129,7 +129,9 @@ QUESTIONS: Final = (
         ),
         pair=False,
     ),
-    Question(field="trusted", text=None, answers=(Answer(word="no", value=False, text="they do not trust each other"),)),
+    Question(
+        field="trusted", text=None, answers=(Answer(word="no", value=False, text="they do not trust each other"),)
+    ),
     Question(
         field="bandwidth_bound",
         text="Does each of them saturate the memory bandwidth?",
@@ -148,7 +150,9 @@ QUESTIONS: Final = (
         text="May idle MIG instances be destroyed for it?",
         answers=_yes_no("idle MIG instances may be destroyed (--destroy)"),
     ),
-    Question(field="root", text="Can you become root?", answers=_yes_no("you can become root", "you cannot become root")),
+    Question(
+        field="root", text="Can you become root?", answers=_yes_no("you can become root", "you cannot become root")
+    ),
     Question(field="running", text=None, answers=_yes_no("they are already running", "they can be restarted")),
     Question(field="vms", text=None, answers=_yes_no("they are virtual machines")[:1]),
     Question(field="io_bound", text=None, answers=_yes_no("the GPU waits for input")[:1]),
@@ -184,17 +188,17 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
 def answer_of(situation: Situation, field: str) -> Any:
     """Return the answer to a question; None if it is open."""
     case = situation.case
-    own = {
-        "root": lambda: situation.may_be_root,
-        "destroy": lambda: case.destroy or None,
-        "same_user": lambda: case.same_user,
-        "isolation": lambda: case.wanted_isolation,
-        "pattern": lambda: case.pattern,
-        "production_saturating": lambda: situation.saturating,
-        "gaps": lambda: situation.gaps,
+    own: dict[str, Any] = {
+        "root": situation.may_be_root,
+        "destroy": case.destroy or None,
+        "same_user": case.same_user,
+        "isolation": case.wanted_isolation,
+        "pattern": case.pattern,
+        "production_saturating": situation.saturating,
+        "gaps": situation.gaps,
     }
     if field in own:
-        return own[field]()
+        return own[field]
     if field == "saturating" and situation.pair:
         return any_of(work.saturating for work in case.workloads if work.role is Role.OPPORTUNISTIC)
     return case.any(field)

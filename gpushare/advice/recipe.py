@@ -16,17 +16,17 @@ from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import CONTEXT_BYTES, HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, LEAVING, Way
+from gpushare.base.model import Priority, TimeSlice
+from gpushare.base.units import MIB, counted, ranges
 from gpushare.job_command import JobCommand
 from gpushare.mig.wish import merged, wish_of
-from gpushare.base.model import ComputeMode, Priority, TimeSlice
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
 from gpushare.mps.limits import Limits
-from gpushare.base.units import MIB, counted, ranges
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
     from gpushare.advice.situation import Situation
-    from gpushare.mig.profile import GpuInstance, Profile
+    from gpushare.mig.profile import Profile
     from gpushare.mig.wish import Wish
 
 
@@ -141,9 +141,7 @@ class _Steps:
         return [self.s.on(gpu) for gpu in self.s.spread]
 
     def made(self, **changes: Any) -> Recipe:
-        return replace(
-            Recipe(lines=tuple(self.lines), undo=tuple(self.undo), measure=tuple(self.measure)), **changes
-        )
+        return replace(Recipe(lines=tuple(self.lines), undo=tuple(self.undo), measure=tuple(self.measure)), **changes)
 
 
 def _label(work: Workload) -> str | None:
@@ -330,7 +328,9 @@ def _run_in_profiles(steps: _Steps, way: Way, names: Sequence[str]) -> None:
     counts = steps.s.counts_of_all
     if len(works) == 1:
         # Unequal shares: an instance of its own size for each process.
-        runs = [(name, works[0], names.count(name) if len(set(names)) > 1 else counts[0]) for name in dict.fromkeys(names)]
+        runs = [
+            (name, works[0], names.count(name) if len(set(names)) > 1 else counts[0]) for name in dict.fromkeys(names)
+        ]
     else:
         each = [(work.processes or 1) if way is Way.MIG else (work.groups or 1) for work in works]
         starts = [sum(each[:number]) for number in range(len(each))]
@@ -346,7 +346,9 @@ def _parties(s: Situation, way: Way) -> list[tuple[str, Workload, int]]:
         count = len(s.shares(way))
         processes = works[0].processes or (count if way is Way.MIG else 2 * count)
         each = [processes // count + (number < processes % count) for number in range(count)]
-        return [(f"group-{number}" if count > 1 else "group", works[0], inside) for number, inside in enumerate(each, 1)]
+        return [
+            (f"group-{number}" if count > 1 else "group", works[0], inside) for number, inside in enumerate(each, 1)
+        ]
     parties: list[tuple[str, Workload, int]] = []
     for work in works:
         parts = (work.processes or 1) if way is Way.MIG else work.groups or 1
@@ -369,6 +371,7 @@ def _named_instances(steps: _Steps, s: Situation, way: Way, prefix: str) -> None
         idle = [f"{gpu}/{instance.id}" for instance in layout.instances if instance not in s.kept]
         steps.lines.append(steps.command("make room: destroy the idle instances", "mig", "destroy", *idle, root=True))
     create = ("mig", "create", "-g", gpu)
+    words: tuple[str, ...]
     if len(s.case.workloads) == 1 and len(parties) > 1 and len({profile.name for profile in slices.profiles}) == 1:
         words = (*create, f"{slices.profiles[0].name}*{len(parties)}", "--name", f"{prefix}group")
         steps.lines.append(steps.command("create an instance for each party", *words, root=True))
@@ -381,7 +384,9 @@ def _named_instances(steps: _Steps, s: Situation, way: Way, prefix: str) -> None
             words = ("mig", "grant", name, work.user)
             steps.lines.append(steps.command(f"only {work.user} and root may use it", *words, root=True))
     if s.case.same_user is not True and any(work.user is None for _, work, _ in parties):
-        steps.say("who may use an instance: root grants it (gpushare mig grant NAME USER); until then every local user may")
+        steps.say(
+            "who may use an instance: root grants it (gpushare mig grant NAME USER); until then every local user may"
+        )
     for (name, work, inside), profile in zip(parties, slices.profiles, strict=True):
         _run_inside(steps, way, work, inside, profile, name, name)
     if not s.gpu.mig_enabled:
@@ -494,7 +499,9 @@ def _mps(s: Situation) -> Recipe:
         farm = total is not None and total > 1 and case.same_user and not s.together and not s.servers
         if farm and s.gpu.instance is None:
             parallel = None if processes is None else processes * len(s.spread)
-            at_once = f", {parallel} at a time" if parallel is not None and total is not None and parallel < total else ""
+            at_once = (
+                f", {parallel} at a time" if parallel is not None and total is not None and parallel < total else ""
+            )
             what = f"{_which(total)}{at_once}; {{}} in CMD is the number of the copy"
             steps.run(what, works[0], copies=total, parallel=parallel, memory=memory)
         elif s.together and total is not None:
@@ -578,7 +585,9 @@ def _mps_static(s: Situation) -> Recipe:
             Line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD"),
         ),
         undo=(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"),),
-        measure=("the rate of each program alone in its partition and with the others: only memory bandwidth is shared",),
+        measure=(
+            "the rate of each program alone in its partition and with the others: only memory bandwidth is shared",
+        ),
     )
 
 
@@ -596,15 +605,12 @@ def _whole(s: Situation) -> Recipe:
         _one_job(steps)
     elif _may_pause(s):
         _paused(steps)
-    elif any(work.running for work in works):
+    else:
         for work, count in zip(works, s.counts_of_all, strict=True):
             if work.running:
                 steps.say(_which(count, _label(work), "runs already, and stays as it is"))
             else:
                 _alone(steps, work, count)
-    else:
-        for work, count in zip(works, s.counts_of_all, strict=True):
-            _alone(steps, work, count)
         if s.placed_processes > len(s.spread):
             if not _by_room(s):
                 steps.say("a program that gpushare did not start is not held back")
@@ -617,14 +623,22 @@ def _by_room(s: Situation) -> bool:
     asked = ("latency", "profiler", "bandwidth_qos", "bandwidth_bound", "containment", "vms", "nccl", "weights")
     known = all(work.memory is not None for work in s.case.workloads)
     apart = s.isolation - {Isolation.QUOTA} or not s.trusted or s.saturating is True
-    return known and s.plain.may_fit is False and not apart and not any(map(s.case.any, asked)) and s.plain.one_fits is True
+    return (
+        known
+        and s.plain.may_fit is False
+        and not apart
+        and not any(map(s.case.any, asked))
+        and s.plain.one_fits is True
+    )
 
 
 def _alone(steps: _Steps, work: Workload, count: int | None) -> None:
     """Add the line of jobs that have a whole GPU each, one after the other where there are more of them."""
     s = steps.s
     by_room = s.several and _by_room(s)
-    memory = _job_memory(s, Way.WHOLE, work) if by_room else _whole_memory(s, work)
+    # One process alone needs no more than it needs.
+    by_need = by_room or (s.placed_processes == 1 and work.memory is not None)
+    memory = _job_memory(s, Way.WHOLE, work) if by_need else _whole_memory(s, work)
     more = s.placed_processes > len(s.spread)
     if not more:
         how = "each gets a GPU of its own" if s.placed_processes > 1 else None
@@ -682,7 +696,10 @@ def _paused(steps: _Steps) -> None:
         else:
             what = _which(work.processes or 1, _label(work), f"paused while {spared} works")
             steps.run(what, work, opportunistic=True, target=spared, yields="pause", memory=memory)
-    steps.measure += ["production's rate and p99, alone and with the other job", "how much of the time the other job runs"]
+    steps.measure += [
+        "production's rate and p99, alone and with the other job",
+        "how much of the time the other job runs",
+    ]
 
 
 # -- time-slicing ------------------------------------------------------------------------------------
@@ -775,7 +792,9 @@ def _slices(s: Situation) -> Recipe:
         number += work.role is Role.PRODUCTION
         if work.running:
             time = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
-            steps.say(f"the slice of {what}, which runs{whose}: gpushare timeslice set {time} PID (undo: timeslice reset PID)")
+            steps.say(
+                f"the slice of {what}, which runs{whose}: gpushare timeslice set {time} PID (undo: timeslice reset PID)"
+            )
         elif work.role is Role.PRODUCTION:
             steps.run(what + whose, work, production=_service(work, number), memory=memory)
         elif foreign or production.running:
@@ -809,7 +828,9 @@ def _leaving(s: Situation, way: Way) -> Recipe:
             name = _name(work.name, 1, "job")
             for number in list(names)[:_FEW]:
                 titled = name if count in {None, 1} else f"{name}-{number}"
-                more = f"; the others are {name}-{number + 1} to {name}-{count}" if number == _FEW < (count or 1) else ""
+                more = (
+                    f"; the others are {name}-{number + 1} to {name}-{count}" if number == _FEW < (count or 1) else ""
+                )
                 what = f"{_label(work) or 'the program'}{'' if count in {None, 1} else f', number {number}'}, {how}{own}{more}"
                 steps.run(what, work, memory=memory, wait=way is Way.SWAP, swap=swap, name=titled)
         if way is Way.TURNS:
@@ -821,8 +842,16 @@ def _leaving(s: Situation, way: Way) -> Recipe:
                 "how long the first work after a pause takes: the job comes back first, and waits while the others work"
             )
         steps.measure.insert(0, _LISTED)
-        return steps.made(undo=(_NOTHING_CHANGED,))
-    cost = s.leaving_cost(Way.SWAP)
+    else:
+        _swapped_for_production(steps, each)
+    return steps.made(undo=(_NOTHING_CHANGED,))
+
+
+def _swapped_for_production(steps: _Steps, each: Sequence[tuple[Workload, int | None]]) -> None:
+    """Add the lines of a job that leaves for production, which has the first right to the memory."""
+    s, way = steps.s, Way.SWAP
+    foreign = s.case.same_user is False
+    cost = s.leaving_cost(way)
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     running, number = any(work.running for work, _ in each), 0
     whose = ", by its own user" if foreign else ""
@@ -848,7 +877,6 @@ def _leaving(s: Situation, way: Way) -> Recipe:
             f"has left{seconds}, is refused"
         )
     steps.measure += [_LISTED, "how long production waits when it starts, and how much of the time the other job runs"]
-    return steps.made(undo=(_NOTHING_CHANGED,))
 
 
 # -- answers without a share of a GPU ----------------------------------------------------------------
@@ -896,7 +924,12 @@ def _fix(s: Situation) -> Recipe:
             "(vLLM, TensorRT-LLM, SGLang)"
         )
         memory = _whole_memory(s, work)
-        steps.run("one engine, with the memory of all copies", work, slice=_SLICE if steps.outside_mps else None, memory=memory)
+        steps.run(
+            "one engine, with the memory of all copies",
+            work,
+            slice=_SLICE if steps.outside_mps else None,
+            memory=memory,
+        )
         measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
     elif s.case.any("server") and s.short_of_memory:
         steps.say("vLLM: start each with --enable-sleep-mode, and put the idle one to sleep (POST /sleep, /wake_up)")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from enum import Enum
 from string import Formatter
 from typing import Any, Final
@@ -183,8 +182,11 @@ def _condition(node: ast.expr) -> Condition:
 
 def _rule(row: Mapping[str, Any]) -> Rule:
     kind = next((kind for kind in Kind if kind.value in row), None)
-    given = row.get("ways") if kind is None else row[kind.value]
-    ways = {Way(name): weight for name, weight in given.items()} if kind in _PREFERENCES else dict.fromkeys(_ways(given), 0)
+    given: Any = row.get("ways") if kind is None else row[kind.value]
+    if kind in _PREFERENCES:
+        ways = {Way(name): weight for name, weight in given.items()}
+    else:
+        ways = dict.fromkeys(_ways(given), 0)
     needs = row.get("needs")
     if needs is not None:
         needs = Requirement(**{"floor": needs["wanted"], "inside": row.get("inside", True), **needs})

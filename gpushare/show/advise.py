@@ -133,9 +133,7 @@ def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
     from rich.text import Text
 
     lines = [
-        Text.assemble(
-            (data.answer, "bold green" if data.winner else "bold red"), (f"  on {data.gpu_title}", "dim")
-        )
+        Text.assemble((data.answer, "bold green" if data.winner else "bold red"), (f"  on {data.gpu_title}", "dim"))
     ]
     for item, text in _measured(data):
         lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")

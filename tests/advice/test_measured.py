@@ -229,7 +229,9 @@ def test_only_ways_that_no_veto_refuses_are_measured() -> None:
 
 
 def test_every_rule_that_a_measurement_answers_is_one() -> None:
-    known = {rule.id for rule in [rule for rule in rules() if rule.kind in {Kind.FOR, Kind.AGAINST}]} | {"nothing-decides"}
+    known = {rule.id for rule in [rule for rule in rules() if rule.kind in {Kind.FOR, Kind.AGAINST}]} | {
+        "nothing-decides"
+    }
     assert known >= ANSWERED
 
 

@@ -158,7 +158,6 @@ def test_nothing_fits(cli: Any) -> None:
     assert "9.8 GiB too much" in data["why"][0]
 
 
-
 def test_the_limits_add_up(cli: Any) -> None:
     """Whatever the sizes: the limits of all clients together fit the GPU."""
     for memory, processes in itertools.product(("1G", "3G", "7G"), (1, 2, 5, 9, 20)):

@@ -136,7 +136,6 @@ def test_advice_takes_the_gpu_that_is_idle_and_uncut(cli: Any) -> None:
     assert cli("mig", "status", host=spec, output="json").ok().data == before
 
 
-
 @pytest.mark.parametrize("words", [(), ("--no-root",), ("--destroy", "--no-root"), ("--root",)])
 def test_a_cut_gpu_is_left_as_it_is(cli: Any, words: tuple[str, ...]) -> None:
     """Neither an answer nor a measurement needs the named instance, and without root nothing is turned off."""

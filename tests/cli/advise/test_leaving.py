@@ -88,7 +88,6 @@ def test_the_screen_says_the_cost_and_how_to_see_it(cli: Cli) -> None:
     out = " ".join(cli(*words, host=A30, output="table").ok().out.split())
     assert "cost: a switch takes about 13 s" in out
     assert "gpushare swap list" in out
-    assert "gpushare swap in JOB" in out
     plain = cli(*words, host=A30, output="plain").ok().out
     assert [line for line in plain.splitlines() if line.startswith(("cost\t", "cost "))]
 
@@ -133,7 +132,7 @@ def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str,
 def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> None:
     cli("sim", "add", "-g", "0", "--memory", "16G", "--user", "1001", host=A30).ok()
     data = asked(cli, "--processes", "1", "--memory", "16G", "--command", "true")
-    assert commands(data) == ["gpushare run -g 0 --wait --memory 16884M -- true"]
+    assert commands(data) == ["gpushare run -g 0 --slice 2ms --wait --memory 16884M -- true"]
 
 
 def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
@@ -148,10 +147,9 @@ def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
 def test_turns_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     data = asked(cli, *TWO, "--memory", "14G", "--needs", "progress", "--command", job("14G", 60))
     assert data["winner"] == "turns"
-    (command,) = commands(data)
-    first, *rest = words_of(command)
+    first, *rest = words_of(commands(data)[0])
     assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
-    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for _ in range(2)]
+    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for command in commands(data)]
     for one in both:
         one.says("out of the GPU: 14.0 GiB to host memory")
         one.says("back on the GPU: 14.0 GiB")
@@ -166,7 +164,7 @@ def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
     data = asked(cli, *TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
     assert data["winner"] == "swap"
-    (command,) = commands(data)
+    command, other = commands(data)
     world = World(A30)
     first = real(*words_of(command, "idle=10m", "idle=1s"), host=A30)
     on_gpu(world)
@@ -176,7 +174,7 @@ def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     listed = cli("swap", "list", host=A30, output="json").ok().data
     assert [one["state"] for one in listed["jobs"]] == ["out"]
     # Its place is free for the next.
-    second = real(*words_of(command), host=A30)
+    second = real(*words_of(other), host=A30)
     second.says("runs on GPU 0")
 
 
@@ -244,12 +242,13 @@ def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
     words = ("--processes", "5", "--users", "same", "--saturating", "--memory", "16G", "--command", "true")
     queue = asked(cli, *words, host="sim:2xa30")
     assert queue["winner"] == "whole-gpu"
-    assert commands(queue) == ["gpushare run -g any --wait --swap request --memory 16884M -- true"]
+    assert commands(queue) == ["gpushare run -g 0-1 --slice 2ms --wait --memory 90% -- true"]
     turns = asked(cli, *words, "--needs", "progress", host="sim:2xa30")
-    assert commands(turns) == ["gpushare run -g any --swap turns --memory 16884M -- true"]
+    assert commands(turns)[0] == "gpushare run -g 0-1 --swap turns --memory 16884M --name job-1 -- true"
     # Two have a GPU each.
     fits = asked(cli, *("2" if word == "5" else word for word in words), host="sim:2xa30")
-    assert [command.split("=")[0] for command in commands(fits)] == ["CUDA_VISIBLE_DEVICES"] * 2
+    assert (fits["answer"], fits["confidence"]) == ("a GPU for each", "high")
+    assert commands(fits) == commands(queue)
 
 
 @pytest.mark.parametrize("users", [None, ("web", "ann")])

@@ -69,8 +69,8 @@ def slower_under_mps() -> list[str]:
 def test_the_rules_are_wrong_about_a_job_that_mps_slows_down(cli: Cli) -> None:
     answer = cli("advise", "--measure", *SURE, "--repeat", "2", *WINDOW, *slower_under_mps())
     lines = dict(line.split(None, 1) for line in answer.ok().out.splitlines()[1:5])
-    assert lines["answer"] in {"time-slicing", "whole GPU, or a queue"}
-    assert lines["rules"].startswith("MPS (high confidence")
+    assert lines["answer"] in {"time-slicing", "one at a time, each with the whole GPU"}
+    assert lines["rules"].startswith("MPS (medium confidence")
     assert lines["measured"].startswith("the rules said MPS; measured: ")
     assert " is 1.6" in lines["measured"]
     assert "medium: measured here, but the rules expected something else" in answer.out
@@ -123,7 +123,7 @@ def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypat
 
 
 def test_copies_alone_say_how_many_processes_there_are(cli: Cli) -> None:
-    words = ("--copies", "3", "--users", "same", "--no-saturating", "--profiler", "--repeat", "1")
+    words = ("--copies", "3", "--users", "same", "--no-saturating", "--graphics", "--repeat", "1")
     data = measured(cli, *words, *WINDOW, *job(20))
     assert data["case"]["workloads"][0]["processes"] == 3
     assert {cell["copies"] for cell in data["measurement"]["cells"]} == {3}
