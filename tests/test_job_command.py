@@ -38,7 +38,7 @@ def test_a_job_is_the_command_that_starts_it(job: JobCommand, line: str) -> None
 
 
 def test_every_option_is_one_of_run() -> None:
-    assert {*EVERYTHING, "program", "copies", "root"} == {field.name for field in fields(JobCommand)}
+    assert {*EVERYTHING, "program", "copies", "parallel", "root"} == {field.name for field in fields(JobCommand)}
     job = JobCommand(**EVERYTHING)  # type: ignore[arg-type]
     run = root().commands["run"]
     parsed = run.make_context(
