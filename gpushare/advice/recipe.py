@@ -945,24 +945,22 @@ def _fix(s: Situation) -> Recipe:
 def _kubernetes(s: Situation, way: Way) -> Recipe:
     """Return the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     steps, count = _Steps(s), max(2, min(s.case.processes or 4, 48))
-    words = ["export", "k8s"]
+    words, layout, what = ["--replicas", str(count)], "", f"{count} pods share each GPU"
     if way.outer is Mechanism.MPS:
-        made = f"echo '{{version: 1, gpus: [{{match: all, mps: {{}}}}]}}' | gpushare export k8s -f - --replicas {count} --to k8s"
-        steps.lines.append(Line("write the configuration of the device plugin: MPS, equal shares", made))
+        layout, what = "mps: {}", "MPS, equal shares"
     elif way.outer is Mechanism.MIG:
-        slices, free = s.slices(way), s.free_instances(way)
+        slices, what = s.slices(way), "a resource for each MIG profile"
         inside = -(-count // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
-        replicas = f" --mig-replicas {inside}" if inside > 1 else ""
-        if free is not None or slices is None or not slices.profiles:
-            made = f"gpushare export k8s{replicas} --to k8s"
-        else:
-            profiles = ", ".join(str(request) for request in slices.wish)
-            layout = f"{{version: 1, gpus: [{{match: all, mig: [{profiles}]}}]}}"
-            made = f"echo '{layout}' | gpushare export k8s -f -{replicas} --to k8s"
-        steps.lines.append(Line("write the configuration of the device plugin: a resource for each MIG profile", made))
-    else:
-        words += ["--replicas", str(count), "--to", "k8s"]
-        steps.lines.append(steps.command(f"write the configuration: {count} pods share each GPU", *words))
+        words = ["--mig-replicas", str(inside)] if inside > 1 else []
+        if s.free_instances(way) is None and slices is not None and slices.profiles:
+            layout = f"mig: [{', '.join(map(str, slices.wish))}]"
+    file = ["-f", "-"] if layout else []
+    made = steps.command(
+        f"write the configuration of the device plugin: {what}", "export", "k8s", *file, *words, "--to", "k8s"
+    )
+    if layout:
+        made = replace(made, command=f"echo '{{version: 1, gpus: [{{match: all, {layout}}}]}}' | {made.command}")
+    steps.lines.append(made)
     steps.say("it prints the kubectl commands that apply it; files are in ./k8s")
     return steps.made(measure=("p99 and rate of a pod, alone and with the others",))
 
