@@ -32,7 +32,7 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
         info = host.processes.describe(children[-1].pid)
         assert info is not None
         found = JobRecord(
-            name="web", pid=info.pid, started=info.started, device_uuid=device.uuid, memory_peak_bytes=None
+            name="web", pid=info.pid, started=info.started, devices=(device.uuid,), memory_peak_bytes=None
         )
         write_record(host, found)
         return found
@@ -78,7 +78,7 @@ def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: C
     first = start()
     job = ProductionJob(host, device, first.pid, first.started, "web")
     end(first)
-    write_record(host, replace(start(), device_uuid="GPU-elsewhere"))
+    write_record(host, replace(start(), devices=("GPU-elsewhere",)))
     assert not job.lives()
 
 
