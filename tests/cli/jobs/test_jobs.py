@@ -22,7 +22,19 @@ from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
 KEYS = {
-    *("name", "pid", "state", "user", "role", "device", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name"),
+    *(
+        "name",
+        "pid",
+        "state",
+        "user",
+        "role",
+        "device",
+        "gpu_indexes",
+        "device_uuids",
+        "way",
+        "mig_profile",
+        "mig_name",
+    ),
     *("threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent"),
     *("since_seconds", "command", "container", "processes", "line", "exit_code", "ran_seconds", "memory_peak_bytes"),
 }
