@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,7 +71,6 @@ from benchmarks.colocation_rows import (
     two_settings,
 )
 from benchmarks.colocation_table import render
-from benchmarks.gpu_channels import Mps, _pretended
 from benchmarks.gpu_script import xids
 from gpushare.base.errors import GpushareError
 from gpushare.host.channels import ChannelControl, Channels
@@ -84,6 +84,68 @@ PARTS: Final = 4
 PAUSES: Final = 10_000
 PAUSE_SECONDS: Final = 40.0
 START_SECONDS: Final = 100.0
+
+
+class Mps:
+    """An MPS daemon in a private directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = f"{directory}/mps"
+        os.makedirs(self.directory, 0o700, exist_ok=True)
+        self.env = {"CUDA_MPS_PIPE_DIRECTORY": f"{self.directory}/p", "CUDA_MPS_LOG_DIRECTORY": f"{self.directory}/l"}
+        for path in self.env.values():
+            os.makedirs(path, exist_ok=True)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **self.env}, check=True, timeout=20)
+
+    def say(self, text: str) -> str:
+        done = subprocess.run(
+            ["nvidia-cuda-mps-control"],
+            input=text + "\n",
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+        return done.stdout
+
+    def servers(self) -> list[int]:
+        return [int(word) for word in re.findall(r"\d+", self.say("get_server_list"))]
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            self.say("quit")
+
+
+def _pretended() -> Any:
+    """Return answers without a driver: a pause is a SIGSTOP."""
+    slices: dict[int, int] = {}
+
+    def ask(request: Any, _seconds: float) -> dict[str, Any]:
+        pid = request["pid"]
+        group = {
+            "descriptor": 5,
+            "client": 0xC1D00001,
+            "handle": 0x5C000010,
+            "subdevice": 0x5C000002,
+            "gpu": None,
+            "engine": "compute",
+            "classes": [0xCBC0],
+            "channels": [0x5C000011],
+            "slice_us": slices.setdefault(pid, 2048),
+            "under_mps": False,
+        }
+        if request["do"] == "find":
+            return {"started": 1, "groups": [group], "seconds": 0.1}
+        if request["do"] == "read":
+            return {"slices": [slices[pid]]}
+        if request["do"] == "set":
+            slices[pid] = request["microseconds"]
+        else:
+            os.kill(pid, signal.SIGSTOP if request["do"] == "off" else signal.SIGCONT)
+        return {"seconds": 0.001}
+
+    return ask
 
 
 class Stop(Exception):

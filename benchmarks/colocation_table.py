@@ -405,7 +405,7 @@ def _intro(rows: Rows) -> list[str]:
         (
             f"{dates[0][:16]} to {dates[-1][11:16]} UTC, {gpus} ({counted(cards, 'card')}, two or three of a virtual machine at a"
             f" time), driver {drivers}, as root, by `python -m benchmarks.colocation`. No setting of a GPU was changed, and there"
-            " was no Xid. All data is in `benchmarks/colocation-*.jsonl`."
+            " was no Xid. All data is in `benchmarks/results/colocation-*.jsonl`."
         ),
         "",
         (

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -21,11 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_channels import REQUEST_MS, _serve, _train
-from benchmarks.gpu_script import HOLD, READY, STEPS, State, Surprises, as_nobody, measured, window
+from benchmarks.gpu_script import HOLD, READY, STEPS, UNITS, State, Surprises, as_nobody, measured, window
 
 # On a host with several GPUs, the one to use.
 GPU = os.environ.get("BENCHMARK_GPU", "0")
+REQUEST_MS = 5.6
 WINDOW, PHASE_SECONDS, ADAPT_SECONDS = 6.0, 12.0, 60.0
 # Of a job's state, after those of gpu_script: when the first phase began, in microseconds.
 BEGAN = 8
@@ -34,6 +35,52 @@ METRIC = "rate=([0-9.]+)"
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def _train(_state, _options):
+    """A training of a transformer encoder that fills the GPU."""
+    import torch
+
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).cuda().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    data = torch.randn(32, 512, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(data).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
+
+
+def _serve(state, options):
+    """A request of about 5.6 ms: products of bf16 matrices; how many is measured once, or given."""
+    import torch
+
+    torch.set_num_threads(1)
+    left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2))
+    out = torch.empty_like(left)
+
+    def work(units: int) -> None:
+        with torch.inference_mode():
+            for _ in range(units):
+                torch.mm(left, right, out=out)
+                out.relu_()
+        torch.cuda.synchronize()
+
+    work(200)
+    took = []
+    for _ in range(20):
+        began = time.monotonic()
+        work(20)
+        took.append((time.monotonic() - began) / 20)
+    units = options.units or max(1, round(REQUEST_MS / 1000 / statistics.median(took)))
+    state[UNITS] = units
+    return lambda: work(units)
 
 
 def job(options: argparse.Namespace) -> int:

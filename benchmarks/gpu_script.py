@@ -19,7 +19,7 @@ from typing import Any
 
 NOBODY = 65534
 # Of a job's state: steps, ready, hold, PID of a worker; each 8 bytes.
-STEPS, READY, HOLD, WORKER, CHILD, UNITS, GRAPH = range(7)
+STEPS, READY, HOLD, WORKER, UNITS = range(5)
 
 
 class OutOfTime(BaseException):

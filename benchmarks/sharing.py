@@ -9,7 +9,7 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
 
-The figures go to benchmarks/results-GPU-DATE.json; what is run again replaces itself in ``--into FILE``, or, with
+The figures go to benchmarks/results/sharing-GPU-DATE.json; what is run again replaces itself in ``--into FILE``, or, with
 ``--again``, is kept beside it: one search says little where the machine is unsteady. Several GPUs of one host (``-g 0,1``)
 share the work: each takes the next pair, farm or pause.
 ``--pretend`` rehearses all of it on a simulated H200 with jobs whose need is known.
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuple(one for one in FARMS if one[0] in farms),
     )
     name = (device.gpu.name or "gpu").lower().replace(" ", "-")
-    path = given.into or Path(__file__).with_name(f"results-{name}-{now()[:10].replace('-', '')}.json")
+    path = given.into or Path(__file__).parent / "results" / f"sharing-{name}-{now()[:10].replace('-', '')}.json"
     written = not given.pretend or given.into is not None
     if written and given.into is None:
         path.unlink(missing_ok=True)

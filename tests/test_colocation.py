@@ -195,7 +195,9 @@ def test_no_row_begins_that_would_end_too_late(tmp_path: Path, monkeypatch: pyte
     assert read_rows([out])[0]["kind"] == "xid"
 
 
-@pytest.mark.parametrize("path", sorted(Path("benchmarks").glob("colocation-*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path("benchmarks/results").glob("colocation-*.jsonl")), ids=lambda path: path.stem
+)
 def test_the_document_has_the_section_of_the_results(path: Path) -> None:
     rows = read_rows(sorted(path.parent.glob("colocation-*.jsonl")))
     assert section(rows) in Path("docs/measurements.md").read_text()

@@ -17,7 +17,7 @@ from tools.terminal import PROJECT, Terminal, terminal
 _COLUMNS = 100
 # Renderers differ by some pixels in a line of text: nothing is cut at the right edge.
 _MARGIN = 2
-_RESULTS = PROJECT / "benchmarks" / "results-nvidia-h200-20261122.json"
+_RESULTS = PROJECT / "benchmarks" / "results" / "sharing-nvidia-h200-20261122.json"
 # Dark, with a frame that shows on light and dark pages; text has a contrast of 6.9 or more on it, dimmed text 5.5.
 _THEME = TerminalTheme(
     (24, 26, 31),
