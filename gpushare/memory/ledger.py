@@ -700,6 +700,8 @@ class Place:
         if found is None or own is None:
             return False
         kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
+        # Who is sure of its place counts first for the limit of a user, also if it came later: production goes before.
+        kept.sort(key=lambda one: not one.sure)
         lines = self._lines(kept, [device for device in devices if device.uuid in keys], clients, limits)
         return lines.keys() == set(keys) and all(
             own.id not in line.beyond

@@ -58,7 +58,26 @@ def test_each_gpu_is_said_by_itself() -> None:
     said = " ".join(found.needs)
     assert "TimeSlicingSettings=true, MPSSupport=true" in said
     assert "gpuResourcesEnabledOverride=true" in said
-    assert any("low MPS priority" in one for one in found.lost)
+    assert [line.split(":")[0] for line in found.lost] == [
+        "low MPS priority",
+        "the number of programs",
+        "the number of programs per MIG device",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("described", "lost"),
+    [
+        (host(gpu(0, Sharing.EXCLUSIVE)), []),
+        (host(gpu(0, Sharing.TIMESLICE)), ["the number of programs"]),
+        (host(gpu(0, Sharing.EXCLUSIVE, replicas=2)), ["the number of programs"]),
+        (host(gpu(0, Sharing.MPS, mps=mps(priority=Priority.LOW))), ["low MPS priority"]),
+        (host(gpu(0, Sharing.MIG, mig=(mig(0, mps=mps(priority=Priority.LOW)),))), ["low MPS priority"]),
+        (host(gpu(0, Sharing.MIG, mig=(mig(0, replicas=2),))), ["the number of programs per MIG device"]),
+    ],
+)
+def test_what_is_lost(described: HostDescription, lost: list[str]) -> None:
+    assert [line.split(":")[0] for line in claims_export(described).lost] == lost
 
 
 def test_claims_of_two_nodes_have_names_of_their_own() -> None:

@@ -22,6 +22,7 @@ class Driver:
         self.locked: set[int] = set()
         self.mps, self.queue_seconds = mps, queue_seconds
         self.asked_ms: list[int] = []
+        self.unlocked: list[int] = []
 
     def cuCheckpointProcessLock(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
         arguments = ctypes.cast(argument, ctypes.POINTER(module._LockArguments)).contents
@@ -36,6 +37,7 @@ class Driver:
         return 0
 
     def cuCheckpointProcessUnlock(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's
+        self.unlocked.append(pid)
         if pid not in self.locked:
             return 401
         self.locked.remove(pid)
@@ -63,7 +65,10 @@ def test_a_process_is_locked_and_unlocked() -> None:
 
 
 def test_to_unlock_one_that_is_not_locked_does_no_harm() -> None:
-    Checkpoint(Driver()).unlock(42)
+    driver = Driver()
+    driver.locked.add(7)
+    Checkpoint(driver).unlock(42)
+    assert (driver.unlocked, driver.locked) == ([42], {7})
 
 
 def test_a_second_lock_is_refused() -> None:

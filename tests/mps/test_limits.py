@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,14 @@ def test_the_words_of_a_command_line() -> None:
 @given(limits)
 def test_an_environment_gives_the_same_limits(one: Limits) -> None:
     assert Limits.in_environment(one.environment(), "GPU-1") == one
+
+
+@pytest.mark.parametrize(
+    ("written", "percent"), [("100", 100.0), ("0.5", 0.5), ("0", None), ("-1", None), ("100.5", None), ("x", None)]
+)
+def test_the_threads_of_an_environment(written: str, percent: float | None) -> None:
+    environment = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": written}
+    assert Limits.in_environment(environment, "GPU-1").threads_percent == percent
 
 
 def test_what_cuda_ignores_is_no_limit() -> None:

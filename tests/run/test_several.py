@@ -16,7 +16,7 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run.plain import PlainShare
-from gpushare.run.several import Program, Several
+from gpushare.run.several import Program, Several, is_full
 from tests.cli.drive import until
 
 
@@ -31,6 +31,20 @@ def program() -> Iterator[Any]:
     yield SimpleNamespace(pid=process.pid, runs=True)
     process.kill()
     process.wait()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reserved", "free", "full_for_root", "full_for_users"),
+    [(100, 0, 0, True, True), (100, 1, 0, False, True), (100, 1, 1, False, False), (0, 0, 0, False, False)],
+)
+def test_a_disk_is_full_without_a_block_for_this_user(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, reserved: int, free: int, full_for_root: bool, full_for_users: bool
+) -> None:
+    answer = SimpleNamespace(f_blocks=blocks, f_bfree=reserved, f_bavail=free)
+    monkeypatch.setattr("os.fstatvfs", lambda _descriptor: answer)
+    for user, full in ((0, full_for_root), (1000, full_for_users)):
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        assert is_full(1) is full
 
 
 def stands(host: Host, pid: int) -> bool:

@@ -11,6 +11,7 @@ from tests.cli.drive import World
 from tests.security.conftest import Stranger, gpushare
 
 H200 = "sim:h200"
+NO_PERMISSION = 4
 EXPORTS = ("systemd", "k8s", "slurm", "docker")
 
 
@@ -41,34 +42,39 @@ def test_an_export_waits_for_no_fifo(mallory: Stranger, sticky: Path) -> None:
     assert gpushare("export", "k8s", "--to", str(place), seconds=20).code != 0
 
 
-def run_copies(logs: Path) -> int:
-    return gpushare("farm", "--copies", "2", "--logs", str(logs), "--", "echo", "hello", seconds=60).code
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link"])
-def test_the_log_of_a_copy_goes_through_no_link(kind: str, mallory: Stranger, sticky: Path) -> None:
-    victim = sticky / "victim"
-    if kind != "dangling link":
+@pytest.mark.parametrize("kind", ["nothing", "link", "dangling link", "hard link", "fifo"])
+def test_the_log_of_a_copy_goes_through_nothing_planted(kind: str, mallory: Stranger, sticky: Path) -> None:
+    logs, victim = sticky / "logs", sticky / "victim"
+    logs.mkdir()
+    logs.chmod(0o1777)
+    log = logs / "copy-0.log"
+    if kind in {"link", "hard link"}:
         victim.write_text("precious")
         # A hard link to what one may not write is refused by many kernels (fs.protected_hardlinks).
         victim.chmod(0o666)
-    logs = mallory.home / f"logs-{kind.replace(' ', '-')}"
 
     def plant() -> None:
-        logs.mkdir()
         if kind == "hard link":
-            os.link(victim, logs / "copy-0.log")
-        else:
-            (logs / "copy-0.log").symlink_to(victim)
+            os.link(victim, log)
+        elif kind == "fifo":
+            os.mkfifo(log)
+        elif kind != "nothing":
+            log.symlink_to(victim)
 
     mallory.does(plant)
-    victim.exists() and victim.chmod(0o600)
-    code = run_copies(logs)
-    if kind == "dangling link":
-        assert not victim.exists()
-    else:
-        assert victim.read_text() == "precious"
-    assert code != 0 or not (logs / "copy-0.log").is_symlink()
+    answer = gpushare("farm", "--copies", "2", "--logs", str(logs), "--", "echo", "hello", seconds=60)
+    assert answer.code == (0 if kind == "nothing" else 1), answer
+    assert (f"copy 0: cannot write {log}" in answer.err) is (kind != "nothing")
+    # The other copy is done.
+    assert (logs / "copy-1.log").read_text() == "hello\n"
+    assert (victim.read_text() if victim.exists() else None) == ("precious" if kind in {"link", "hard link"} else None)
+
+
+def test_logs_go_into_no_directory_of_another_user(mallory: Stranger) -> None:
+    logs = mallory.home / "logs"
+    mallory.does(logs.mkdir)
+    assert gpushare("farm", "--copies", "2", "--logs", str(logs), "--", "echo", "hello").code == NO_PERMISSION
+    assert list(logs.iterdir()) == []
 
 
 def test_root_writes_through_no_directory_link_of_another_user(mallory: Stranger, sticky: Path) -> None:
@@ -84,12 +90,6 @@ def test_root_writes_through_no_directory_link_of_another_user(mallory: Stranger
     own = gpushare(*(str(target / "file") if word == "FILE" else word for word in words))
     assert own.code == 0, own
     assert [path.name for path in target.iterdir()] == ["file"]
-
-
-def test_the_log_of_a_copy_waits_for_no_fifo(mallory: Stranger) -> None:
-    logs = mallory.home / "logs-fifo"
-    mallory.does(lambda: (logs.mkdir(), os.mkfifo(logs / "copy-1.log")))
-    assert run_copies(logs) != 70
 
 
 @pytest.mark.parametrize("name", ["journal.json", "not-restored-1.json"])

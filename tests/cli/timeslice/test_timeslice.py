@@ -154,12 +154,14 @@ def test_beside_mps(refused: Callable[..., str], cli: Cli, world: World) -> None
 def test_mps_on_another_gpu_is_no_hindrance(cli: Cli) -> None:
     cli("mps", "start", "-g", "0", host=TWO).ok()
     cli("timeslice", "set", "short", "-g", "1", host=TWO).ok()
+    assert [gpu.time_slice for gpu in World(TWO).state.gpus] == [0, 1]
 
 
 def test_a_dead_daemon_is_no_hindrance(cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, 9)
     cli("timeslice", "set", "short").ok()
+    assert world.state.gpus[0].time_slice == 1
 
 
 def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
