@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,16 @@ def host() -> Host:
 def telling(said: list[str]) -> Draw:
     """Return what notes what a job waits for when that changes, as off a terminal."""
     return contextlib.ExitStack().enter_context(waiting_line(said.append))
+
+
+def told_clock() -> dict[str, Any]:
+    """Return a clock for `wait_for_room` that only its waiting moves: no machine is too slow for it."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    return {"clock": lambda: now[0], "sleep": sleep}
 
 
 def devices(host: Host) -> tuple[Device, ...]:
@@ -221,7 +232,7 @@ def test_an_instance_that_is_gone_is_said(host: Host) -> None:
     set_mig(SPEC, "0", ["2g.12gb"])
     place, said = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
     with pytest.raises(InUse):
-        wait_for_room(host, place, [device], 0.05, {}, telling(said))
+        wait_for_room(host, place, [device], 5.0, {}, telling(said), **told_clock())
     assert said == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
 
 
@@ -392,7 +403,7 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
         now = (host.nvml.gpu(0), small.gpu)
         patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
         with pytest.raises(InUse) as caught:
-            wait_for_room(host, enter(host, 10 * GIB), (first, second), 0.05, {}, telling(said))
+            wait_for_room(host, enter(host, 10 * GIB), (first, second), 5.0, {}, telling(said), **told_clock())
     assert caught.value.code == "no_room"
 
 
@@ -446,7 +457,7 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
     place = enter(host, 10 * GIB)
     found = outlook(host, devices(host), place.request, {})
     with pytest.raises(InUse):
-        wait_for_room(host, place, devices(host), 0.05, {}, telling(said))
+        wait_for_room(host, place, devices(host), 5.0, {}, telling(said), **told_clock())
     why = "GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {why}"]
     assert why in outlook_text(found, {})
@@ -480,7 +491,7 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     said: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, enter(host, 10 * GIB), devices(host), 0.05, {}, telling(said))
+        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, {}, telling(said), **told_clock())
     why = f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: {why}"]
     assert caught.value.message == f"there was no room for 10.0 GiB within 0.05 s: {why}"
