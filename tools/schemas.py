@@ -65,6 +65,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "swap in": ("gpushare.cli.swap:SwapAnswer", PLAN),
     "swap list": ("gpushare.cli.swap:SwapListAnswer",),
     "move": ("gpushare.cli.move:MoveAnswer",),
+    "reserve": ("gpushare.cli.reserve:LeasesAnswer", PLAN),
     "advise": ("Any",),
     "compare": ("Any",),
     "bench": ("Any",),

@@ -270,6 +270,16 @@ class WaitingJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuLease:
+    """A GPU that a user has reserved for some hours (`gpushare reserve`)."""
+
+    gpu_uuid: str
+    uid: int
+    user: str
+    seconds_left: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitedJob:
     """A job whose processes together have a limit of memory (`gpushare run --memory`).
 
@@ -415,6 +425,7 @@ class Snapshot:
     waiting_jobs: tuple[WaitingJob, ...] = ()
     swapped_jobs: tuple[SwappedJob, ...] = ()
     limited_jobs: tuple[LimitedJob, ...] = ()
+    leases: tuple[GpuLease, ...] = ()
     vgpu_sessions: tuple[VgpuSession, ...] = ()
 
 

@@ -48,6 +48,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "resume": "Put paused jobs back on the GPU.",
         "swap": "Move a job out of the GPU into host memory, and back.",
         "move": "Move a running job to another GPU of the same model.",
+        "reserve": "Reserve a GPU for some hours; list the leases.",
     },
     "Decide": {
         "advise": "Recommend a way of sharing, with its commands.",

@@ -223,7 +223,9 @@ def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
     if len(changed) != sum(len(one.match.values) for one in file.entries):
         return None
     kept = kept_file(host)
-    text = text_of(file if kept is None else replace(file, rules=kept.rules, memory=kept.memory))
+    if kept is not None:
+        file = replace(kept, entries=file.entries)
+    text = text_of(file)
     try:
         path = before_path(host, text) if settings.dry_run else keep_before(host, text)
     except GpushareError:

@@ -60,6 +60,8 @@ def capture(
     if kept is not None and kept.memory:
         file = replace(file, memory=kept.memory)
         notes = [*notes, "the limits of users (memory) are those of the file that was applied last"]
+    if kept is not None:
+        file = replace(file, longest_lease_seconds=kept.longest_lease_seconds)
     notes = [*notes, *_AT_BOOT]
     errors = gpu_errors(gpus.values())
     return Result(

@@ -59,7 +59,8 @@ def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
     observer, work = Observer(host, strangers=settings.verbose), LastWork(host)
 
     def look() -> Any:
-        return status_result(with_jobs(host, with_memory(host, work.look(of_gpus(observer.look(), gpu)))))
+        seen = with_memory(host, with_leases(host, work.look(of_gpus(observer.look(), gpu))))
+        return status_result(with_jobs(host, seen))
 
     if watch is None:
         return look()
@@ -99,6 +100,22 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
 
 # As `memory.ledger.PREFIX`, which most hosts need not load.
 LEDGER: Final = "gpushare-memory-"
+
+
+# As `memory.leases.PREFIX`.
+LEASES: Final = "gpushare-lease-"
+
+
+def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the GPUs that users have reserved."""
+    from gpushare.snapshot import has_claims
+
+    if not has_claims(host, LEASES):
+        return snapshot
+    from gpushare.memory.leases import leases
+
+    uuids = {gpu.uuid for gpu in snapshot.gpus}
+    return replace(snapshot, leases=tuple(one for one in leases(host).values() if one.gpu_uuid in uuids))
 
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:

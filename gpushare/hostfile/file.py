@@ -21,6 +21,7 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     memory:                            # what the jobs of a user may reserve on each GPU: `gpushare run --wait`
     - match: {user: alice}
       limit: 40G
+    reserve: {longest: 4h}             # the longest lease of a user: `gpushare reserve`; 0m: none
 
 Of several entries for one GPU the most specific wins: uuid, index, model, all.
 """
@@ -141,6 +142,8 @@ class HostFile:
     entries: tuple[Entry, ...] = ()
     rules: tuple[Rule, ...] = ()
     memory: tuple[MemoryLimit, ...] = ()
+    # The longest lease of a user (`gpushare reserve`); None: the longest that there is.
+    longest_lease_seconds: float | None = None
     shown: str = field(default="gpushare.yaml", compare=False)
 
 
@@ -157,6 +160,8 @@ def document_of(file: HostFile) -> dict[str, object]:
         document["memory"] = [
             {"match": _only("user", one.users) or "all", "limit": size_option(one.limit_bytes)} for one in file.memory
         ]
+    if file.longest_lease_seconds is not None:
+        document["reserve"] = Flow({"longest": f"{round(file.longest_lease_seconds / 60)}m"})
     return document
 
 

@@ -10,6 +10,7 @@ from gpushare.host.capabilities import user_id
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.records import read_bounded
 from gpushare.memory.admission import UserLimits
+from gpushare.memory.leases import MOST_SECONDS
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -44,6 +45,20 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
 
 def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
+    file = roots_file(host)
+    # A user who was removed since must not free all others of their limits.
+    return UserLimits({}, None) if file is None else limits_in(file, known=True)
+
+
+def longest_lease(host: Host) -> float:
+    """Return the longest lease of a user in seconds, as root has set it."""
+    file = roots_file(host)
+    seconds = None if file is None else file.longest_lease_seconds
+    return MOST_SECONDS if seconds is None else seconds
+
+
+def roots_file(host: Host) -> HostFile | None:
+    """Return the file that root applied last; None: there is none, or it is no longer valid."""
     own = (host.state_directory,) if host.root else ()
     for directory in (*own, *host.shared_state_directories):
         with contextlib.suppress(OSError, ValueError, GpushareError):
@@ -53,6 +68,5 @@ def kept_limits(host: Host) -> UserLimits:
                 from gpushare.hostfile.parse import parse
                 from gpushare.inputs import decoded
 
-                # A user who was removed since must not free all others of their limits.
-                return limits_in(parse(decoded(read, str(directory / KEPT), "gpushare.yaml")), known=True)
-    return UserLimits({}, None)
+                return parse(decoded(read, str(directory / KEPT), "gpushare.yaml"))
+    return None

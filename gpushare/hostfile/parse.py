@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Priority, Sharing, TimeSlice
-from gpushare.base.units import parse_memory_limit
+from gpushare.base.units import parse_memory_limit, parse_seconds
 from gpushare.form import (
     HINT,
     Form,
@@ -58,6 +58,11 @@ _SIZE: Final = converted(
     "a size like 40G or 1500M",
     parse_memory_limit,
 )
+_LONGEST: Final = converted(
+    r"^(?:(?:[0-9]|[1-9][0-9]|[1-6][0-9]{2}|7[01][0-9]|720)m|(?:[1-9]|1[0-2])h)$(?!\n)",
+    "a time from 0m to 12h, like 90m or 4h",
+    parse_seconds,
+).about("The longest lease of a user, at most 12h; 0m: none.")
 _REPLICAS: Final = whole(2, 1024).about("How many programs shall share it; for other engines (gpushare export).")
 _LEVEL: Final = choice({level.title: level for level in TimeSlice})
 _MOST_RULES: Final = 256
@@ -286,13 +291,20 @@ _FILE: Final = mapping(
             "What the jobs of a user may reserve together on each GPU: gpushare run --wait and --memory. The first entry "
             "that matches a user wins."
         ),
+        "reserve": mapping({"longest": _LONGEST}, lambda found, _: found["longest"], need=("longest",)).about(
+            "The leases of users: gpushare reserve."
+        ),
     },
     lambda found, value: HostFile(
-        entries=found.get("gpus", ()), rules=found.get("slices", ()), memory=found.get("memory", ()), shown=value.shown
+        entries=found.get("gpus", ()),
+        rules=found.get("slices", ()),
+        memory=found.get("memory", ()),
+        longest_lease_seconds=found.get("reserve"),
+        shown=value.shown,
     ),
     need=("version",),
     check=_check_file,
-    schema={"anyOf": [{"required": [key]} for key in ("gpus", "slices", "memory")]},
+    schema={"anyOf": [{"required": [key]} for key in ("gpus", "slices", "memory", "reserve")]},
 )
 
 

@@ -18,6 +18,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.records import sweep_leftovers
 from gpushare.memory.harm import Command, There, best_together, in_words, order
+from gpushare.memory.leases import leases, reserved_words
 from gpushare.memory.ledger import (
     PREFIX,
     Line,
@@ -460,7 +461,7 @@ def room_answer(found: Outlook, reasons: Mapping[str, str]) -> RoomAnswer:
 
 
 def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
-    """Return the devices as they are now, and why others cannot be used: lost, or one program has it alone."""
+    """Return the devices as they are now, and why others cannot be used: lost, reserved, or one program has it alone."""
     # Not of all GPUs: many jobs may wait, and each looks twice a second.
     try:
         gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(one.gpu.index for one in devices)}
@@ -469,6 +470,7 @@ def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[
         return [], [error.message]
     found: list[Device] = []
     reasons: list[str] = []
+    reserved = leases(host)
     for device in devices:
         gpu = gpus[device.gpu.index]
         try:
@@ -482,7 +484,9 @@ def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[
         elif leased is not None:
             why = f"is leased to process {leased} (run --mig)"
         else:
-            why = _why_taken(host, gpu, client=client)
+            lease = reserved.get(gpu.uuid or "")
+            ours = lease is None or lease.uid == host.uid
+            why = _why_taken(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
         if why is None:
             found.append(now)
         else:

@@ -210,7 +210,30 @@ class JobStart:
                     ),
                 )
 
+    def _check_lease(self, device: Device) -> None:
+        """Raise InUse if another user has reserved the GPU."""
+        from gpushare.memory.leases import lease_of_others, reserved_words
+
+        lease = lease_of_others(self.host, device.gpu.uuid)
+        if lease is not None:
+            raise InUse(
+                f"{device.title} {reserved_words(lease)}",
+                "take another GPU: -g any; or wait for the end of the lease: --wait; see: gpushare reserve",
+                gpu=str(device.gpu.index),
+                code="reserved",
+            )
+
+    def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
+        from gpushare.memory.leases import lease_of_others
+
+        free = tuple(one for one in devices if lease_of_others(self.host, one.gpu.uuid) is None)
+        if not free:
+            self._check_lease(devices[0])
+        return free
+
     def _started(self, device: Device, options: RunOptions) -> Any:
+        self._check_lease(device)
         if self.role.any:
             return self._in_role(device, options)
         if self.role.slice_us is not None:
@@ -251,6 +274,7 @@ class JobStart:
             check_host(self.host)
         if is_any(gpu):
             devices = usable(devices, instances=not queue.swappable and self.count == 1)
+        devices = devices if queue.wait else self._without_leased(devices)
         _check_not_mig(devices, whole=queue.swappable or self.count > 1)
         if len(devices) < self.count:
             raise BadUsage(
@@ -402,6 +426,7 @@ class JobStart:
             self._say_dropped("; for a cap, give --threads")
 
         def check(device: Device) -> None:
+            self._check_lease(device)
             check_memory(device, self._bytes_on(device), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])

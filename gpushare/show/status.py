@@ -11,6 +11,7 @@ from gpushare.base.model import (
     HIDDEN_DEVICES,
     MUCH_UNLISTED,
     Gpu,
+    GpuLease,
     GpuProcess,
     LimitedJob,
     Mechanism,
@@ -23,7 +24,7 @@ from gpushare.base.model import (
     WaitingJob,
     sharing_now,
 )
-from gpushare.base.units import GIB, MIB, counted, format_bytes, format_percent, format_slice, ranges
+from gpushare.base.units import GIB, MIB, counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table, plain_value
 
@@ -58,6 +59,8 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
         tables.append(_limited(snapshot))
     if snapshot.swapped_jobs:
         tables.append(_swapped(snapshot))
+    if snapshot.leases:
+        tables.append(lease_table(snapshot.leases, snapshot.gpus))
     return tuple(tables)
 
 
@@ -437,6 +440,28 @@ def _swapped(snapshot: Snapshot) -> Table:
     return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=rows)
 
 
+def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
+    """Return the table of the GPUs that users have reserved."""
+    index = {gpu.uuid: gpu.index for gpu in gpus}
+    columns = (
+        _gpu_column(),
+        Column(key="user", title="user"),
+        Column(key="seconds_left", title="left", right=True, format=format_duration),
+        Column(key="gpu_uuid", title="UUID", rank=1, whole=True),
+    )
+    rows = tuple(
+        {"gpu": index.get(one.gpu_uuid), "user": one.user, "seconds_left": one.seconds_left, "gpu_uuid": one.gpu_uuid}
+        for one in leases
+    )
+    return Table(
+        name="leases",
+        title="reserved GPUs",
+        columns=columns,
+        rows=rows,
+        empty="no GPU is reserved; reserve one: gpushare reserve -g GPU --for 4h",
+    )
+
+
 def way_text(
     way: str | None,
     *,
@@ -635,6 +660,7 @@ class StatusAnswer:
     waiting_jobs: tuple[WaitingJob, ...]
     swapped_jobs: tuple[SwappedJob, ...]
     limited_jobs: tuple[LimitedJob, ...]
+    leases: tuple[GpuLease, ...]
     vgpu_sessions: tuple[VgpuSession, ...]
 
 
@@ -649,6 +675,7 @@ def _status_answer(snapshot: Snapshot) -> StatusAnswer:
         waiting_jobs=snapshot.waiting_jobs,
         swapped_jobs=snapshot.swapped_jobs,
         limited_jobs=snapshot.limited_jobs,
+        leases=snapshot.leases,
         vgpu_sessions=snapshot.vgpu_sessions,
     )
 

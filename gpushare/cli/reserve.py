@@ -1,0 +1,163 @@
+"""``gpushare reserve``: a GPU for some hours; done by `gpushare/memory/leases.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.base.errors import BadCombination, BadUsage, NoPermission, NotFound
+from gpushare.base.values import dataclass
+from gpushare.cli.options import AskingCommand, GpuOption, carried_out, gpus_of, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gpushare.base.model import Gpu, GpuLease
+    from gpushare.base.selection import Device
+    from gpushare.host.host import Host
+    from gpushare.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasesAnswer:
+    """The answer of `reserve` without a time: the leases in force."""
+
+    leases: tuple[GpuLease, ...]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("reserve", cls=AskingCommand, short_help="Reserve a GPU for some hours; list the leases.")(reserve)
+
+
+def reserve(
+    gpu: GpuOption = None,
+    time: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="Reserve the GPU for this long: 4h, 90m.")
+    ] = None,
+    end: Annotated[bool, typer.Option("--end", help="End a lease of yours; root ends any.")] = False,
+) -> Any:
+    """Reserve a GPU for some hours, end that, or list what is reserved.
+
+    `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the lease.
+    Programs that run there already stay, and nothing keeps a program that is started without gpushare away. A lease is at
+    most 12 hours long, or as long as root says in gpushare.yaml (reserve: {longest: 4h}), and ends with a reboot.
+    """
+    host = settings.connect()
+    if time is None and not end:
+        return _listed(host, gpus_of(host))
+    if time is not None and end:
+        raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
+    from gpushare.base.selection import select_for_change
+
+    devices = select_for_change(gpu, gpus_of(host))
+    for one in devices:
+        if one.mig is not None:
+            raise BadUsage(
+                f"{one.title} is an instance, and a whole GPU is reserved",
+                f"name the GPU: -g {one.gpu.index}; an instance is granted: gpushare mig grant NAME USER",
+                code="whole_gpu",
+            )
+    if time is None:
+        return carried_out("reserve", _ending(host, devices), again=lambda: _ending(host, devices))
+    seconds = _seconds(host, time)
+    return carried_out("reserve", _taking(host, devices, seconds), again=lambda: _taking(host, devices, seconds))
+
+
+def _seconds(host: Host, text: str) -> float:
+    """Return how long the lease is. Raises NoPermission: longer than root allows (code ``lease_too_long``)."""
+    from gpushare.base.units import format_duration
+    from gpushare.cli.options import positive
+    from gpushare.hostfile.kept import longest_lease
+
+    seconds, most = positive("--for", text, "4h"), longest_lease(host)
+    if not host.root and seconds > most:
+        raise NoPermission(
+            f"a lease of {format_duration(seconds)} is longer than {format_duration(most)}, the longest here"
+            if most
+            else "root allows no leases here",
+            f"give at most --for {round(most)}s; or ask root: reserve in gpushare.yaml" if most else "ask root",
+            code="lease_too_long",
+        )
+    return seconds
+
+
+def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
+    from gpushare.base.errors import InUse
+    from gpushare.base.units import counted, format_duration
+    from gpushare.memory.leases import end_lease, lease_of_others, reserved_words, take_lease
+    from gpushare.plan import Plan, Step
+
+    steps, notes = [], []
+    for one in devices:
+        other = lease_of_others(host, one.uuid)
+        if other is not None:
+            raise InUse(
+                f"{one.title} {reserved_words(other)}",
+                "see all leases: gpushare reserve",
+                gpu=str(one.gpu.index),
+                code="reserved",
+            )
+        programs = [process for process in one.gpu.processes or () if process.compute]
+        if programs:
+            notes.append(f"{counted(len(programs), 'program')} on {one.title}; see whose: gpushare status")
+        steps.append(
+            Step(
+                what=f"reserve {one.title} for {format_duration(seconds)}",
+                command=f"gpushare reserve -g {one.selector} --for {round(seconds)}s",
+                undo=f"gpushare reserve -g {one.selector} --end",
+                do=partial(take_lease, host, one.uuid, seconds),
+                revert=partial(end_lease, host, one.uuid),
+            )
+        )
+    names = ", ".join(one.title for one in devices)
+    return Plan(
+        title=f"{names} {'is' if len(devices) == 1 else 'are'} reserved for {format_duration(seconds)}",
+        steps=tuple(steps),
+        undo=f"gpushare reserve -g {','.join(one.selector for one in devices)} --end",
+        notes=tuple(notes),
+    )
+
+
+def _ending(host: Host, devices: Sequence[Device]) -> Plan:
+    from gpushare.base.units import format_duration
+    from gpushare.memory.leases import end_lease, leases, reserved_words
+    from gpushare.plan import Loss, Plan, Step
+
+    held, steps, losses, undo = leases(host), [], [], []
+    for one in devices:
+        lease = held.get(one.uuid)
+        if lease is None:
+            raise NotFound(f"{one.title} is not reserved", "see all leases: gpushare reserve", code="no_lease")
+        if lease.uid != host.uid:
+            if not host.root:
+                raise NoPermission(f"{one.title} {reserved_words(lease)}", "ask its user, or root", code="reserved")
+            why = f"{format_duration(lease.seconds_left)} left"
+            losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {one.title}", why=(why,)))
+        else:
+            undo.append(f"gpushare reserve -g {one.selector} --for {round(lease.seconds_left)}s")
+        steps.append(
+            Step(
+                what=f"end the lease of {lease.user} on {one.title}",
+                command=f"gpushare reserve -g {one.selector} --end",
+                do=partial(end_lease, host, one.uuid),
+            )
+        )
+    return Plan(
+        title=f"{', '.join(one.title for one in devices)}: not reserved",
+        steps=tuple(steps),
+        undo="; ".join(undo) or None,
+        consent=tuple(losses),
+    )
+
+
+def _listed(host: Host, gpus: Sequence[Gpu]) -> Any:
+    from gpushare.memory.leases import leases
+    from gpushare.show.result import Result
+    from gpushare.show.status import lease_table
+
+    held: Mapping[str, GpuLease] = leases(host)
+    found = tuple(held.values())
+    return Result(command="reserve", data=LeasesAnswer(leases=found), tables=(lease_table(found, gpus),))

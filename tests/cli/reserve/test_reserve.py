@@ -1,0 +1,131 @@
+"""``gpushare reserve``: a GPU for some hours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.base.model import GpuLease
+from gpushare.base.selection import Device
+from gpushare.host.claims import claim_directory
+from gpushare.host.identity import boot_id, uptime
+from gpushare.hostfile.kept import longest_lease
+from gpushare.memory import leases as leases_module
+from gpushare.memory.leases import MOST_SECONDS, PREFIX, leases, take_lease
+from gpushare.memory.room import usable_now
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+TWO = "sim:2xh100"
+
+
+@pytest.fixture
+def two() -> World:
+    return World.new(TWO)
+
+
+@pytest.fixture
+def of_alice(two: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Return a host on which another user has reserved GPU 0."""
+    lease = GpuLease(gpu_uuid=two.uuid(0), uid=4242, user="alice", seconds_left=7200.0)
+    monkeypatch.setattr(leases_module, "leases", lambda _: {lease.gpu_uuid: lease})
+    monkeypatch.setattr("gpushare.memory.room.leases", lambda _: {lease.gpu_uuid: lease})
+    return two
+
+
+def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
+    answer = cli("reserve", "-g", "0", "--for", "2h", host=TWO, output="json").ok()
+    assert answer.data["undo"] == "gpushare reserve -g 0 --end"
+    (lease,) = cli("reserve", host=TWO, output="json").ok().data["leases"]
+    assert (lease["gpu_uuid"], lease["uid"]) == (two.uuid(0), os.getuid())
+    assert 7100 < lease["seconds_left"] <= 7200
+    assert cli("status", host=TWO, output="json").ok().data["leases"][0]["gpu_uuid"] == two.uuid(0)
+    assert "reserved GPUs" in cli("status", host=TWO).ok().out
+    # Once more: the new one counts.
+    cli("reserve", "-g", "0", "--for", "3h", host=TWO).ok()
+    assert leases(two.host)[two.uuid(0)].seconds_left > 7200
+    assert cli("run", "-g", "0", "-n", "--", "true", host=TWO).code == 0
+    cli("reserve", "-g", "0", "--end", host=TWO).ok()
+    assert leases(two.host) == {}
+
+
+def test_run_does_not_start_where_another_user_has_a_lease(
+    cli: Cli, refused: Callable[..., str], of_alice: World
+) -> None:
+    said = refused("run", "-g", "0", "--", "true", code="reserved", exit_code=19, host=TWO)
+    assert "GPU 0 is reserved by alice for 2 h" in said
+    gpus = of_alice.host.nvml.sweep()
+    now, reasons = usable_now(of_alice.host, [Device(gpu=gpu) for gpu in gpus], client=True)
+    assert [device.gpu.index for device in now] == [1]
+    assert reasons == ["GPU 0 is reserved by alice for 2 h"]
+    room = cli("run", "-g", "any", "--memory", "4G", "-n", "--", "true", host=TWO, output=None).ok()
+    assert "GPU 1" in room.out
+    refused("reserve", "-g", "0", "--for", "1h", code="reserved", exit_code=19, host=TWO)
+
+
+def test_root_sets_the_longest_lease(cli: Cli, refused: Callable[..., str], two: World, tmp_path: Path) -> None:
+    assert longest_lease(two.host) == MOST_SECONDS
+    file = tmp_path / "gpushare.yaml"
+    file.write_text("version: 1\nreserve: {longest: 90m}\n")
+    cli("apply", "-f", str(file), host=TWO).ok()
+    assert longest_lease(two.host) == 90 * 60
+    assert "reserve: {longest: 90m}" in cli("capture", host=TWO).ok().out
+    two.fault("user", 1000)
+    two_shared = pytest.MonkeyPatch()
+    with two_shared.context() as patched:
+        patched.setattr("gpushare.hostfile.kept.longest_lease", lambda _: 90 * 60.0)
+        said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
+    assert "longer than 1 h 30 min" in said
+
+
+def write(host: World, name: str, *, gpu: str | None = None, boot: str | None = None, until: float = 60.0) -> Path:
+    path = claim_directory(host.host) / f"{PREFIX}{name}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"gpushare lease 1\nboot {boot or boot_id()}\ngpu {gpu or host.uuid(0)}\nuntil {round(uptime() + until)}\n"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_no_lease_does_not_count(two: World) -> None:
+    write(two, "0" * 16, boot="00000000-0000-0000-0000-000000000000")
+    write(two, "1" * 16, until=-5)
+    write(two, "2" * 16).write_text("gpushare lease 1\n")
+    write(two, "nonsense")
+    os.link(write(two, "3" * 16), claim_directory(two.host) / "another-name")
+    assert leases(two.host) == {}
+    # Those that are over are removed.
+    assert not (claim_directory(two.host) / f"{PREFIX}{'1' * 16}").exists()
+
+
+@pytest.mark.needs_root
+def test_of_two_leases_the_earlier_counts_and_no_user_has_one_for_longer(two: World) -> None:
+    path = write(two, "a" * 16, until=10 * MOST_SECONDS)
+    os.chown(path, 65534, 65534)
+    lease = leases(two.host)[two.uuid(0)]
+    assert lease.uid == 65534
+    assert lease.seconds_left <= MOST_SECONDS + 1
+    from gpushare.base.errors import InUse
+
+    with pytest.raises(InUse):
+        take_lease(two.host, two.uuid(0), 60.0)
+    assert [one.name for one in claim_directory(two.host).glob(f"{PREFIX}*")] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("-g", "0", "--for", "2h", "--end"), "bad_combination", 2),
+        (("-g", "0", "--for", "soon"), "bad_duration", 2),
+        (("-g", "0", "--for", "0"), "bad_duration", 2),
+        (("-g", "0", "--end"), "no_lease", 6),
+        (("-g", "9", "--for", "2h"), "unknown_gpu", 6),
+        (("--for", "2h"), "gpu_not_named", 2),
+    ],
+)
+def test_what_is_refused(
+    refused: Callable[..., str], two: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    refused("reserve", *words, code=code, exit_code=exit_code, host=TWO)
