@@ -44,7 +44,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status top jobs doctor explain observe metrics schema run farm stop logs mps mig timeslice pause resume swap move advise compare bench tune savings apply diff capture export sim'
+      commands='status top jobs doctor explain observe metrics schema run farm stop logs mps mig timeslice pause resume swap move reserve advise compare bench tune savings apply diff capture export sim'
       options='--version --install-completion --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -263,6 +263,10 @@ _gpushare_node() {
       options='-g --gpu --off --wait --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --off --timeout --host -o --output'
       positional='@jobs'
+      ;;
+    'reserve')
+      options='-g --gpu --for --end -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --for --host -o --output'
       ;;
     'advise')
       options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
