@@ -19,6 +19,7 @@ FILES = {
 HEAVY = {"rich", "tabulate", "textual", "yaml", "psutil", "pynvml", "pydantic", "asyncio"}
 # Rooms whose name is not that of the verb that they serve.
 DOMAIN_OF = {
+    "reserve": "memory",
     "apply": "hostfile",
     "diff": "hostfile",
     "capture": "hostfile",
