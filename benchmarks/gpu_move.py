@@ -103,7 +103,7 @@ class Part:
         if self.rehearse:
             footprint = f"{int(gib * 1024) + 512}M"
             program = [sys.executable, "-S", "-m", "gpushare.sim.job", "--seconds", "90", "--footprint", footprint]
-        self.gpushare("run", "-d", "--name", name, "-g", "0", "--swap", "request", "--", *program)
+        self.gpushare("run", "-d", "--name", name, "-g", "0", "--movable", "--", *program)
         for _ in range(400):
             losses = Path(place, "losses")
             if self.rehearse or (losses.exists() and losses.stat().st_size > 1000):

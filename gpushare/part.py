@@ -90,6 +90,9 @@ class Part:
         """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
         return {}
 
+    def moved(self, device: Device) -> None:
+        """Note that the program is on another device now."""
+
     def settle(self) -> None:
         """Finish: the program, which had started, has ended."""
 

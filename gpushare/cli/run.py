@@ -129,6 +129,9 @@ def run(
             help="Leave the GPU at: request, idle=10m, turns[=60s].",
         ),
     ] = None,
+    movable: Annotated[
+        bool, typer.Option("--movable", help="Move it to another GPU where that makes room for a job that waits.")
+    ] = False,
     production: Annotated[
         str | None,
         typer.Option("--production", metavar="NAME", help="Run as a job that opportunistic jobs spare."),
@@ -178,11 +181,11 @@ def run(
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     yields, share = (None, None) if how is None else parse_yield(how)
-    swaps = None if swap is None else parse_swap(swap)
+    swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
     values = {
         "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--create": create, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
         "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
-        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--swap": swap, "--production": production, "--metric": metric,
+        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--swap": swap, "--movable": movable, "--production": production, "--metric": metric,
         "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
         "--name": name,
     }  # fmt: skip
@@ -361,24 +364,24 @@ REFUSED: Final = (
     Refused("--production", "--opportunistic", "a job has one role", "--production NAME"),
     Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g"),
     Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g"),
-    Refused("--mig", "--swap", "a checkpoint needs a GPU without MIG", "--swap request"),
+    Refused("--mig", "--swap --movable", "a checkpoint needs a GPU without MIG", "--swap request"),
     Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait"),
     Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create", True),
     Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3"),
     Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G"),
     Refused("--gpus", "--opportunistic", "an opportunistic job spares production on one GPU", "--gpus 2 --wait --memory 20G"),
-    Refused("--gpus", "--swap", "a job that is swapped has one GPU", "--gpus 2 --wait --memory 20G"),
+    Refused("--gpus", "--swap --movable", "a job that is swapped or moved has one GPU", "--gpus 2 --wait --memory 20G"),
     Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman"),
     Refused("--time", "--swap --yield:swap --yield:requeue", "a job that leaves the GPU has no fixed end", "--wait --time 2h"),
     Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3"),
     Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME"),
     Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G"),
     Refused("--slice", "--opportunistic", "all opportunistic jobs of a GPU share one time-slice", "--opportunistic --yield slices=500us"),
-    Refused("--swap", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap"),
-    Refused("--swap --yield:swap", "--threads --priority --strict", "a job that is swapped runs outside MPS", "--swap request --memory 20G"),
-    Refused("--swap", "--slice --weight", "a job that is swapped has the driver's time-slice", "--swap request --name NAME"),
+    Refused("--swap --movable", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap"),
+    Refused("--swap --movable --yield:swap", "--threads --priority --strict", "a job that is swapped or moved runs outside MPS", "--swap request --memory 20G"),
+    Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved has the driver's time-slice", "--swap request --name NAME"),
     Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G"),
-    Refused("--swap --yield:swap", "--container", "a container cannot be swapped", "--container podman"),
+    Refused("--swap --movable --yield:swap", "--container", "a container cannot be swapped or moved", "--container podman"),
     Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97%"),
 )  # fmt: skip
 

@@ -130,7 +130,7 @@ class JobMemory(Part):
         self._host, self._device, self._clock = host, device, clock
         self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
         self._driver = driver
-        self._listed = listed or (lambda: host.nvml.processes(device.gpu.index))
+        self._listed = listed or (lambda: host.nvml.processes(self._device.gpu.index))
         # Whether the driver limits all of the job.
         self.by_driver = driver is not None
         self._limited = limit_bytes is not None
@@ -184,6 +184,10 @@ class JobMemory(Part):
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
                 self._place.add(pid)
+
+    def moved(self, device: Device) -> None:
+        """Count on another device from now on: the job has moved there."""
+        self._device = device
 
     def reserve(self, place: Place) -> None:
         """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""

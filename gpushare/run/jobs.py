@@ -370,6 +370,12 @@ class RecordedJob(Part):
                 write_record(self.host, self.record)
         return False
 
+    def moved(self, device: Device) -> None:
+        """Name the device in the record; a full disk must not end the job."""
+        self.device, self.record = device, replace(self.record, devices=(device.uuid,))
+        with contextlib.suppress(GpushareError):
+            write_record(self.host, self.record)
+
     def _held(self) -> int | None:
         if self.host.processes.namespace_is_host() is False:
             return None

@@ -545,7 +545,11 @@ class Session:
             if self._container is not None and not self._running:
                 self._begin_in_container(self._container, child.pid)
             self._watch.poll()
+        device = self._watch.device
         over = any(part.poll() for part in self._running if part.seconds <= 0)
+        if self._watch.device is not device:
+            for part in self._running:
+                part.moved(self._watch.device)
         self._report()
         if over or (self._options.strict and self._watch.outside):
             self._end(signal.SIGTERM, wakeups)

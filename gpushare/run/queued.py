@@ -326,6 +326,8 @@ class Queued:
         swap = queue.swap
         if swap is not None and swap.idle_seconds is not None:
             yield f"swap it out after {format_duration(swap.idle_seconds)} without work, and back in at its first work"
+        if swap is not None and swap.movable:
+            yield "move it to another GPU where that makes room for a job that waits"
         if swap is not None and swap.turns:
             turn = "nine times the measured switch" if swap.turn_seconds is None else format_duration(swap.turn_seconds)
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
@@ -406,7 +408,8 @@ class Queued:
         ]
         if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
-            part = Swapping(self.host, device, memory, place, policy, self.say, limits=back)
+            movable = self.queue.swap is not None and self.queue.swap.movable
+            part = Swapping(self.host, device, memory, place, policy, self.say, limits=back, movable=movable)
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:

@@ -29,9 +29,11 @@ from gpushare.memory.ledger import (
     reservations,
     who_could_take,
 )
+from gpushare.memory.move import check_alone, move, targets
 from gpushare.memory.room import back_bytes, client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
+    GPU_MARGIN_BYTES,
     LOST,
     OUT,
     RETURNING,
@@ -103,6 +105,8 @@ class SwapWish:
     idle_seconds: float | None = None
     turns: bool = False
     turn_seconds: float | None = None
+    # It goes to another GPU where that makes room for a job that waits.
+    movable: bool = False
 
 
 class Look(NamedTuple):
@@ -451,9 +455,14 @@ class Swapping(Part):
         say: Callable[[str], None],
         *,
         limits: Mapping[int, int] | None = None,
+        movable: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
+        self._movable = movable
+        self._watch: Watched | None = None
+        # The job that waits and has room if this one goes.
+        self._makes_room_for: Reservation | None = None
         self._limits = limits or {}
         self._clock = clock
         self._place: Place | None = place
@@ -510,6 +519,7 @@ class Swapping(Part):
 
     def started(self, watch: Watched) -> None:
         """Begin to watch a program."""
+        self._watch = watch
         self.begin(watch.program_pid)
 
     def begin(self, pid: int) -> None:
@@ -528,7 +538,7 @@ class Swapping(Part):
         self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
             self._notice()
-            if not self._by_hand and not isinstance(self._policy, ByHand) and now >= self._later:
+            if not self._by_hand and (self._movable or not isinstance(self._policy, ByHand)) and now >= self._later:
                 self._step(self._read(now))
         except GpushareError as error:
             self._failed(error)
@@ -548,7 +558,9 @@ class Swapping(Part):
     def _notice(self) -> None:
         """See whether the job was moved by hand, by its user or by root."""
         found = find_in_tree(self._host, self._pid)
-        if found is None or found.state == BACK:
+        if found is not None and found.state == BACK and found.gpu_uuid != self._device.uuid:
+            self._goes_on(found.gpu_uuid, "moved by hand")
+        elif found is None or found.state == BACK:
             if self.out and found is None and self._host.processes.identity(self._pid) is None:
                 # The program itself has ended: that is said elsewhere.
                 self._swap = None
@@ -581,7 +593,86 @@ class Swapping(Part):
             place.add(self._pid)
         self._place, self._swap, self._by_hand = place, None, False
 
+    def _goes_on(self, uuid: str, why: str, place: Place | None = None) -> None:
+        """Note that the job is on another GPU: its limit, its place and its watch are there from now on."""
+        gpu = next((gpu for gpu in self._host.nvml.sweep() if gpu.uuid == uuid), None)
+        if gpu is None:
+            return
+        self._device = Device(gpu=gpu)
+        if place is None:
+            request = replace(self._asked, keys=(uuid,), client=False)
+            place = Place(self._host, request, self._patience)
+            place.take(uuid)
+        # It holds both until its program is named in the new one.
+        self._memory.moved(self._device)
+        self._memory.reserve(place)
+        if self._place is not None:
+            self._place.leave()
+        self._place, self._swap, self._by_hand = place, None, False
+        if self._watch is not None:
+            self._watch.device = self._device
+        self._since = self._clock()
+        self._say(f"on {self._device.title} now, {why}")
+
+    def _move(self, look: Look) -> bool:
+        """Go to another GPU if that makes room for a job that waits; return whether it did."""
+        comes = self._makes_room_for
+        if comes is None or not look.held_bytes:
+            return False
+        target = self._target(look)
+        if target is None:
+            return False
+        job = find_job(self._host, str(self._pid))
+        processes = processes_to_swap(self._host, job)
+        check_alone(self._host, job.title, processes)
+        swap = leaving(
+            self._host,
+            pid=job.pid,
+            started=job.started,
+            name=job.name,
+            uid=job.uid,
+            gpu_uuid=self._device.uuid,
+            processes=processes,
+        )
+        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)), self._patience)
+        try:
+            # Not in the line: it leaves as much room as it takes, and to a job before it.
+            place.take(target.uuid)
+            with self._swapping():
+                move(
+                    self._host,
+                    swap,
+                    target.gpu,
+                    self._host.open_checkpoint(),
+                    lambda: processes_to_swap(self._host, job),
+                    room_kept,
+                )
+        except BaseException:
+            place.leave()
+            raise
+        self._goes_on(target.uuid, f"to make room for {comes.title}", place)
+        return True
+
+    def _target(self, look: Look) -> Device | None:
+        """Return the GPU with the most room for all that this job has reserved; None: none has it."""
+        gpus = self._host.nvml.sweep()
+        here = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
+        if here is None:
+            return None
+        found = reservations(self._host) or []
+        there = (line_of(self._host, Device(gpu=gpu), found, limits=self._limits) for gpu in targets(here, gpus))
+        lines = [line for line in there if line is not None]
+        best = max(lines, key=lambda line: line.free_bytes, default=None)
+        need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES
+        # A job without a size has all of its GPU.
+        whole = self._asked.memory_bytes is None
+        if best is None or best.free_bytes < (best.room.whole_bytes if whole else need):
+            return None
+        return best.device
+
     def _step(self, look: Look) -> None:
+        if self._swap is None and self._movable and self._move(look):
+            return
         if self._swap is None:
             if self._policy.leaves(look):
                 try:
@@ -646,6 +737,9 @@ class Swapping(Part):
             # While it waits for its place, the place looks.
             self._patience.look(found, who_could_take(found, line, self._limits, self._patience))
         later = 0 if line is None else self._later_bytes(line, own)
+        self._makes_room_for = next(
+            (one for one in others if self._movable and line is not None and _comes_if_gone(one, line, own)), None
+        )
         there = [one.pid for one in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
         return Look(
             now=now,
@@ -824,6 +918,13 @@ class Swapping(Part):
     def raise_end(self) -> None:
         """Raise if the job was ended for its memory."""
         self._memory.raise_end()
+
+
+def _comes_if_gone(one: Reservation, line: Line, own: str | None) -> bool:
+    """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
+    sizes = [size.memory_bytes for job, size in zip(line.holders, line.running, strict=False) if job.id == own and own]
+    need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
+    return one.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
 
 
 def _can_come(one: Reservation, line: Line) -> bool:
