@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
 from gpushare.base.errors import NotFound
 from gpushare.base.units import counted
+from gpushare.base.values import dataclass
 
 TITLES: Final = {
     "cuda": "CUDA error",

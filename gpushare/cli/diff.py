@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import Sharing
+from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
 
 if TYPE_CHECKING:
@@ -45,19 +47,19 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     found = entries_of(wanted, state.gpus)
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
     rows = [_row(one, found.entries) for one in live]
-    rows += [_not_there(error) for error in found.missing]
+    rows += [GpuDiff(problem=error.message) for error in found.missing]
     processes = _processes(state.host, wanted)
     limits = changed_limits(state.host, wanted)
-    good = all(row["as_requested"] for row in rows) and not processes and not limits
+    good = all(row.as_requested for row in rows) and not processes and not limits
     # A GPU with a problem would be refused by apply, too.
-    fixable = limits or any(not row["as_requested"] and row["problem"] is None for row in rows)
+    fixable = limits or any(not row.as_requested and row.problem is None for row in rows)
     notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else found.notes
     if processes:
         notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
     lines = [*map(_lines, rows), *map(str, processes), *limits]
     return Result(
         command="diff",
-        data={"as_requested": good, "gpus": rows, "processes": processes, "memory": limits},
+        data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), memory=tuple(limits)),
         text="\n".join(lines) or _nothing(wanted),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
@@ -82,7 +84,33 @@ def _nothing(wanted: HostFile) -> str:
     return "no entry of the file matches a GPU of this host"
 
 
-def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class GpuDiff:
+    """How one GPU differs from its entry in the file."""
+
+    # Null: an entry is for a GPU that this host does not have.
+    gpu: int | None = None
+    uuid: str | None = None
+    sharing: Sharing | None = None
+    as_requested: bool = False
+    # Why it cannot be as requested.
+    problem: str | None = None
+    differences: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffAnswer:
+    """The answer of `diff`."""
+
+    as_requested: bool
+    gpus: tuple[GpuDiff, ...]
+    # Processes whose time-slice is not what the rules say.
+    processes: tuple[Deviation, ...]
+    # Limits of users that would change.
+    memory: tuple[str, ...]
+
+
+def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
     from gpushare.hostfile.diff import check_fits, points
 
     entry, problem = entries[live.gpu.index], live.gpu.error
@@ -94,26 +122,21 @@ def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, Any]:
                 check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:
             problem = error.message
-    return {
-        "gpu": live.gpu.index,
-        "uuid": live.gpu.uuid,
-        "sharing": entry.sharing.value,
-        "as_requested": problem is None and not found,
-        "problem": problem,
-        "differences": list(found),
-    }
+    return GpuDiff(
+        gpu=live.gpu.index,
+        uuid=live.gpu.uuid,
+        sharing=entry.sharing,
+        as_requested=problem is None and not found,
+        problem=problem,
+        differences=tuple(found),
+    )
 
 
-def _not_there(error: GpushareError) -> dict[str, Any]:
-    nothing = {"gpu": None, "uuid": None, "sharing": None, "as_requested": False}
-    return {**nothing, "problem": error.message, "differences": []}
-
-
-def _lines(row: dict[str, Any]) -> str:
-    if row["gpu"] is None:
-        return str(row["problem"])
-    title = f"GPU {row['gpu']} ({row['sharing']})"
-    if row["as_requested"]:
+def _lines(row: GpuDiff) -> str:
+    if row.gpu is None or row.sharing is None:
+        return str(row.problem)
+    title = f"GPU {row.gpu} ({row.sharing.value})"
+    if row.as_requested:
         return f"{title}: as in the file"
-    lines = [f"{title}: different", *([f"  {row['problem']}"] if row["problem"] else [])]
-    return "\n".join([*lines, *(f"  {one}" for one in row["differences"])])
+    lines = [f"{title}: different", *([f"  {row.problem}"] if row.problem else [])]
+    return "\n".join([*lines, *(f"  {one}" for one in row.differences)])

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, settings
+from gpushare.doctor.check import Check, Verdict
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +24,14 @@ class FailOn(str, Enum):
 
     FAILURE = "failure"
     WARNING = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorAnswer:
+    """The answer of `doctor`."""
+
+    worst: Verdict
+    checks: tuple[Check, ...]
 
 
 def doctor(
@@ -52,7 +62,7 @@ def doctor(
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
     return Result(
         command="doctor",
-        data={"worst": worst(checks), "checks": checks},
+        data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
         csv=Table(name="checks", columns=tuple(Column(key=key, title=key) for key in _CSV), rows=rows),
         exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),

@@ -11,8 +11,10 @@ from typing import IO, Annotated, Any, Final
 
 import typer
 
+from gpushare.advice.explain import Explanation, Match
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.units import counted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, settings
 
 
@@ -57,16 +59,43 @@ def explain(
             )
     whole = path is None and log.lines <= 1
     shown = log.matches if settings.verbose or whole else log.faults
-    data = [
-        {"title": match.explanation.title, **vars(match), **vars(match.explanation), "normal": match.explanation.normal}
-        for match in log.matches
-    ]
-    for one in data:
-        del one["explanation"]
     return Result(
         command="explain",
-        data={"verdict": None if whole else log.verdict, "lines": log.lines, "explanations": data},
+        data=ExplainAnswer(
+            verdict=None if whole else log.verdict, lines=log.lines, explanations=tuple(map(_explained, log.matches))
+        ),
         text=explained_text(shown, None if whole else log.verdict),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained(Explanation):
+    """One error, log line or concept, and where a log has it."""
+
+    title: str
+    # No fault.
+    normal: bool
+    # The first such line, its number, and how many there are.
+    line: str
+    number: int
+    lines: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainAnswer:
+    """The answer of `explain`."""
+
+    # What is wrong in a log; null: a code or a name was asked for.
+    verdict: str | None
+    # How many lines it has.
+    lines: int
+    explanations: tuple[Explained, ...]
+
+
+def _explained(match: Match) -> Explained:
+    own = match.explanation
+    return Explained(
+        **vars(own), title=own.title, normal=own.normal, line=match.line, number=match.number, lines=match.lines
     )
 
 

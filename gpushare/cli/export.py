@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.values import dataclass
 from gpushare.cli import metrics
 from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, settings
+from gpushare.export.document import Export
 
 if TYPE_CHECKING:
     from gpushare.export.containers import ContainerDevice
     from gpushare.export.description import GpuDescription, HostDescription
-    from gpushare.export.document import Export
     from gpushare.show.result import Result
     from gpushare.snapshot import HostState
 
@@ -327,6 +328,15 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
 _WITH_SCRIPT: Final = frozenset({"k8s", "dra", "karpenter", "systemd"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportAnswer(Export):
+    """The answer of `export ENGINE`."""
+
+    engine: str
+    # The files that were written.
+    written: tuple[str, ...]
+
+
 def exported(engine: str, found: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
     from gpushare.export.document import apply_script, printed, write
@@ -344,14 +354,7 @@ def exported(engine: str, found: Export, to: str | None) -> Result:
     notes += [f"lost: {one}" for one in found.lost]
     if to is None and len(found.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
-    data: dict[str, Any] = {
-        "engine": engine,
-        "documents": found.documents,
-        "commands": found.commands,
-        "needs": found.needs,
-        "lost": found.lost,
-        "written": written,
-    }
+    data = ExportAnswer(**vars(found), engine=engine, written=tuple(written))
     text = "\n".join(written) if written else printed(found.documents)
     return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadCombination, ExitCode
+from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, note, settings
 from gpushare.signals import Ended
 
@@ -78,6 +79,18 @@ def _raw(output: Output, lines: int | None, *, follow: bool) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogsAnswer:
+    """The answer of `logs`."""
+
+    job: str
+    path: str
+    running: bool
+    # Whether the lines are the whole output.
+    complete: bool
+    lines: tuple[str, ...]
+
+
 def _document(output: Output, lines: int | None) -> Any:
     from gpushare.run.output import is_present, seek_lines
     from gpushare.show.result import Column, Result, Table
@@ -89,12 +102,12 @@ def _document(output: Output, lines: int | None) -> Any:
     rows = tuple({"line": line} for line in found)
     return Result(
         command="logs",
-        data={
-            "job": output.name,
-            "path": str(output.path),
-            "running": is_present(settings.connect(), output.name),
-            "complete": not before and len(text) < _DOCUMENT_BYTES,
-            "lines": found,
-        },
+        data=LogsAnswer(
+            job=output.name,
+            path=str(output.path),
+            running=is_present(settings.connect(), output.name),
+            complete=not before and len(text) < _DOCUMENT_BYTES,
+            lines=tuple(found),
+        ),
         csv=Table(name="lines", columns=(Column(key="line", title="line"),), rows=rows),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_files import wished
 from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
 from gpushare.mig.plan import Cost
+from gpushare.show.mig import MigGpu, ProfileRow
 from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
@@ -30,6 +32,20 @@ if TYPE_CHECKING:
 def add_env(group: typer.Typer) -> None:
     """Add the command."""
     group.command("env", cls=Command, short_help="Print the variable for a named instance.")(env)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigEnvAnswer:
+    """The answer of `mig env`."""
+
+    name: str
+    # Of the MIG device.
+    uuid: str
+    gpu: int
+    profile: str
+    # The memory slice at which it begins.
+    start: int
+    environment: Mapping[str, str]
 
 
 def env(
@@ -52,14 +68,14 @@ def env(
         notes = (f"{name} has {len(places)} compute instances; this is the first, and a CUDA program uses one",)
     return Result(
         command="mig env",
-        data={
-            "name": name,
-            "uuid": place.mig.uuid,
-            "gpu": place.gpu.index,
-            "profile": place.instance.profile.name,
-            "start": place.instance.start,
-            "environment": environment,
-        },
+        data=MigEnvAnswer(
+            name=name,
+            uuid=place.mig.uuid,
+            gpu=place.gpu.index,
+            profile=place.instance.profile.name,
+            start=place.instance.start,
+            environment=environment,
+        ),
         text="\n".join(f"export {key}={shlex.quote(value)}" for key, value in environment.items()),
         notes=notes,
     )
@@ -140,7 +156,7 @@ def status(gpu: GpuOption = None) -> Any:
     errors = gpu_errors(silent)
     return Result(
         command="mig status",
-        data={"gpus": rows},
+        data=MigStatusAnswer(gpus=tuple(rows)),
         text=text + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
@@ -170,7 +186,7 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     errors = gpu_errors(silent)
     return Result(
         command="mig profiles",
-        data={"profiles": rows},
+        data=MigProfilesAnswer(profiles=tuple(rows)),
         tables=(profiles_table(rows),),
         errors=errors,
         exit_code=1 if errors else 0,
@@ -203,8 +219,8 @@ def fits(
             f"{'' if new.whole else 'in '}{new.instance} on GPU {one.gpu}" for one in found.gpus for new in one.created
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
-        return Result(command="mig fits", data={"fits": True, "where": places, "would_go": []}, text=text)
-    data = {"fits": False, "where": [], "would_go": [_gone(index, gone) for index, gone in found.would_go]}
+        return Result(command="mig fits", data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
+    data = MigFitsAnswer(fits=False, would_go=tuple(_gone(index, gone) for index, gone in found.would_go))
     text = f"no: {found.message}"
     return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
@@ -366,14 +382,52 @@ def _mode(gpu: Gpu) -> str:
     )
 
 
-def _gone(gpu: int, gone: Any) -> dict[str, Any]:
-    return {
-        "gpu": gpu,
-        "gpu_instance_id": gone.instance.id,
-        "profile": gone.instance.profile.name,
-        "start": gone.instance.start,
-        # False: the GPU instance stays, and only these compute instances would be destroyed.
-        "whole": gone.whole,
-        "compute_instance_ids": [one.id for one in gone.compute],
-        "busy": gone.busy,
-    }
+@dataclass(frozen=True, kw_only=True)
+class WouldGo:
+    """An instance that is in the way."""
+
+    gpu: int
+    gpu_instance_id: int
+    profile: str
+    # The memory slice at which it begins.
+    start: int
+    # False: the GPU instance stays, and only these compute instances would be destroyed.
+    whole: bool
+    compute_instance_ids: tuple[int, ...]
+    busy: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigFitsAnswer:
+    """The answer of `mig fits`."""
+
+    fits: bool
+    # Places, in words.
+    where: tuple[str, ...] = ()
+    would_go: tuple[WouldGo, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigStatusAnswer:
+    """The answer of `mig status`."""
+
+    gpus: tuple[MigGpu, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigProfilesAnswer:
+    """The answer of `mig profiles`."""
+
+    profiles: tuple[ProfileRow, ...]
+
+
+def _gone(gpu: int, gone: Any) -> WouldGo:
+    return WouldGo(
+        gpu=gpu,
+        gpu_instance_id=gone.instance.id,
+        profile=gone.instance.profile.name,
+        start=gone.instance.start,
+        whole=gone.whole,
+        compute_instance_ids=tuple(one.id for one in gone.compute),
+        busy=gone.busy,
+    )

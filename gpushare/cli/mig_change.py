@@ -299,6 +299,16 @@ def _undo_of(change: GpuChange) -> list[str]:
     return words
 
 
+@dataclass(frozen=True, kw_only=True)
+class MigRecoverAnswer:
+    """The answer of `mig recover`."""
+
+    dry_run: bool
+    # What was restored or accepted, in words.
+    done: tuple[str, ...]
+    undo: str | None
+
+
 def recover(
     forget: Annotated[
         bool, typer.Option("--forget", help="Accept what could not be restored; set a broken journal aside.")
@@ -329,7 +339,7 @@ def recover(
         text = "another change is running"
     else:
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
-    data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done), "undo": undo}
+    data = MigRecoverAnswer(dry_run=settings.dry_run, done=() if settings.dry_run else tuple(done), undo=undo)
     shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, undo),)}
     return Result(command="mig recover", data=data, notes=notes, **shown)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.base.model import MpsDaemon
 from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -37,12 +39,18 @@ if TYPE_CHECKING:
     from gpushare.plan import Plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class MpsStatusAnswer:
+    """The answer of `mps status`."""
+
+    mps_daemons: tuple[MpsDaemon, ...]
+
+
 def status(gpu: GpuOption = None) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     from dataclasses import replace
 
     from gpushare.cli.status import of_gpus
-    from gpushare.show.result import jsonable
     from gpushare.show.status import status_result
     from gpushare.snapshot import Observer
 
@@ -58,11 +66,20 @@ def status(gpu: GpuOption = None) -> Any:
     return replace(
         result,
         command="mps status",
-        data=jsonable({"mps_daemons": chosen.daemons + hidden}),
+        data=MpsStatusAnswer(mps_daemons=chosen.daemons + hidden),
         tables=tables,
         text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{name}",
         csv=None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsLogsAnswer:
+    """The answer of `mps logs`."""
+
+    log_directory: str
+    # By the name of the log.
+    lines: Mapping[str, Sequence[str]]
 
 
 def logs(
@@ -111,7 +128,9 @@ def logs(
         found[name] = kept[-lines:]
     notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(found[name]) for name in names)
-    return Result(command="mps logs", data={"log_directory": str(home.log), "lines": found}, text=text, notes=notes)
+    return Result(
+        command="mps logs", data=MpsLogsAnswer(log_directory=str(home.log), lines=found), text=text, notes=notes
+    )
 
 
 _MOST_OF_A_LOG: Final = 16 << 20
@@ -132,6 +151,13 @@ def tail(path: Path, lines: int) -> list[str]:
         ) from None
     except ValueError as error:
         raise OperationFailed(f"cannot read {path}: {error}", f"look at it: ls -l {name}; sudo tail {name}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsEnvAnswer:
+    """The answer of `mps env`."""
+
+    environment: Mapping[str, str]
 
 
 def env(
@@ -157,7 +183,7 @@ def env(
     home, _ = own_daemon(host, device)
     environment = client_environment({}, device, home, limits)
     text = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
-    return Result(command="mps env", data={"environment": environment}, text=text)
+    return Result(command="mps env", data=MpsEnvAnswer(environment=environment), text=text)
 
 
 @dataclass(frozen=True, kw_only=True)

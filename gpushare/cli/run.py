@@ -12,6 +12,7 @@ from typer.core import TyperOption
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import format_slice, parse_seconds, quoted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -252,6 +253,19 @@ def run(
     return started.run(gpu, mig, options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DetachedAnswer:
+    """The answer of `run --detach`."""
+
+    job: str
+    pid: int | None
+    # runs, waits or ended; null: it has not started yet.
+    state: str | None
+    exit_code: int | None
+    # The path of its output.
+    output: str
+
+
 def _detached(host: Host, program: str, name: str | None) -> Any:
     """Start the job in the background, and return its name; what keeps it from starting is shown as without -d."""
     import sys
@@ -269,13 +283,9 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
     state = how.get(job.state or "", "it has not started yet")
     return Result(
         command="run",
-        data={
-            "job": job.name,
-            "pid": job.pid,
-            "state": job.state,
-            "exit_code": job.exit_code,
-            "output": str(job.output),
-        },
+        data=DetachedAnswer(
+            job=job.name, pid=job.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
+        ),
         text=f"{job.name}\n",
         notes=(f"{state}; its output: gpushare logs {job.name}; to end it: gpushare stop {job.name}",),
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, consented, say_step, settings
 
 if TYPE_CHECKING:
@@ -70,12 +71,20 @@ def stop(
             errors.append(error)
     return Result(
         command="stop",
-        data={"dry_run": False, "jobs": done},
+        data=StopAnswer(jobs=tuple(done)),
         done=tuple((sentence(one), None) for one in done),
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAnswer:
+    """The answer of `stop`."""
+
+    dry_run: bool = False
+    jobs: tuple[Stopped, ...]
 
 
 def _seconds(text: str) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
+from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.units import quoted
+from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, ChangingCommand, Command, GpuOption, Group, gpus_of, settings
 from gpushare.cli.timeslice_keep import keep
 
@@ -38,6 +40,52 @@ def register(app: typer.Typer) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuSlices:
+    """The time-slices of one GPU."""
+
+    gpu: int
+    name: str | None
+    # The level; null: unknown.
+    time_slice: TimeSlice | None
+    compute_mode: ComputeMode | None
+    # Whether it has levels.
+    supported: bool | None
+    uuid: str | None
+    # Of a process that nobody has set.
+    default_slice_us: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSlices:
+    """The time-slices of one process on one GPU."""
+
+    gpu: int
+    pid: int
+    job: str | None
+    user: str | None
+    name: str | None
+    # Null: its contexts have several, or none could be read.
+    slice_us: int | None
+    slices_us: tuple[int, ...]
+    # By gpushare; null: it was not set. Before that it had the other.
+    set_us: int | None
+    before_us: int | None
+    # All clients share the slice of their server.
+    under_mps: bool
+    # Why the slices are unknown: the code and the text of the error.
+    reason: str | None
+    message: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimesliceAnswer:
+    """The answer of `timeslice show`."""
+
+    gpus: tuple[GpuSlices, ...]
+    processes: tuple[ProcessSlices, ...]
+
+
 def show(gpu: GpuOption = None) -> Any:
     """Show the time-slice level and the compute mode of each GPU, and the time-slice of each process on it.
 
@@ -62,17 +110,6 @@ def show(gpu: GpuOption = None) -> Any:
     from gpushare.host.smi import policies_of
 
     levels = policies_of(pending.result())
-    rows = [
-        {
-            "gpu": device.gpu.index,
-            "name": device.gpu.name,
-            "time_slice": levels.get(device.gpu.index),
-            "compute_mode": device.gpu.compute_mode,
-            "supported": None if device.gpu.error else device.gpu.index in levels,
-            "uuid": device.gpu.uuid,
-        }
-        for device in devices
-    ]
     columns = (
         Column(key="gpu", title="GPU", right=True),
         Column(key="name", title="name", rank=3),
@@ -86,34 +123,44 @@ def show(gpu: GpuOption = None) -> Any:
 
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     processes = _process_rows(host, devices)
-    for row in rows:
-        row["default_slice_us"] = default_slice(one for one in processes if one["gpu"] == row["gpu"])
+    rows = [
+        GpuSlices(
+            gpu=device.gpu.index,
+            name=device.gpu.name,
+            time_slice=levels.get(device.gpu.index),
+            compute_mode=device.gpu.compute_mode,
+            supported=None if device.gpu.error else device.gpu.index in levels,
+            uuid=device.gpu.uuid,
+            default_slice_us=default_slice(one for one in processes if one.gpu == device.gpu.index),
+        )
+        for device in devices
+    ]
     shown = [
-        {**row, "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else row
+        {**vars(row), "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else vars(row)
         for row, device in zip(rows, devices, strict=True)
     ]
     return Result(
         command="timeslice show",
-        data={"gpus": rows, "processes": processes},
+        data=TimesliceAnswer(gpus=tuple(rows), processes=tuple(processes)),
         tables=(
             Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),
             *((_process_table(processes),) if processes else ()),
         ),
-        csv=Table(name="gpus", columns=columns, rows=tuple(rows)),
+        csv=Table(name="gpus", columns=columns, rows=tuple(map(vars, rows))),
         notes=(*_notes(rows), *_reasons(processes), *blind),
         errors=errors,
         exit_code=1 if errors else 0,
     )
 
 
-def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+def _notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
     from gpushare.base.model import ComputeMode
 
     notes = []
-    without = [str(row["gpu"]) for row in rows if row["supported"] is False]
+    without = [str(row.gpu) for row in rows if row.supported is False]
     if without:
         notes.append(f"the driver lists no time-slice for GPU {', '.join(without)}")
-    alone = [str(row["gpu"]) for row in rows if row["compute_mode"] not in {None, ComputeMode.DEFAULT}]
+    alone = [str(row.gpu) for row in rows if row.compute_mode not in {None, ComputeMode.DEFAULT}]
     if alone:
         notes.append(
             f"GPU {', '.join(alone)} is not time-sliced in its compute mode; `gpushare timeslice set` sets mode default first"
@@ -125,7 +172,7 @@ def _slice(value: Any) -> str:
     return "-" if value is None else f"{value} us"
 
 
-def _process_rows(host: Host, devices: Sequence[Device]) -> list[dict[str, Any]]:
+def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
     from gpushare.run.jobs import job_names
     from gpushare.timeslice.slices import read_slices, slice_records
@@ -151,33 +198,31 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[dict[str, Any]]
             reading, record = readings[pid], noted.get(pid)
             slices = reading.on(gpu.uuid)
             rows.append(
-                {
-                    "gpu": gpu.index,
-                    "pid": pid,
-                    "job": names.get(pid) or (None if record is None else record.job),
-                    "user": None if info is None else info.user,
-                    "name": None if info is None else info.name,
-                    "slice_us": slices[0] if len({*slices}) == 1 else None,
-                    "slices_us": list(slices),
-                    "set_us": None if record is None else record.slice_us,
-                    "before_us": None if record is None else min(record.earlier, default=None),
-                    "under_mps": reading.under_mps or process.mps,
-                    "reason": None if reading.error is None else reading.error.code,
-                    "message": None if reading.error is None else reading.error.message,
-                }
+                ProcessSlices(
+                    gpu=gpu.index,
+                    pid=pid,
+                    job=names.get(pid) or (None if record is None else record.job),
+                    user=None if info is None else info.user,
+                    name=None if info is None else info.name,
+                    slice_us=slices[0] if len({*slices}) == 1 else None,
+                    slices_us=tuple(slices),
+                    set_us=None if record is None else record.slice_us,
+                    before_us=None if record is None else min(record.earlier, default=None),
+                    under_mps=reading.under_mps or process.mps,
+                    reason=None if reading.error is None else reading.error.code,
+                    message=None if reading.error is None else reading.error.message,
+                )
             )
     return rows
 
 
-def default_slice(rows: Iterable[Mapping[str, Any]]) -> int | None:
+def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
     """Return the slice of processes that nobody has set, and that others had before; None: none, or they differ."""
-    known = {one["slice_us"] if one["set_us"] is None else one["before_us"] for one in rows if not one["under_mps"]} - {
-        None
-    }
+    known = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps} - {None}
     return known.pop() if len(known) == 1 else None
 
 
-def _process_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _process_table(rows: Sequence[ProcessSlices]) -> Table:
     from gpushare.show.result import Column, Table
 
     columns = (
@@ -193,31 +238,31 @@ def _process_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         name="processes",
         title="processes",
         columns=columns,
-        rows=tuple({**row, "slice": _shown(row), "how": _how(row)} for row in rows),
+        rows=tuple({**vars(row), "slice": _shown(row), "how": _how(row)} for row in rows),
     )
 
 
-def _shown(row: Mapping[str, Any]) -> str:
-    return ", ".join(_slice(one) for one in dict.fromkeys(row["slices_us"])) or "-"
+def _shown(row: ProcessSlices) -> str:
+    return ", ".join(_slice(one) for one in dict.fromkeys(row.slices_us)) or "-"
 
 
-def _how(row: Mapping[str, Any]) -> str:
-    if row["under_mps"]:
+def _how(row: ProcessSlices) -> str:
+    if row.under_mps:
         return "MPS server"
-    if row["set_us"] is None:
-        return "-" if row["reason"] else "default"
-    changed = row["slices_us"] and set(row["slices_us"]) != {row["set_us"]}
-    return f"another program (gpushare set {_slice(row['set_us'])})" if changed else "gpushare"
+    if row.set_us is None:
+        return "-" if row.reason else "default"
+    changed = row.slices_us and set(row.slices_us) != {row.set_us}
+    return f"another program (gpushare set {_slice(row.set_us)})" if changed else "gpushare"
 
 
-def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _reasons(rows: Sequence[ProcessSlices]) -> list[str]:
     """Return why slices are unknown: one line per reason."""
-    alike: dict[str, list[Mapping[str, Any]]] = {}
+    alike: dict[str, list[ProcessSlices]] = {}
     for row in rows:
-        if row["reason"]:
-            alike.setdefault(row["reason"], []).append(row)
+        if row.reason:
+            alike.setdefault(row.reason, []).append(row)
     return [
-        f"slice unknown: {found[0]['message']}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+        f"slice unknown: {found[0].message}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
         for found in alike.values()
     ]
 

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any, Final
 
 from gpushare.base.errors import InUse, NoPermission
+from gpushare.base.values import dataclass
 from gpushare.inputs import yaml_text
 
 

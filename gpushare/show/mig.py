@@ -79,7 +79,29 @@ def _label(instance: GpuInstance) -> str:
     return instance.profile.name + ("*" if instance.busy else "")
 
 
-def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class ProfileRow:
+    """A GPU instance profile of one GPU."""
+
+    gpu: int
+    profile: str
+    id: int | None
+    compute_slices: int
+    memory_bytes: int | None
+    multiprocessors: int | None
+    # How many can be created now, of how many.
+    free: int | None
+    total: int | None
+    # In words: {0,4}:4 is the starts and the size, in memory slices.
+    placements: str | None
+    free_starts: tuple[int, ...] | None
+    copy_engines: int | None
+    decoders: int | None
+    # Of a published fact; null: the driver says it.
+    confidence: str | None
+
+
+def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) -> list[ProfileRow]:
     """Return a row per profile: the driver's columns, free count and free placements."""
     known = [profile for profile in layout.profiles if profile.placements is not None]
     partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(known), instances=layout.instances)
@@ -89,23 +111,23 @@ def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) ->
 
 def _profile_row(
     gpu: int, profile: Profile, free: Mapping[str, Any], confidence: Mapping[str, str] | None
-) -> dict[str, Any]:
+) -> ProfileRow:
     left = free.get(profile.name)
-    return {
-        "gpu": gpu,
-        "profile": profile.name,
-        "id": profile.id,
-        "compute_slices": profile.slices,
-        "memory_bytes": profile.memory_bytes,
-        "multiprocessors": profile.multiprocessors,
-        "free": None if left is None else left.count,
-        "total": profile.instances,
-        "placements": placements_text(profile.placements),
-        "free_starts": None if left is None else list(left.starts),
-        "copy_engines": profile.engines.copy,
-        "decoders": profile.engines.decoders,
-        "confidence": None if confidence is None else confidence.get(profile.name),
-    }
+    return ProfileRow(
+        gpu=gpu,
+        profile=profile.name,
+        id=profile.id,
+        compute_slices=profile.slices,
+        memory_bytes=profile.memory_bytes,
+        multiprocessors=profile.multiprocessors,
+        free=None if left is None else left.count,
+        total=profile.instances,
+        placements=placements_text(profile.placements),
+        free_starts=None if left is None else tuple(left.starts),
+        copy_engines=profile.engines.copy,
+        decoders=profile.engines.decoders,
+        confidence=None if confidence is None else confidence.get(profile.name),
+    )
 
 
 PROFILE_COLUMNS: Final = (
@@ -226,21 +248,40 @@ def silent_lines(gpus: Iterable[Gpu]) -> str:
     return "".join(f"\n\nGPU {gpu.index}  {silent_word(gpu.error)}" for gpu in gpus if gpu.error is not None)
 
 
-def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class MigGpu:
+    """The instances of one GPU."""
+
+    gpu: int
+    uuid: str | None
+    mig_enabled: bool | None
+    mig_pending: bool | None
+    # Null: they are hidden from this user, or unknown.
+    instances: tuple[GpuInstance, ...] | None
+    # Slices that no profile can use any more next to these instances.
+    lost_compute_slices: int | None
+    lost_memory_slices: int | None
+    # From 0 (whatever is free can be had as one instance) to 1.
+    fragmentation: float | None
+    # Why the instances are unknown.
+    unknown: str | None
+
+
+def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
     """Return one GPU as data; without a layout its instances are unknown, and ``unknown`` says why."""
     placed = layout if layout is not None and layout.placed else None
     lost = None if placed is None else lost_slices(placed)
-    return {
-        "gpu": gpu.index,
-        "uuid": gpu.uuid,
-        "mig_enabled": gpu.mig_enabled,
-        "mig_pending": gpu.mig_pending,
-        "instances": None if layout is None else layout.instances,
-        "lost_compute_slices": None if lost is None else lost.compute,
-        "lost_memory_slices": None if lost is None else lost.memory,
-        "fragmentation": None if placed is None else fragmentation(placed),
-        "unknown": unknown,
-    }
+    return MigGpu(
+        gpu=gpu.index,
+        uuid=gpu.uuid,
+        mig_enabled=gpu.mig_enabled,
+        mig_pending=gpu.mig_pending,
+        instances=None if layout is None else layout.instances,
+        lost_compute_slices=None if lost is None else lost.compute,
+        lost_memory_slices=None if lost is None else lost.memory,
+        fragmentation=None if placed is None else fragmentation(placed),
+        unknown=unknown,
+    )
 
 
 def _listed(title: str, items: Sequence[str]) -> Iterator[str]:
@@ -278,22 +319,22 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
     )
 
 
-def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def profiles_table(rows: Sequence[ProfileRow]) -> Table:
     """Return the table of profiles."""
     return Table(
         name="profiles",
         columns=PROFILE_COLUMNS,
-        rows=tuple(rows),
+        rows=tuple(map(vars, rows)),
         empty="the driver lists no MIG profiles (up to driver 575: only while MIG is on)",
     )
 
 
-def status_csv(rows: Sequence[Mapping[str, Any]]) -> Table:
+def status_csv(rows: Sequence[MigGpu]) -> Table:
     """Return a row per compute instance; a GPU instance without one has one, too. The completions read the first four."""
     keys = ("gpu", "profile", "name", "uuid", "gpu_instance_id", "compute_instance_id", "start", "size", "memory_bytes")
     found = [
         {
-            "gpu": row["gpu"],
+            "gpu": row.gpu,
             "profile": one.profile.name,
             "name": one.name,
             "uuid": None if compute is None else compute.uuid,
@@ -304,7 +345,7 @@ def status_csv(rows: Sequence[Mapping[str, Any]]) -> Table:
             "memory_bytes": one.profile.memory_bytes,
         }
         for row in rows
-        for one in row["instances"] or ()
+        for one in row.instances or ()
         for compute in one.compute or (None,)
     ]
     return Table(name="instances", columns=tuple(Column(key=key, title=key) for key in keys), rows=tuple(found))

@@ -174,7 +174,7 @@ def test_containers(cli: Cli, uneven: list[str]) -> None:
 def test_json_is_one_document(cli: Cli, engine: str) -> None:
     host = "sim:t4" if engine in CONTAINERS else T4S
     data = cli("export", engine, host=host, output="json").ok().data
-    assert list(data) == ["engine", "documents", "commands", "needs", "lost", "written"]
+    assert set(data) == {"engine", "documents", "commands", "needs", "lost", "written"}
     assert data["engine"] == engine
     assert data["documents"]
     for one in data["documents"]:
