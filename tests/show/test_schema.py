@@ -25,8 +25,8 @@ def leaves(group: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
             yield " ".join((*path, name))
 
 
-# Commands that print no document: they serve, or record until they are ended.
-NONE = {"metrics"}
+# Commands that print no document: they serve, or draw on the screen.
+NONE = {"metrics", "top"}
 
 
 def test_each_command_has_a_schema() -> None:
