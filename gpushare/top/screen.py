@@ -10,6 +10,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
@@ -109,13 +110,21 @@ class Panel(Widget, can_focus=True):
         return max(0, self.size.height - 1)
 
     def show_rows(self, head: list[Piece], rows: list[list[Piece]], cursor: int) -> None:
-        """Draw other rows; the cursor stays in view."""
+        """Draw other rows, but only those that have changed; the cursor stays in view."""
+        drawn = [self._head, *self._rows]
+        before = (self.top, self.cursor, len(rows))
         self._head, self._rows = head, rows
         self.cursor = min(max(0, cursor), max(0, len(rows) - 1))
         self.top = min(self.top, max(0, len(rows) - self.room), self.cursor)
         if self.room:
             self.top = max(self.top, self.cursor - self.room + 1)
-        self.refresh()
+        if before != (self.top, self.cursor, len(drawn) - 1):
+            self.refresh()
+            return
+        changed = [at for at, (old, new) in enumerate(zip(drawn, [head, *rows], strict=True)) if old != new]
+        lines = [y for y in (0 if at == 0 else at - self.top for at in changed) if 0 <= y < self.size.height]
+        if lines:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in lines))
 
     def render_line(self, y: int) -> Strip:
         theme, width = self._cockpit.colours, self.size.width
@@ -129,6 +138,7 @@ class Panel(Widget, can_focus=True):
 
     def on_resize(self) -> None:
         self.show_rows(self._head, self._rows, self.cursor)
+        self.refresh()
 
     def on_focus(self) -> None:
         self.refresh()
@@ -286,6 +296,8 @@ class Cockpit(App[None]):
         if back is not None:
             self.screen.styles.background = back
         self.redraw()
+        self._gpus.refresh()
+        self._jobs.refresh()
 
     def take(self, frame: Frame) -> None:
         """Show a frame, and keep it in the past."""
