@@ -42,7 +42,12 @@ def busy_host() -> None:
     instances = [one.uuid for one in current(StateFile(SPEC)).gpus[1].mig]
     for number in range(6):
         admin.add_process(
-            SPEC, "0", mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": pipe}, name=f"job-{number}", memory_bytes=3 * GIB
+            SPEC,
+            "0",
+            mps=True,
+            environment={"CUDA_MPS_PIPE_DIRECTORY": pipe},
+            name=f"job-{number}",
+            memory_bytes=3 * GIB,
         )
     for number, uuid in enumerate(instances, 6):
         admin.add_process(SPEC, "1", mig=uuid, name=f"job-{number}", memory_bytes=5 * GIB)
@@ -136,7 +141,9 @@ def parts(size: tuple[int, int]) -> None:
         frame = reader.read()
     whole = 1000 * (time.process_time() - began) / rounds
     simulated = 1000 * spent[0] / rounds
-    print(f"a look     {whole:6.1f} ms of CPU time, of which {simulated:.1f} ms in {spent[1] / rounds:.0f} calls of simulated NVML")
+    print(
+        f"a look     {whole:6.1f} ms of CPU time, of which {simulated:.1f} ms in {spent[1] / rounds:.0f} calls of simulated NVML"
+    )
 
     async def draw() -> float:
         watch = Watch(reader, 1.0)

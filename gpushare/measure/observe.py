@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from gpushare.base.errors import GpushareError, OperationFailed, no_gpu
-from gpushare.base.model import Gpu, GpuProcess
+from gpushare.base.errors import GpushareError, OperationFailed, no_gpu, or_none
+from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MpsDaemon, Snapshot, sharing_now
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
@@ -27,8 +28,12 @@ from gpushare.measure.recording import (
 )
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.snapshot import BLIND
+from gpushare.run.listing import listed_jobs
+from gpushare.snapshot import BLIND, HostState
 
+# How often MPS daemons are asked: without a reason, and for a client that came.
+_DAEMON_SECONDS: Final = 30.0
+_CLIENT_SECONDS: Final = 5.0
 # How many processes that are gone are remembered, in case they come back.
 _REMEMBERED: Final = 1000
 # A process was alone if it was alone in this part of its samples: the first and the last may show another one.
@@ -100,6 +105,12 @@ class Sampler:
     _known: dict[_Place, _Known] = field(default_factory=dict)
     _next_id: int = 0
     _looked_at: float | None = None
+    # The MPS daemons, which write each question into their log, and when they were last asked.
+    _daemons: tuple[MpsDaemon, ...] = ()
+    _asked_at: float = -math.inf
+    # The jobs of the present look by the PIDs of their processes; None: not needed yet.
+    _jobs: dict[int, ListedJob] | None = None
+    _gpus: tuple[Gpu, ...] = ()
 
     def take(self, at: float) -> tuple[Sample, tuple[RecordedProcess, ...]]:
         """Return one sample, and the processes that are seen for the first time."""
@@ -112,6 +123,8 @@ class Sampler:
         except GpushareError as error:
             # For example, the driver was unloaded; it may answer again later.
             gpus = [Gpu(index=index, error=error.message) for index in sorted(self.indexes)]
+        self._gpus, self._jobs = tuple(gpus), None
+        self._ask_daemons()
         gpu_samples, process_samples, came = [], [], []
         for known in self._known.values():
             known.present = False
@@ -122,6 +135,24 @@ class Sampler:
             came += new
         self._forget()
         return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples)), tuple(came)
+
+    def _ask_daemons(self) -> None:
+        """Read the MPS daemons again: now and then, and when a client came that is not known."""
+        clients = {client.pid for daemon in self._daemons for client in daemon.clients}
+        came = any(one.mps and one.pid not in clients for gpu in self._gpus for one in gpu.processes or ())
+        now = self.clock.monotonic()
+        if now - self._asked_at >= (_CLIENT_SECONDS if came else _DAEMON_SECONDS):
+            self._asked_at = now
+            state = HostState(self.host, self._gpus)
+            self._daemons = tuple(one.daemon for one in or_none(lambda: state.daemons) or ())
+
+    def _job_of(self, pid: int) -> ListedJob | None:
+        """Return the job of a process, or what is known of a client of MPS without one."""
+        if self._jobs is None:
+            snapshot = Snapshot(host=self.host.spec, gpus=self._gpus, daemons=self._daemons)
+            jobs = or_none(lambda: listed_jobs(self.host, snapshot, everything=True, most_ended=0)) or []
+            self._jobs = {pid: job for job in jobs for pid in job.processes}
+        return self._jobs.get(pid)
 
     def close(self) -> None:
         """Free what NVML keeps for us."""
@@ -137,11 +168,17 @@ class Sampler:
         listed = {process.pid for process in processes}
         # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
         processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((used or {}).keys() - listed)]
+        sensors = or_none(lambda: self.host.nvml.sensors(gpu.index)) or GpuSensors()
+        way = sharing_now(gpu, self._daemons)
         sample = GpuSample(
             index=gpu.index,
             utilization_percent=gpu.utilization_percent,
             sm_percent=_rounded(self._meter(gpu.index, None).since_last()),
             memory_used_bytes=gpu.memory_used_bytes,
+            power_watts=_rounded(sensors.power_watts),
+            temperature_celsius=sensors.temperature_celsius,
+            sm_clock_mhz=sensors.sm_clock_mhz,
+            way=None if way is None else way.value,
         )
         instances = {
             number: _rounded(self._meter(gpu.index, number).since_last())
@@ -193,6 +230,7 @@ class Sampler:
         if known is not None and (info is None or known.process.started in {None, info.started}):
             known.present = True
             return known.process, False
+        job = self._job_of(process.pid)
         recorded = RecordedProcess(
             id=self._next_id,
             gpu=gpu.index,
@@ -204,6 +242,11 @@ class Sampler:
             mps=process.mps,
             graphics=process.graphics and not process.compute,
             mig=_instance_uuid(gpu, process),
+            job=None if job is None else job.name,
+            role=None if job is None else job.role,
+            threads_percent=None if job is None else job.threads_percent,
+            memory_limit_bytes=None if job is None else job.memory_limit_bytes,
+            slice_us=None if job is None else job.slice_us,
         )
         self._next_id += 1
         own = info is not None and info.uid == self.host.uid and recorded.container is None and recorded.mig is None

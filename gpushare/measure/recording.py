@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +36,13 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample(Figures):
-    """One GPU at one moment."""
+    """One GPU at one moment; ``way`` is how it is shared, as a `Mechanism`."""
 
     index: int
+    power_watts: float | None = None
+    temperature_celsius: int | None = None
+    sm_clock_mhz: int | None = None
+    way: str | None = None
     error: str | None = None
 
 
@@ -81,6 +87,12 @@ class RecordedProcess:
     mps: bool = False
     graphics: bool = False
     mig: str | None = None
+    # Its job and its limits, as they were when it was first seen; the limit of memory is of the job on each device.
+    job: str | None = None
+    role: str | None = None
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    slice_us: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +112,15 @@ def sample_line(sample: Sample) -> str:
     gpus = [
         [gpu.index, gpu.error]
         if gpu.error is not None
-        else [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes]
+        else [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes, *_sensed(gpu)]
         for gpu in sample.gpus
     ]
     processes = [[one.id, one.utilization_percent, one.sm_percent, one.memory_used_bytes] for one in sample.processes]
     return _line({"t": sample.at, "gpus": gpus, "processes": processes})
+
+
+def _sensed(gpu: GpuSample) -> tuple[Any, ...]:
+    return gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way
 
 
 def _line(value: Mapping[str, Any]) -> str:
@@ -146,7 +162,15 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
 def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
     if isinstance(first, str):
         return GpuSample(index=int(index), error=first)
-    return GpuSample(index=int(index), **_values(first, *rest))
+    sm, memory, power, temperature, clock, way = rest
+    return GpuSample(
+        index=int(index),
+        **_values(first, sm, memory),
+        power_watts=_number(power),
+        temperature_celsius=None if temperature is None else int(temperature),
+        sm_clock_mhz=None if clock is None else int(clock),
+        way=None if way is None else str(way),
+    )
 
 
 def _values(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
@@ -398,6 +422,8 @@ class Tally:
         )
 
 
+# What a line raises that is none of ours, or was cut off.
+_DAMAGED: Final = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 # Enough for thousands of GPUs and processes.
 _LONGEST_LINE: Final = 4 * 1024**2
 _MAKE_ONE: Final = "make one: gpushare observe --for 10m"
@@ -469,11 +495,66 @@ def _unwritable(path: Path, error: OSError) -> GpushareError:
 
 def read_recording(path: str | Path) -> Recording:
     """Return the summary of a recording; a file that is cut off is read as far as it goes."""
-    path = Path(path)
+    # Streamed, so that days of samples need little memory.
+    with _opened(Path(path)) as file:
+        return _read(Path(path), file)
+
+
+class Samples:
+    """The samples of a recording, one at a time: of days of them only the times and places are kept.
+
+    ``processes`` has the processes by their id. Raises as `read_recording`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.processes: dict[int, RecordedProcess] = {}
+        self._times, self._places = array("d"), array("Q")
+        with _opened(self.path) as file:
+            self.header = _header(self.path, file.readline(_LONGEST_LINE))
+            place = file.tell()
+            for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
+                self._note(line, place)
+                place = file.tell()
+        if not self._times:
+            raise OperationFailed(f"the recording {self.path} has no samples", _MAKE_ONE, code="empty_recording")
+
+    def _note(self, line: str, place: int) -> None:
+        with contextlib.suppress(*_DAMAGED):
+            if line.startswith('{"t":'):
+                self._times.append(float(line[5:].partition(",")[0]))
+                self._places.append(place)
+            elif line.startswith('{"process":'):
+                process = _process_of(json.loads(line)["process"])
+                self.processes[process.id] = process
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def index_at(self, seconds: float) -> int:
+        """Return the last sample at or before a time after the start, or the first one."""
+        return max(0, bisect.bisect_right(self._times, seconds) - 1)
+
+    def time(self, index: int) -> float:
+        """Return when a sample was taken, in seconds after the start."""
+        return self._times[index]
+
+    def read(self, start: int, end: int) -> list[Sample]:
+        """Return the samples of a range; one that is damaged is left out."""
+        samples = []
+        with _opened(self.path) as file:
+            for place in self._places[start:end]:
+                file.seek(place)
+                with contextlib.suppress(*_DAMAGED):
+                    samples.append(sample_of(json.loads(file.readline(_LONGEST_LINE))))
+        return samples
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        # Streamed, so that days of samples need little memory.
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return _read(path, file)
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            yield file
     except FileNotFoundError:
         raise NotFound(f"file {path} does not exist", _MAKE_ONE, code="no_recording") from None
     except PermissionError:
@@ -499,7 +580,7 @@ def _read(path: Path, file: Any) -> Recording:
                 tally.meet(_process_of(raw["process"]))
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
+        except _DAMAGED:
             # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
             damaged += 1
     if not tally.samples:
