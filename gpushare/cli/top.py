@@ -18,6 +18,9 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
+    replay: Annotated[
+        str | None, typer.Option("--replay", metavar="FILE", help="Show a recording of `gpushare observe` instead.")
+    ] = None,
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Look this often: 0.5s, 2s.")] = "1s",
 ) -> Any:
     """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
@@ -35,10 +38,19 @@ def top(
             code="no_terminal",
         )
     seconds = checked_interval(interval)
-    from gpushare.top.frame import Reader
     from gpushare.top.watch import Watch
 
-    watch = Watch(Reader(settings.connect(), with_memory), seconds)
+    reader: Any
+    if replay is None:
+        from gpushare.top.frame import Reader
+
+        reader = Reader(settings.connect(), with_memory)
+    else:
+        from gpushare.measure.recording import Samples
+        from gpushare.top.replay import Replay
+
+        reader = Replay(Samples(replay))
+    watch = Watch(reader, seconds)
     # It reads while Textual is loaded.
     watch.start()
     try:
@@ -46,6 +58,7 @@ def top(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
+        watch.end()
         raise OperationFailed(
             "top needs Textual, which is not installed",
             "add it: pipx inject gpushare textual, or pip install 'gpushare[top]'",

@@ -16,6 +16,7 @@ from gpushare.snapshot import Observer
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.host.identity import Identity
     from gpushare.host.machine import Load, Xid
     from gpushare.host.process import ProcessUsage
 
@@ -84,6 +85,9 @@ class Reader:
     because that takes 40 ms. ``trees``: read the processes of jobs too.
     """
 
+    # These are no frames of the past: what is on the screen can be acted on.
+    recorded: Final = False
+
     def __init__(self, host: Host, with_memory: Callable[[Host, Snapshot], Snapshot]) -> None:
         self._host, self._with_memory = host, with_memory
         self._observer = Observer(host)
@@ -105,6 +109,10 @@ class Reader:
             return Frame(
                 at=time.time(), snapshot=Snapshot(host=self._host.spec), error=f"{error.message}\n{error.hint}"
             )
+
+    def identity(self, pid: int | None) -> Identity | None:
+        """Return the process that has a PID now; None: none has."""
+        return None if pid is None else self._host.processes.identity(pid)
 
     def _read(self) -> Frame:
         host = self._host

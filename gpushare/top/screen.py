@@ -21,6 +21,7 @@ from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
 from gpushare.top.dialogs import Choice, Dialog, Line, Pages, Prompt, Question
 from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
+from gpushare.top.frame import Reader
 from gpushare.top.history import Event, Events, History, job_title
 from gpushare.top.verbs import ACTIONS, Action, Answering, command_of, error_lines, failed, needs_consent, plan_lines
 
@@ -240,7 +241,6 @@ class Cockpit(App[None]):
         self.opened: int | None = None
         self.frame: Frame | None = None
         self.past, self.happened = History(), Events()
-        self._held = False
         self._findings: list[dict[str, object]] | None = None
         self._rows: list[jobs.Row] = []
         self._gpu_of_row: list[int] = []
@@ -271,7 +271,7 @@ class Cockpit(App[None]):
             self.take(self.watch_host.latest)
         # So that a look that hangs is seen.
         self.set_interval(1.0, self._tick)
-        if self._examines:
+        if self._examines and not self.watch_host.reader.recorded:
             self.set_timer(2.0, self._examine)
             self.set_interval(300.0, self._examine)
 
@@ -279,7 +279,7 @@ class Cockpit(App[None]):
         self.watch_host.end()
 
     def on_new_frame(self, message: NewFrame) -> None:
-        if not self._held:
+        if not self.watch_host.held:
             self.take(message.frame)
 
     def on_resize(self) -> None:
@@ -421,7 +421,7 @@ class Cockpit(App[None]):
         right: list[Piece] = []
         if hangs is not None:
             right.append((f"no answer for {hangs:.0f} s: old values  ", "bad"))
-        elif self._held:
+        elif self.watch_host.held:
             right.append(("held: Space goes on  ", "warn"))
         if self.view.filters or self.opened is not None:
             right.append((f"{self.view.filters or f'GPU {self.opened}'}: Esc  ", "warn"))
@@ -434,7 +434,12 @@ class Cockpit(App[None]):
         found = self._findings
         if found:
             right.append((f"{counted(len(found), 'finding')}: D  ", "warn"))
-        right.append((time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text"))
+        reader = self.watch_host.reader
+        if isinstance(reader, Reader):
+            right.append((time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text"))
+        else:
+            clock = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(frame.at))
+            right += [(f"recorded, {reader.place}  ", "warn"), (clock, "text")]
         taken = sum(len(piece[0]) for piece in right)
         left = segments(pieces, max(0, width - taken), self.colours, "head")
         return [*left, *segments(right, min(width, taken), self.colours, "head")]
@@ -555,13 +560,20 @@ class Cockpit(App[None]):
         self.say(f"a look every {self.watch_host.seconds:g} s")
 
     def action_hold(self) -> None:
-        self._held = not self._held
+        self.watch_host.held = not self.watch_host.held
+        self.watch_host.look_now()
         self._title.refresh()
 
     def action_seek(self, seconds: float) -> None:
-        seek = getattr(self.watch_host, "seek", None)
-        if seek is not None:
-            seek(seconds)
+        reader = self.watch_host.reader
+        if isinstance(reader, Reader):
+            self.say("only a recording has another time: gpushare top --replay FILE", "warn")
+            return
+        frames = reader.seek(seconds)
+        for frame in frames[:-1]:
+            self.past.add(frame)
+        for frame in frames[-1:]:
+            self.take(frame)
 
     def _open_gpu(self, index: int | None) -> None:
         self.opened = self.view.gpu = index
@@ -683,18 +695,14 @@ class Cockpit(App[None]):
 
     async def _acted(self, action: Action, job: ListedJob) -> None:
         """Ask for what is missing, show the plan, ask, carry it out, and say how it went."""
-        text = ""
-        if action.asks is not None:
-            typed = await self.push_screen_wait(
-                Prompt(f"{job_title(job)}: {action.title}", action.asks, self.colours, example=action.example)
-            )
-            if typed is None:
-                return
-            text = str(typed)
-        try:
-            words = list(action.words(job, text))
-        except GpushareError as error:
-            await self._told(action.title, [(error.message, "bad"), (error.hint, "text")])
+        reader = self.watch_host.reader
+        if not isinstance(reader, Reader):
+            self.say("a recording cannot be acted on", "warn")
+            return
+        # Its PID may be another process's by the time of the answer.
+        process = reader.identity(job.pid)
+        words = await self._words(action, job)
+        if words is None:
             return
         self.say(f"planning: {command_of(words)} ...")
         document = await self._answer([*words, "-n"])
@@ -706,6 +714,11 @@ class Cockpit(App[None]):
             plan = plan_lines(document, words)
             if not await self.push_screen_wait(Question(f"{job_title(job)}: {action.title}?", plan, self.colours)):
                 self.say("nothing was changed")
+                return
+            if reader.identity(job.pid) != process:
+                await self._told(
+                    command_of(words), [(f"process {job.pid} has ended meanwhile; nothing was changed", "warn")]
+                )
                 return
             consent = bool((document.get("data") or {}).get("consent"))
             self.say(f"{command_of(words)} ...", seconds=3600)
@@ -723,6 +736,20 @@ class Cockpit(App[None]):
             Event(time.time(), f"done: {command_of(words)}{f'; undo: {undo}' if undo else ''}", "good")
         )
         self._last.refresh()
+
+    async def _words(self, action: Action, job: ListedJob) -> list[str] | None:
+        """Return the command line of an action, after a question if it has one; None: it is not wanted, or cannot be."""
+        text: object = ""
+        if action.asks is not None:
+            title = f"{job_title(job)}: {action.title}"
+            text = await self.push_screen_wait(Prompt(title, action.asks, self.colours, example=action.example))
+        if text is None:
+            return None
+        try:
+            return list(action.words(job, str(text)))
+        except GpushareError as error:
+            await self._told(action.title, [(error.message, "bad"), (error.hint, "text")])
+            return None
 
     async def _told(self, title: str, lines: Sequence[Line]) -> None:
         self._note = None
@@ -763,7 +790,7 @@ class Cockpit(App[None]):
 
     def action_logs(self) -> None:
         row = self.chosen
-        if row is None or self._follow is None:
+        if row is None or self._follow is None or self.watch_host.reader.recorded:
             return
         pages = Pages(f"{job_title(row.job)}: output", [], self.colours)
         follow, target = self._follow, row.job.name or str(row.job.pid)

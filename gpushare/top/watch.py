@@ -12,6 +12,7 @@ from gpushare.top.frame import Frame
 
 if TYPE_CHECKING:
     from gpushare.top.frame import Reader
+    from gpushare.top.replay import Replay
 
 # A look that takes longer is said to hang; the values on the screen are then old.
 DEADLINE_SECONDS: Final = 3.0
@@ -20,9 +21,11 @@ DEADLINE_SECONDS: Final = 3.0
 class Watch:
     """Looks every ``seconds``, start to start; ``latest`` is the last frame."""
 
-    def __init__(self, reader: Reader, seconds: float) -> None:
+    def __init__(self, reader: Reader | Replay, seconds: float) -> None:
         self.reader, self.seconds = reader, seconds
         self.latest: Frame | None = None
+        # No look is begun: the screen is held.
+        self.held = False
         self._began: float | None = None
         self._wake = threading.Event()
         self._ended = threading.Event()
@@ -52,6 +55,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.is_set():
+            if self.held:
+                self._wake.wait()
+                self._wake.clear()
+                continue
             began = self._began = time.monotonic()
             try:
                 frame = self.reader.read()

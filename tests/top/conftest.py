@@ -21,11 +21,11 @@ Script = Callable[["Shown"], Awaitable[None]]
 class Shown:
     """A cockpit on a simulated host: what is pressed, what is on the screen, which verbs ran."""
 
-    def __init__(self, world: World, theme: str = "dark") -> None:
+    def __init__(self, world: World, theme: str = "dark", reader: Any = None) -> None:
         self.world = world
         self.ran: list[list[str]] = []
         self.output: list[str] = []
-        reader = Reader(world.host, with_memory)
+        reader = reader or Reader(world.host, with_memory)
         self.watch = Watch(reader, 1.0)
         self.watch.latest = reader.read()
         self.app = Cockpit(self.watch, self._answer, theme=theme, examine=False, follow=self._follow)
@@ -65,9 +65,9 @@ class Shown:
 def show() -> Callable[..., None]:
     """Return a function that shows the cockpit on a host and runs a script on it."""
 
-    def run(world: World, script: Script, *, size: tuple[int, int] = (120, 40), theme: str = "dark") -> None:
+    def run(world: World, script: Script, *, size: tuple[int, int] = (120, 40), **more: Any) -> None:
         async def shown() -> None:
-            cockpit = Shown(world, theme)
+            cockpit = Shown(world, **more)
             async with cockpit.app.run_test(size=size) as pilot:
                 cockpit.pilot = pilot
                 await pilot.pause()

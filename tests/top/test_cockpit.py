@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from gpushare.base.units import GIB
 from gpushare.connect import connect
+from gpushare.measure.observe import Clock, header_for, observe
+from gpushare.measure.recording import RecordingFile, Samples
 from gpushare.sim import admin
+from gpushare.top.replay import Replay
 from tests.cli.drive import World
 from tests.top.conftest import Shown
 
 Show = Callable[..., None]
+
+
+class Ticks(Clock):
+    """A clock on which sleeping takes no time."""
+
+    def __init__(self) -> None:
+        now = [1000.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        super().__init__(monotonic=lambda: now[0], wall=lambda: 1_767_614_400.0 + now[0], sleep=sleep)
 
 
 def add(world: World, gpu: int, name: str, memory: float, **facts: object) -> int:
@@ -256,3 +272,52 @@ def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(style is not None and style.reverse for style in styles)
 
     show(world, script, theme="plain")
+
+
+def test_a_recording_is_shown_and_its_time_moved(show: Show, tmp_path: Path) -> None:
+    """Yesterday can be scrolled, and not acted on."""
+    world = World("sim:2xh100")
+    pid = add(world, 0, "train", 9, user="bob")
+    file = str(tmp_path / "day.jsonl")
+    clock = Ticks()
+    header = header_for(world.host, None, 60.0, clock)
+    with RecordingFile(Path(file), header) as recording:
+        observe(world.host, header, recording, seconds=1200.0, clock=clock)
+
+    async def script(screen: Shown) -> None:
+        assert "recorded, 5 %" in screen.text
+        assert "train" in screen.line(str(pid))
+        assert "time-slicing" in screen.line("H100")
+        assert "W " in screen.line("H100")
+        first = screen.app.frame
+        await screen.press("right_curly_bracket")
+        assert "recorded, 30 %" in screen.text
+        assert screen.app.frame is not None
+        assert first is not None
+        assert screen.app.frame.at - first.at == pytest.approx(300)
+        await screen.press("left_curly_bracket", "left_square_bracket")
+        assert "recorded, 5 %" in screen.text
+        await screen.press("s")
+        assert "a recording cannot be acted on" in screen.text
+        await screen.press("L", "space")
+        assert "held" in screen.text
+
+    show(world, script, reader=Replay(Samples(file)))
+
+
+def test_a_job_that_has_ended_meanwhile_is_not_confused_with_another(
+    show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its PID may be another process's by the time of the answer."""
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9)
+
+    async def script(screen: Shown) -> None:
+        await screen.press("s")
+        monkeypatch.setattr("gpushare.top.frame.Reader.identity", lambda _self, number: (number, 1))
+        await screen.press("y")
+        assert "has ended meanwhile" in screen.text
+        assert pid in world.pids()
+        assert [words[-1] for words in screen.ran] == ["-n"]
+
+    show(world, script)

@@ -1,0 +1,182 @@
+"""What the cockpit keeps, draws and lists, without a screen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpushare.base.model import Gpu, GpuSensors, LinePlace, ListedJob, MpsClient, MpsDaemon, MpsServer, Snapshot
+from gpushare.base.units import GIB
+from gpushare.host.machine import Xid
+from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
+from gpushare.top.frame import Frame
+from gpushare.top.history import Events, History
+from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
+from gpushare.top.watch import DEADLINE_SECONDS, Watch
+
+DARK, PLAIN = THEMES["dark"], THEMES["plain"]
+
+
+def frame(at: float = 0.0, **facts: Any) -> Frame:
+    gpu = Gpu(index=0, memory_total_bytes=80 * GIB, memory_used_bytes=40 * GIB, utilization_percent=50)
+    snapshot = facts.pop("snapshot", Snapshot(host="local", gpus=(facts.pop("gpu", gpu),)))
+    return Frame(at=at, snapshot=snapshot, **facts)
+
+
+def job(pid: int = 7, **facts: Any) -> ListedJob:
+    return ListedJob(**{"name": None, "pid": pid, "state": "running", "user": "alice", "role": None, "device": "GPU 0", "gpu_indexes": (0,), "command": "train", **facts})  # fmt: skip
+
+
+def told(*frames: Frame) -> list[str]:
+    """Return what happened between frames."""
+    events = Events()
+    for number, one in enumerate(frames):
+        events.add(replace(one, at=float(number)))
+    return [event.text for event in events.all]
+
+
+@pytest.mark.parametrize(("share", "cells"), [(0.0, 0), (0.001, 0), (0.5, 4), (1.0, 8), (1.7, 8)])
+def test_a_bar_has_its_width_whatever_it_shows(share: float, cells: int) -> None:
+    pieces = bar(8, [(share, "util"), (0.2, "reserved")], DARK)
+    assert sum(len(piece[0]) for piece in pieces) == 8
+    assert sum(len(piece[0]) for piece in pieces if piece[1] == "util") == cells
+    # Something is not nothing.
+    assert (pieces[0][1] == "track" or pieces[0][1] == "reserved") is (share == 0.0)
+    assert len("".join(piece[0] for piece in bar(8, [(share, "util")], PLAIN))) == 8
+
+
+def test_an_unknown_value_is_a_dash_in_a_bar_and_a_gap_in_the_past() -> None:
+    assert bar(5, [(None, "util")], DARK) == [("-    ", "dim")]
+    assert sparkline([0.0, None, 1.0], 4, "util") == [(" ▁ ▇", "util")]
+    lines = ["".join(piece[0] for piece in line) for line in chart([None, 0.5, 1.0], 3, 2, "util")]
+    assert [len(line) for line in lines] == [3, 3]
+
+
+def test_a_line_is_as_wide_as_the_screen() -> None:
+    for text in ("short", "x" * 50, "日本語" * 9):
+        assert sum(segment.cell_length for segment in segments([(text, "text")], 20, DARK)) == 20
+        assert fitted(text, 7)
+
+
+def test_the_past_has_five_minutes_and_goes_back_with_the_time() -> None:
+    past = History()
+    for second in range(600):
+        past.add(frame(float(second), gpu=Gpu(index=0, utilization_percent=100 if second < 450 else 0)))
+    values = past.values(0, "util", 10)
+    assert values[0] == 1.0
+    assert values[-1] == 0.0
+    assert past.values(0, "sm", 3) == [None] * 3
+    assert past.values(9, "util", 2) == [None] * 2
+    # A replay that goes back forgets what is later.
+    past.add(frame(430.0, gpu=Gpu(index=0, utilization_percent=100)))
+    assert past.values(0, "util", 10)[-1] == 1.0
+
+
+def test_events_of_jobs() -> None:
+    line = LinePlace(place=2, memory_bytes=GIB, behind=(), held_by=())
+    waits = job(name="llm", state="waiting", line=line)
+    runs = job(8, name="llm")
+    ended = job(name="llm", pid=None, state="ended", exit_code=3, ran_seconds=4.0)
+    over = job(9, memory_used_bytes=9 * GIB, memory_limit_bytes=8 * GIB)
+    assert told(frame(), frame(jobs=(waits,)), frame(jobs=(runs,)), frame(jobs=(ended,))) == [
+        "llm waits for room, place 2",
+        "llm started on GPU 0",
+        "llm ended with exit code 3",
+    ]
+    assert told(frame(jobs=(runs,)), frame(jobs=(replace(runs, state="paused"),)), frame(jobs=(runs,))) == [
+        "llm was paused",
+        "llm goes on",
+    ]
+    assert told(frame(), frame(jobs=(over,)), frame(jobs=(over,)), frame()) == [
+        "train (9) started on GPU 0",
+        "train (9) is over its limit: 9.0 GiB of 8.0 GiB",
+        "train (9) ended",
+    ]
+    assert told(frame(jobs=(waits,)), frame()) == ["llm left the line"]
+    # Nothing can be read: nothing has ended.
+    assert told(frame(jobs=(runs,)), frame(error="the driver is gone"), frame(jobs=(runs,))) == []
+
+
+def test_events_of_gpus_and_daemons() -> None:
+    lost = frame(gpu=Gpu(index=0, error="GPU 0: the GPU is lost"))
+    slow = frame(sensors={0: GpuSensors(slowed_by=("heat",))})
+    assert told(frame(), lost, lost, frame()) == ["GPU 0: the GPU is lost", "GPU 0 answers again"]
+    # Reasons come and go each second: once a minute is enough.
+    assert told(frame(), slow, frame(), slow) == ["GPU 0 is throttled: heat"]
+    assert told(frame(xids=()), frame(xids=(Xid(79, "0000:01:00"),))) == ["Xid 79 of the GPU at 0000:01:00"]
+    server = MpsServer(pid=5, status="ACTIVE", clients=(MpsClient(pid=6),))
+    daemon = MpsDaemon(pid=4, ours=True, pipe_directory="/p", gpu_index=0, servers=(server,))
+    served, broken, dead = (
+        frame(snapshot=Snapshot(host="local", daemons=(replace(daemon, servers=servers),)))
+        for servers in ((server,), (replace(server, status="FAULT"),), ())
+    )
+    assert told(frame(), served, broken, dead, frame()) == [
+        "an MPS daemon serves GPU 0",
+        "the MPS server of GPU 0 is FAULT",
+        "the MPS server of GPU 0 died, with 1 clients",
+        "the MPS daemon of GPU 0 ended",
+    ]
+
+
+def test_unknown_values_are_last_in_every_order() -> None:
+    shown = frame(jobs=(job(1, memory_used_bytes=None), job(2, memory_used_bytes=5), job(3, memory_used_bytes=9)))
+    for column in COLUMNS:
+        for reverse in (False, True):
+            view = View(sort=column.key, reverse=reverse)
+            rows = [row.job.pid for row in rows_of(shown, view)]
+            assert sorted(rows, key=str) == [1, 2, 3]
+            if column.key == "memory":
+                assert rows == ([2, 3, 1] if reverse else [3, 2, 1])
+    for width in range(20, 300, 7):
+        columns = visible_columns(width, 1)
+        assert sum(cells + 1 for _, cells in columns) - 1 <= max(width, COLUMNS[0].width)
+
+
+def test_a_look_that_hangs_is_noticed_and_ends_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is a daemon; what it has read before stays."""
+    hangs, first = threading.Event(), threading.Event()
+
+    class Reader:
+        looks = 0
+
+        def read(self) -> Frame:
+            self.looks += 1
+            if self.looks > 1:
+                first.set()
+                hangs.wait()
+            return frame()
+
+    watch = Watch(Reader(), 0.0)  # type: ignore[arg-type]
+    watch.start()
+    assert first.wait(5)
+    assert watch.latest is not None
+    assert watch.hangs_for() is None
+    began = time.monotonic()
+    monkeypatch.setattr("gpushare.top.watch.time.monotonic", lambda: began + DEADLINE_SECONDS + 5)
+    assert (watch.hangs_for() or 0) > DEADLINE_SECONDS
+    watch.end()
+    hangs.set()
+
+
+def test_a_look_that_fails_unexpectedly_is_told_and_repeated() -> None:
+    seen: list[Frame] = []
+    done = threading.Event()
+
+    class Reader:
+        def read(self) -> Frame:
+            if seen:
+                done.set()
+                return frame()
+            message = "oops"
+            raise ValueError(message)
+
+    watch = Watch(Reader(), 0.0)  # type: ignore[arg-type]
+    watch.deliver_to(seen.append)
+    watch.start()
+    assert done.wait(5)
+    watch.end()
+    assert "unexpected ValueError: oops" in (seen[0].error or "")
