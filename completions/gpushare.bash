@@ -53,8 +53,8 @@ _gpushare_node() {
       valued='-g --gpu --host -o --output'
       ;;
     'top')
-      options='--interval --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--interval --host -o --output'
+      options='--replay --interval --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--replay --interval --host -o --output'
       ;;
     'jobs')
       options='-a --all -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -406,6 +406,7 @@ _gpushare_values() {
     --host) printf '%s\n' 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' ;;
     -o|--output) printf '%s\n' 'table plain json yaml csv' ;;
     -g|--gpu) printf '%s\n' '@gpus' ;;
+    --replay) printf '%s\n' '@files' ;;
     --fail-on) printf '%s\n' 'failure warning' ;;
     -f|--file) printf '%s\n' '@files' ;;
     --for) printf '%s\n' '@jobs' ;;

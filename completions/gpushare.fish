@@ -72,6 +72,8 @@ function __gpushare_valued
             return 0
         case -g --gpu
             return 0
+        case --replay
+            return 0
         case --interval
             return 0
         case --fail-on
@@ -319,6 +321,7 @@ complete -c gpushare -n '__gpushare_at status' -s q -l quiet -d 'Print no notes,
 complete -c gpushare -n '__gpushare_at status' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at status' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at status' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at top' -l replay -r -F -d 'Show a recording of `gpushare observe` instead.'
 complete -c gpushare -n '__gpushare_at top' -l interval -x -d 'Look this often: 0.5s, 2s.'
 complete -c gpushare -n '__gpushare_at top' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at top' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
