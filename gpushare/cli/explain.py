@@ -38,7 +38,7 @@ def explain(
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: kernel, SM, register file, occupancy, streams, threads,
     context, context switch, time-slice, preemption, Hyper-Q, MPI, unified memory, oversubscription, turns, swap, architecture,
-    reboot.
+    static partitions, MPS utilization, reboot.
     """
     from gpushare.advice import explain as facts
     from gpushare.show.explain import explained_text
