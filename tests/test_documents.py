@@ -161,7 +161,7 @@ def test_options_in_texts_are_those_of_their_commands() -> None:
 
 def test_each_of_the_25_wishes_has_an_answer() -> None:
     rows = re.findall(
-        r"^\| (\d+) \| (.+?) \| (.+) \|$", (PROJECT / "docs" / "wishes.md").read_text(encoding="utf-8"), re.M
+        r"^\| (\d+) \| (.+?) \| (.+) \|$", (PROJECT / "docs" / "wishes.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert [int(number) for number, _, _ in rows] == list(range(1, 26))
     silent = [number for number, _, answer in rows if "`gpushare " not in answer and "`nvidia-smi" not in answer]
