@@ -156,9 +156,9 @@ class HostState:
 class Observer:
     """Looks at a host again and again. ``state`` is what the last look has read."""
 
-    def __init__(self, host: Host, *, strangers: bool = False) -> None:
-        """Look at a host; ``strangers``: ask the MPS daemons of other users, too."""
-        self._host, self._strangers = host, strangers
+    def __init__(self, host: Host, *, strangers: bool = False, power: bool = False) -> None:
+        """Look at a host; ``strangers``: ask the MPS daemons of other users, too; ``power``: ask the GPUs for theirs."""
+        self._host, self._strangers, self._power = host, strangers, power
         self.state = HostState(host, strangers=strangers)
         self._driver: str | None = None
         self._mps_version: int | None = None
@@ -195,12 +195,16 @@ class Observer:
         return Snapshot(
             host=self._host.spec,
             driver_version=self._driver,
-            gpus=tuple(replace(gpu, time_slice=self._levels.get(gpu.index)) for gpu in gpus),
+            gpus=tuple(self._with_settings(gpu) for gpu in gpus),
             daemons=daemons,
             warnings=tuple(warnings),
             taken_at=time.time(),
             vgpu_sessions=_vgpu_sessions(self._host, gpus),
         )
+
+    def _with_settings(self, gpu: Gpu) -> Gpu:
+        gpu = replace(gpu, time_slice=self._levels.get(gpu.index))
+        return self._host.nvml.with_power(gpu) if self._power and gpu.error is None else gpu
 
     def _named(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> tuple[GpuProcess, ...] | None:
         if gpu.processes is None:

@@ -218,6 +218,9 @@ class Gpu:
     # By jobs of `gpushare run` in the ledger of memory; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
     utilization_percent: int | None = None
+    # What it draws now, and the limit that is in force; only `status` as a document, `metrics` and `doctor` ask.
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
     compute_mode: ComputeMode | None = None
     mig_capable: bool | None = None
     mig_enabled: bool | None = None

@@ -141,7 +141,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare.show.prometheus import Reading
     from gpushare.snapshot import LastWork, Observer
 
-    observer, work = Observer(host), work or LastWork(host, once=True)
+    observer, work = Observer(host, power=True), work or LastWork(host, once=True)
     snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}
     for gpu in snapshot.gpus:

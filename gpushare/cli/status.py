@@ -52,11 +52,13 @@ def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
     show 100 %. Under MPS the driver counts the work of all clients for the server, so a client's SM % is
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
+    from gpushare.show.result import OutputFormat
     from gpushare.show.status import status_result
     from gpushare.snapshot import LastWork, Observer
 
     host = settings.connect()
-    observer, work = Observer(host, strangers=settings.verbose), LastWork(host)
+    power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
+    observer, work = Observer(host, strangers=settings.verbose, power=power), LastWork(host)
 
     def look() -> Any:
         seen = with_memory(host, with_leases(host, work.look(of_gpus(observer.look(), gpu))))

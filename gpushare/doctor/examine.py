@@ -69,6 +69,15 @@ def persistence(seen: Examination) -> Iterator[Check]:
         yield Check.passed("gpu.persistence", seen="persistence mode is on")
 
 
+def power(seen: Examination) -> Iterator[Check]:
+    """Check that no power cap slows a GPU down."""
+    for gpu in seen.answering:
+        nvml = seen.host.nvml
+        usual, limit = nvml.usual_power_limit_watts(gpu.index), nvml.with_power(gpu).power_limit_watts
+        if usual is not None and limit is not None and limit < usual - 1:
+            yield finding("gpu.power_cap", gpu.index, limit=limit, usual=usual)
+
+
 def compute_mode(seen: Examination) -> Iterator[Check]:
     """Check that no compute mode is left over from an MPS daemon that is gone. One set by `apply` is not left over."""
     if seen.daemons_error is not None:
@@ -703,6 +712,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _smi,
     mps_programs,
     persistence,
+    power,
     compute_mode,
     xids,
     mps_daemons,

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_char_p, c_uint, c_ulonglong
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -461,6 +462,23 @@ class NvmlReader:
         millijoules = self._value(index, "nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
+    def with_power(self, gpu: Gpu) -> Gpu:
+        """Return a GPU with its power and the limit in force; as it is if it does not answer."""
+        try:
+            power = self._watts(gpu.index, "nvmlDeviceGetPowerUsage")
+            limit = self._watts(gpu.index, "nvmlDeviceGetEnforcedPowerLimit")
+        except GpushareError:
+            return gpu
+        return replace(gpu, power_watts=power, power_limit_watts=limit)
+
+    def usual_power_limit_watts(self, index: int) -> float | None:
+        """Return the power limit that a GPU has without a cap (nvmlDeviceGetPowerManagementDefaultLimit)."""
+        return self._watts(index, "nvmlDeviceGetPowerManagementDefaultLimit")
+
+    def _watts(self, index: int, name: str) -> float | None:
+        milliwatts = self._value(index, name)
+        return None if milliwatts is None else milliwatts / 1000
+
     def sensors(self, index: int) -> GpuSensors:
         """Return power, temperature, clocks, fan, video engines, and what slows a GPU down.
 
@@ -479,15 +497,12 @@ class NvmlReader:
             answer = self._value(index, name)
             return None if answer is None else int(answer[0])
 
-        power, limit = (
-            self._value(index, name) for name in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
-        )
         reasons = self._value(index, "nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
             reasons = self._value(index, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return GpuSensors(
-            power_watts=None if power is None else power / 1000,
-            power_limit_watts=None if limit is None else limit / 1000,
+            power_watts=self._watts(index, "nvmlDeviceGetPowerUsage"),
+            power_limit_watts=self._watts(index, "nvmlDeviceGetEnforcedPowerLimit"),
             temperature_celsius=clock("nvmlDeviceGetTemperature", 0),
             sm_clock_mhz=clock("nvmlDeviceGetClockInfo", 1),
             sm_clock_max_mhz=clock("nvmlDeviceGetMaxClockInfo", 1),

@@ -69,6 +69,8 @@ _HELP = {
     "gpushare_gpu_compute_mode": "The compute mode; 1 for that one only.",
     "gpushare_gpu_exclusive_wanted": "1 if the last applied gpushare.yaml gives the GPU to one program, else absent.",
     "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
+    "gpushare_gpu_power_watts": "Power that the GPU draws.",
+    "gpushare_gpu_power_limit_watts": "Power limit in force.",
     "gpushare_gpu_processes": "Processes on the GPU.",
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
     "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
@@ -226,6 +228,8 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     if gpu.compute_mode is not None:
         yield "gpushare_gpu_compute_mode", {**labels, "mode": gpu.compute_mode.title}, 1
     yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice
+    yield "gpushare_gpu_power_watts", labels, gpu.power_watts
+    yield "gpushare_gpu_power_limit_watts", labels, gpu.power_limit_watts
     if gpu.processes is not None:
         yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
         yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes

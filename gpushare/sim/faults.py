@@ -61,7 +61,7 @@ _COUNTED: Final = {
 # Those that take an entry point, or a program: the field with their list.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", "slowed", "unlisted-memory")
+_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", "slowed", "power-cap", "unlisted-memory")
 KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", "memory-limits", *_COUNTED, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
@@ -115,7 +115,7 @@ def clear(state: SimulatedHostState) -> None:
     vars(state).update({name: value for name, value in vars(SimulatedHostState(spec="")).items() if name not in _KEPT})
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
-        gpu.refused, gpu.xids, gpu.slowed, gpu.unlisted_bytes = [], [], 0, 0
+        gpu.refused, gpu.xids, gpu.slowed, gpu.power_cap_watts, gpu.unlisted_bytes = [], [], 0, None, 0
     for daemon in state.daemons:
         daemon.hangs = False
 
@@ -125,6 +125,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":
         gpu.xids.append(_number("xid", value, "its number"))
+    elif kind == "power-cap":
+        gpu.power_cap_watts = _number(kind, value, "the watts that it may draw")
     elif kind == "slowed":
         gpu.slowed = _number(kind, value, "the sum of nvmlClocksEventReasons")
     elif kind == "unlisted-memory":

@@ -195,11 +195,19 @@ def _energy(library: SimulatedLibrary, target: Target) -> int | None:
 def _power(library: SimulatedLibrary, target: Target) -> int | None:
     """Return milliwatts: idle power, and the rest of the limit by load."""
     watts = target.model.power_limit_watts
+    if watts is None:
+        return None
     busy = activity.utilization(library.state, target) / 100
-    return None if watts is None else round(1000 * watts * (activity.IDLE_POWER + (0.9 - activity.IDLE_POWER) * busy))
+    wanted = watts * (activity.IDLE_POWER + (0.9 - activity.IDLE_POWER) * busy)
+    return round(1000 * min(wanted, target.gpu.power_cap_watts or watts))
 
 
 def _power_limit(_library: SimulatedLibrary, target: Target) -> int | None:
+    watts = target.gpu.power_cap_watts or target.model.power_limit_watts
+    return None if watts is None else 1000 * watts
+
+
+def _usual_power_limit(_library: SimulatedLibrary, target: Target) -> int | None:
     return None if target.model.power_limit_watts is None else 1000 * target.model.power_limit_watts
 
 
@@ -237,6 +245,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER, _energy),
     ("nvmlDeviceGetPowerUsage", On.GPU, Form.NUMBER, _power),
     ("nvmlDeviceGetEnforcedPowerLimit", On.GPU, Form.NUMBER, _power_limit),
+    ("nvmlDeviceGetPowerManagementDefaultLimit", On.GPU, Form.NUMBER, _usual_power_limit),
     (
         "nvmlDeviceGetTemperature",
         On.GPU,

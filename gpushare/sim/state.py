@@ -93,6 +93,8 @@ class SimulatedGpu:
     xids: list[int] = field(default_factory=list)
     # nvmlClocksEventReasons: why its clocks are lowered.
     slowed: int = 0
+    # Below the limit of its model; None: no cap.
+    power_cap_watts: int | None = None
     # A change of the MIG mode stays pending until a reset.
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.

@@ -171,7 +171,16 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
     assert set(data["gpus"][0]) == {
         *("index", "uuid", "name", "pci_bus_id", "memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"),
         "jobs_reserved_bytes",
-        *("utilization_percent", "compute_mode", "mig_capable", "mig_enabled", "mig_pending", "time_slice"),
+        *(
+            "power_limit_watts",
+            "power_watts",
+            "utilization_percent",
+            "compute_mode",
+            "mig_capable",
+            "mig_enabled",
+            "mig_pending",
+            "time_slice",
+        ),
         *("mig_instances", "processes", "error", "mechanism", "memory_unlisted_bytes"),
     }
 

@@ -799,3 +799,16 @@ def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, m
     SWAPS.write(replace(swap, state="lost"))
     found = finding(cli, "swap.lost")
     assert (found["verdict"], found["remedy"]) == ("fail", f"end it: kill -9 {pid}")
+
+
+def test_a_power_cap_is_named(cli: Cli, world: World) -> None:
+    assert "gpu.power_cap" not in findings(cli)
+    world.fault("power-cap", "350")
+    capped = finding(cli, "gpu.power_cap")
+    assert (capped["seen"], capped["verdict"]) == ("GPU 0 may draw 350 W of its usual 700 W", "warn")
+    assert capped["remedy"].endswith("sudo nvidia-smi -i 0 -pl 700")
+    admin.add_process(world.spec, sm_percent=100)
+    (gpu,) = cli("status", output="json").ok().data["gpus"]
+    assert (gpu["power_watts"], gpu["power_limit_watts"]) == (350.0, 350.0)
+    metrics = cli("export", "prometheus").ok().out
+    assert 'gpushare_gpu_power_watts{UUID="' in metrics
