@@ -166,6 +166,7 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
         "waiting_jobs",
         "swapped_jobs",
         "limited_jobs",
+        "leases",
         "vgpu_sessions",
     ]
     assert set(data["gpus"][0]) == {
