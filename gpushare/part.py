@@ -28,6 +28,10 @@ class Watched(Protocol):
     troubles: list[str]
 
     @property
+    def gpus(self) -> Collection[int]:
+        """Return the indexes of the GPUs that the program has."""
+
+    @property
     def attached(self) -> Collection[int]:
         """Return the processes that were seen inside the share."""
 

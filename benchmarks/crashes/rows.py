@@ -314,6 +314,9 @@ def _run_rows() -> list[Row]:
     mig = _run("--mig", "2g.20gb")
     waits = _run("--wait", "--mig", "2g.20gb", "--memory", "4G")
     named = _run("--mig", "idle", "--threads", "50")
+    pair = _run("--gpus", "2", "--memory", "4G")
+    waiting_pair = _run("--gpus", "2", "--wait", "--memory", "4G", "--time", "1h", "--name", "pair")
+    again = _run("-g", "0", "--threads", "30", "--restart-on", "mps-fault")
     made, recover = _run("--mig", "3g.40gb", "--create", "-g", "0"), ("mig", "recover", "-y")
     production = _run("-g", "0", "--production", "web")
     opportunistic = _run("-g", "0", "--opportunistic")
@@ -327,6 +330,10 @@ def _run_rows() -> list[Row]:
         row(name="run with limits", command=limits, then=[limits]),
         row(name="run under MPS", prepare=running, command=limits, then=[limits, stop]),
         row(name="run under MPS, its guard too", prepare=running, command=limits, then=[limits], guard_after=3),
+        row(name="run --gpus", command=pair, then=[pair]),
+        row(name="run --gpus --wait --time", command=waiting_pair, then=[waiting_pair]),
+        row(name="run --gpus, its guard too", command=pair, then=[pair], guard_after=3),
+        row(name="run --restart-on", command=again, then=[again, stop]),
         row(name="farm --copies", command=copies, then=[copies, stop]),
         row(name="farm --copies --memory", command=limited, then=[limited, stop]),
         row(name="farm on several GPUs", command=several, then=[several]),

@@ -20,7 +20,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "run": {
         "Share": "gpu gpus bind mig threads memory over priority slice weight strict container",
-        "Waiting for room": "wait timeout time requeue swap",
+        "Waiting for room": "wait timeout time requeue restart-on swap",
         "Roles": "production metric lower-is-better opportunistic for yield keep",
     },
     "bench": {
@@ -218,7 +218,7 @@ def path_of(ctx: Any) -> str:
 
 
 # What `--help` of a command with many options leaves to `--help-all` and to the manual page.
-MORE: Final[Mapping[str, str]] = {"run": "bind create time weight strict metric lower-is-better grace"}
+MORE: Final[Mapping[str, str]] = {"run": "bind create time restart-on weight strict metric lower-is-better grace"}
 ALL: Final = "gpushare.help.all"
 
 

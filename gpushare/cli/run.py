@@ -119,6 +119,10 @@ def run(
         str | None,
         typer.Option("--time", metavar="TIME", help="End it after this long; it passes jobs that it cannot delay."),
     ] = None,
+    restart_on: Annotated[
+        str | None,
+        typer.Option("--restart-on", metavar="WHAT", help="mps-fault: start it again if its MPS server dies."),
+    ] = None,
     requeue: Annotated[
         bool, typer.Option("--requeue", help="If it runs out of memory, wait again for a fifth more.")
     ] = False,
@@ -186,7 +190,7 @@ def run(
     values = {
         "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--create": create, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
         "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
-        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--swap": swap, "--movable": movable, "--production": production, "--metric": metric,
+        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--restart-on": restart_on, "--swap": swap, "--movable": movable, "--production": production, "--metric": metric,
         "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
         "--name": name,
     }  # fmt: skip
@@ -249,6 +253,7 @@ def run(
         count=gpus or 1,
         bind=bind,
         creates=create,
+        restart=_restarts(restart_on),
     )
     return started.run(gpu, mig, options)
 
@@ -297,6 +302,14 @@ def _name(name: str | None) -> str | None:
     from gpushare.run.jobs import check_job_name
 
     return check_job_name(name)
+
+
+def _restarts(event: str | None) -> bool:
+    if event not in {None, "mps-fault"}:
+        raise BadUsage(
+            f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"
+        )
+    return event is not None
 
 
 def _positive_seconds(option: str, text: str) -> float:
@@ -379,10 +392,11 @@ REFUSED: Final = (
     Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create", True),
     Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3"),
     Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G"),
-    Refused("--gpus", "--opportunistic", "an opportunistic job spares production on one GPU", "--gpus 2 --wait --memory 20G"),
+    Refused("--gpus", "--yield:slices --yield:caps --yield:swap --keep", "slices and caps are of one GPU", "--gpus 2 --opportunistic --yield pause"),
     Refused("--gpus", "--swap --movable", "a job that is swapped or moved has one GPU", "--gpus 2 --wait --memory 20G"),
     Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman"),
     Refused("--time", "--swap --yield:swap --yield:requeue", "a job that leaves the GPU has no fixed end", "--wait --time 2h"),
+    Refused("--restart-on", "--gpus --swap --movable --slice --weight --yield:swap --yield:requeue", "it is for clients of MPS", "--restart-on mps-fault --threads 50"),
     Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3"),
     Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME"),
     Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G"),

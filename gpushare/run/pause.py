@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +31,6 @@ from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, w
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpushare.base.selection import Device
     from gpushare.host.channels import Channels
     from gpushare.host.host import Host
 
@@ -53,12 +52,13 @@ class Pauser:
     def __init__(
         self,
         host: Host,
-        device: Device,
+        gpus: Collection[int],
         pid: int,
         checkpoint: Checkpoint | None,
         channels: ChannelPauser | None = None,
     ) -> None:
-        self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
+        """``gpus`` are the indexes of those that the program has; ``pid`` is its first process."""
+        self._host, self._gpus, self._pid, self._checkpoint = host, tuple(gpus), pid, checkpoint
         self._channels = channels
         self._on_gpu: list[int] = []
         self._locked: list[int] = []
@@ -246,11 +246,13 @@ class Pauser:
         if self._host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace; every CUDA context has this node open.
             return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
-        try:
-            found = self._host.nvml.processes(self._device.gpu.index) or ()
-        except GpushareError:
-            return []
-        return sorted({one.pid for one in found if one.pid in family and (one.compute or one.mps)})
+        found: set[int] = set()
+        for gpu in self._gpus:
+            # Those of a GPU that does not answer are found by the next look.
+            with contextlib.suppress(GpushareError):
+                listed = self._host.nvml.processes(gpu) or ()
+                found |= {each.pid for each in listed if each.pid in family and (each.compute or each.mps)}
+        return sorted(found)
 
 
 def how_paused(by: str) -> str:

@@ -126,6 +126,11 @@ class PlainWatch(Watch):
     # The indexes of the other GPUs of a job of several.
     more: frozenset[int] = frozenset()
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Return the indexes of the GPUs that the program has."""
+        return (self.device.gpu.index, *sorted(self.more))
+
     def look(self) -> None:
         """Look for the program's processes on the device, and anywhere else."""
         if self.host.processes.namespace_is_host() is False:

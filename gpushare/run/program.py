@@ -355,6 +355,8 @@ class Run:
     # What runs it, and the command as the user gave it.
     container: Container | None = None
     typed: Sequence[str] | None = None
+    # The last try has failed after its MPS server had died.
+    mps_fault: bool = False
     _peak: int | None = None
 
     def steps(self) -> tuple[Step, ...]:
@@ -412,7 +414,7 @@ class Run:
             for part in self.parts:
                 environment |= part.variables
             self.exit_code = session.run(self.command, environment)
-            self._peak = session.peak_bytes
+            self._peak, self.mps_fault = session.peak_bytes, session.mps_fault
         finally:
             session.close()
 
@@ -447,6 +449,7 @@ class Session:
         self._ended_by: int | None = None
         self._relay: Relay | None = None
         self.peak_bytes: int | None = None
+        self.mps_fault = False
 
     def close(self) -> bool:
         """Give back what the job has; return whether others go on using the share."""
@@ -480,6 +483,7 @@ class Session:
                 part.settle()
             watch = self._watch
             watch.settle()
+            self.mps_fault = bool(status) and self._ended_by is None and watch.mps_fault()
             self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
             self._report()
             if not watch.attached and not watch.outside:

@@ -299,7 +299,7 @@ class PauseForProduction(Part):
         self._due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
             channels = ChannelPauser(self.host, pid) if self.by_channels else None
-            self.pauser = Pauser(self.host, watch.device, pid, self.checkpoint, channels)
+            self.pauser = Pauser(self.host, watch.gpus, pid, self.checkpoint, channels)
         self.pauser.say, self.pauser.tell = self.say, watch.tell
         if self.recorder is not None:
             # It detects work under MPS that the CPU does not show.

@@ -86,6 +86,11 @@ class Watch(abc.ABC):
     _due: float = field(default_factory=lambda: time.monotonic() + _FIRST_SECONDS)
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """Return the indexes of the GPUs that the program has."""
+        return (self.device.gpu.index,)
+
+    @property
     def signalled_pid(self) -> int:
         """Return the process that is ended, with its descendants."""
         return self.client_pid or self.program_pid
@@ -116,6 +121,10 @@ class Watch(abc.ABC):
             self.peak_bytes = max(self.peak_bytes or 0, sum(known))
             self.peak_looks += 1
 
+    def mps_fault(self) -> bool:
+        """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""
+        return False
+
     def settle(self) -> None:  # noqa: B027 - outside MPS there is no log
         """Find out what can still be found out about a program that has ended."""
 
@@ -132,6 +141,8 @@ class Attachment(Watch):
     seen: set[int] = field(default_factory=set)
     # With the PIDs of their servers.
     attached: dict[int, int | None] = field(default_factory=dict)
+    # Fatal GPU errors in the log of the servers when the program was started.
+    faults: int = 0
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -195,6 +206,16 @@ class Attachment(Watch):
             return False
         return any(info is not None and info.uid not in {None, self.host.uid} for info in servers)
 
+    def mps_fault(self) -> bool:
+        """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""
+        if fatal_errors(self.home) > self.faults:
+            return True
+        # Without its record, the daemon was stopped.
+        died = self.daemon_gone or any(
+            pid is not None and not self.host.processes.alive(pid) for pid in self.attached.values()
+        )
+        return died and self.home.read() is not None
+
     def settle(self) -> None:
         """Read the daemon's log for a program that ended between two looks."""
         if not self.attached:
@@ -213,6 +234,11 @@ class Attachment(Watch):
         """Return the clients of this user named in the log, into which any user who may connect can write."""
         text = read_tail(self.home.log / "control.log", _LOG_TAIL_BYTES)
         return {int(pid) for pid, uid in pattern.findall(text) if int(uid) == self.host.uid}
+
+
+def fatal_errors(home: DaemonHome) -> int:
+    """Return how often the servers' log tells of a fatal GPU error (its words: driver 570 and later)."""
+    return read_tail(home.log / "server.log", _LOG_TAIL_BYTES).count("encountered a fatal GPU error")
 
 
 def stop_if_last(host: Host, home: DaemonHome) -> bool:
@@ -381,7 +407,8 @@ class MpsShare:
 
     def watch(self, pid: int) -> Attachment:
         """Return the watch over a program."""
-        return Attachment(self.host, self.device, pid, home=self.home, seen={pid})
+        home = self.home
+        return Attachment(self.host, self.device, pid, home=home, seen={pid}, faults=fatal_errors(home))
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Release the lease and stop the daemon if this was its last program; return whether others still use it."""

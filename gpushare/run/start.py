@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpushare.run.created import Creator
     from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
     from gpushare.run.mig import OutlookOnPlaces
+    from gpushare.run.plain import PlainShare
     from gpushare.run.program import QueueOptions, Run, RunOptions
     from gpushare.run.queued import Queued
     from gpushare.run.roles import SparedProcess
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 # In the environment of the gpushare that runs a job in the background: the name of that job.
 DETACHED: Final = "GPUSHARE_DETACHED"
+# A job whose own kernels break the server would break it for its neighbors each time.
+_MOST_RESTARTS: Final = 3
 Yield = Literal["slices", "caps", "pause", "swap", "requeue"]
 
 
@@ -91,6 +94,8 @@ class JobStart:
     # On how many GPUs it runs; and whether on the CPUs next to them.
     count: int = 1
     bind: bool = False
+    # Start it again if its MPS server has died.
+    restart: bool = False
     # An instance is made for it if none is free.
     creates: bool = False
 
@@ -186,7 +191,11 @@ class JobStart:
 
         began, code = time.time(), None
         try:
-            code = run.carry_out()
+            code, restarts = run.carry_out(), 0
+            while self.restart and run.mps_fault and restarts < _MOST_RESTARTS:
+                restarts += 1
+                self.say(f"its MPS server died: started again ({restarts} of at most {_MOST_RESTARTS} times)")
+                code = run.carry_out()
         except OperationFailed as error:
             # It had been started.
             code = int(error.exit_code) if error.code in {"memory_limit", "time_limit"} else None
@@ -330,6 +339,8 @@ class JobStart:
         from gpushare.run.plain import PlainShare
 
         slice_us = self.role.slice_us
+        if self.role.opportunistic:
+            return self._yielding_on_several(devices, options)
         if self.role.production is not None:
             from gpushare.run.group import PRODUCTION_US
 
@@ -340,6 +351,30 @@ class JobStart:
         self._say_dropped()
         share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
         return self._carry_out(share, options, mps=False)
+
+    def _yielding_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
+        """Run an opportunistic job whose ranks are paused, or ended, together while production works on one of its GPUs."""
+        from gpushare.run.jobs import OPPORTUNISTIC
+        from gpushare.run.plain import PlainShare
+        from gpushare.run.roles import spared_process
+
+        options = replace(options, role=OPPORTUNISTIC)
+        process = None
+        for device in devices:
+            try:
+                process = spared_process(self.host, device, self.role.target)
+            except BadUsage as error:
+                # It runs on another of these GPUs.
+                if error.code != "other_device" or device is devices[-1]:
+                    raise
+            if process is not None:
+                break
+        if process is None:
+            raise _no_production(devices)
+        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
+        if self.role.yields == "requeue":
+            return self._yielding(device, options, process, share)
+        return self._paused(device, options, process, share)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
@@ -598,7 +633,7 @@ class JobStart:
             return self._paused(device, options, process)
         if self.role.yields == "pause":
             _demand_one(self.host, device)
-            raise _nobody(device)
+            raise _no_production([device])
         return self._capped(device, options)
 
     def _by_slices(self, device: Device, process: SparedProcess | None) -> bool:
@@ -619,7 +654,7 @@ class JobStart:
             raise _under_mps(process)
         if self.role.keep is not None and process is None:
             _demand_one(self.host, device)
-            raise _nobody(device)
+            raise _no_production([device])
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way == SLICES
         if not asked and by_tune and process is not None and process.under_mps:
@@ -677,17 +712,20 @@ class JobStart:
         parts = (group,) if adapted is None else (group, adapted)
         return self._carry_out(share, options, *parts, slice_us=slice_us)
 
-    def _paused(self, device: Device, options: RunOptions, process: SparedProcess) -> Any:
+    def _paused(
+        self, device: Device, options: RunOptions, process: SparedProcess, several: PlainShare | None = None
+    ) -> Any:
+        """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
         from gpushare.run.pause import checkpoint_of
         from gpushare.run.plain import PlainShare
         from gpushare.run.production import ProductionJob
         from gpushare.run.roles import NOT_PROTECTED, PauseForProduction
         from gpushare.run.share import MpsShare
 
-        limits, mps = options.limits, process.under_mps
+        limits, mps = options.limits, process.under_mps and several is None
         checkpoint = None if mps else checkpoint_of(self.host)
         how = "by SIGSTOP" if mps else "by its GPU channels"
-        if self.role.yields != "pause":
+        if self.role.yields != "pause" and several is None:
             self.say(
                 f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
             )
@@ -709,7 +747,7 @@ class JobStart:
         pause = PauseForProduction(
             self.host, production, checkpoint, recorder, process.title, by_channels=not mps, say=self.say
         )
-        share = MpsShare(self.host, device, limits) if mps else PlainShare(self.host, device)
+        share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
 
     def _yielding(
@@ -717,6 +755,7 @@ class JobStart:
         device: Device,
         options: RunOptions,
         process: SparedProcess | None,
+        several: PlainShare | None = None,
     ) -> Any:
         """Run a job that is ended while production works, and started again when it rests."""
         from gpushare.run.jobs import RecordedJob
@@ -728,11 +767,11 @@ class JobStart:
 
         if process is None:
             _demand_one(self.host, device)
-            raise _nobody(device)
+            raise _no_production([device])
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
-        limits = options.limits
-        if process.under_mps:
+        limits, mps = options.limits, process.under_mps and several is None
+        if mps:
             spared = spare(self.host, device, limits, self.role.target)
             limits = spared.limits
             for text in (*spared.notes, f"when it runs: {_words(limits)}", NOT_PROTECTED):
@@ -742,14 +781,14 @@ class JobStart:
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
 
         def start(given: RunOptions) -> Any:
-            share = MpsShare(self.host, device, limits) if process.under_mps else PlainShare(self.host, device)
-            return self._carry_out(share, given, mps=process.under_mps)
+            share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
+            return self._carry_out(share, given, mps=mps)
 
         options = replace(options, limits=limits)
         if self.dry_run:
             return start(options)
         production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-        record = self._record((device,), options, None, mps=process.under_mps)
+        record = self._record((device,) if several is None else several.devices, options, None, mps=mps)
         # While it waits for production to rest, it is a job too.
         job = RecordedJob(self.host, device, record, options.container or self.command[0])
         job.check()
@@ -858,11 +897,11 @@ def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | No
     return found
 
 
-def _nobody(device: Device) -> NotFound:
+def _no_production(devices: Sequence[Device]) -> NotFound:
     """Return the error if the production job to pause for does not run."""
     return NotFound(
-        f"no production job runs on {device.title}",
-        f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
+        f"no production job runs on {titles(devices)}",
+        f"start it: gpushare run --production NAME -g {devices[0].selector} -- CMD; or name a process: --for PID",
         code="no_production",
     )
 

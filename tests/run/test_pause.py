@@ -86,7 +86,7 @@ def test_without_a_lock_a_program_is_stopped_and_goes_on(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:
     pid = start(_IDLE)
-    pauser = Pauser(host, device, pid, None)
+    pauser = Pauser(host, (device.gpu.index,), pid, None)
     pauser.pause()
     assert until(lambda: stopped(host, pid))
     assert (pauser.paused, pauser.by) == (True, "stop")
@@ -99,7 +99,7 @@ def test_outside_mps_the_driver_locks_it_and_it_is_never_stopped_too(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:
     pid, lock = start(_IDLE), Lock()
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     pauser.pause()
     assert lock.calls == [("lock", pid)]
@@ -112,7 +112,7 @@ def test_a_lock_that_the_driver_does_not_know_becomes_a_stop(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:
     pid, lock = start(_IDLE), Lock(NotSupported("no", "no"))
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     assert until(lambda: stopped(host, pid))
     pauser.resume()
@@ -121,7 +121,7 @@ def test_a_lock_that_the_driver_does_not_know_becomes_a_stop(
 
 def test_a_queue_that_does_not_drain_is_tried_again(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid, lock = start(_IDLE), Lock(TimedOut("long", "wait"))
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     assert not pauser.paused
     lock.error = None
@@ -136,7 +136,7 @@ def test_a_program_that_is_stopped_already_is_not_locked(
     pid, lock = start(_IDLE), Lock()
     host.processes.send(pid, signal.SIGSTOP)
     assert until(lambda: stopped(host, pid))
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     # The lock would hang on it for ever.
     assert lock.calls == []
@@ -148,7 +148,7 @@ def test_a_program_that_is_stopped_already_is_not_locked(
 def test_a_program_without_a_context_has_nothing_to_be_locked(host: Host, device: Device) -> None:
     with subprocess.Popen([sys.executable, "-c", _IDLE]) as process:
         lock = Lock()
-        pauser = Pauser(host, device, process.pid, lock)  # type: ignore[arg-type]
+        pauser = Pauser(host, (device.gpu.index,), process.pid, lock)  # type: ignore[arg-type]
         pauser.pause()
         process.kill()
     assert lock.calls == []
@@ -162,7 +162,7 @@ def test_in_another_pid_namespace_the_process_is_found_by_its_open_node(
     monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
     found = OpenFiles(by_pid={pid: ("/dev/nvidia-uvm",), 1: ("/dev/nvidia-uvm",)}, complete=True)
     monkeypatch.setattr(host.processes, "open_files", lambda _prefix: found)
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     assert lock.calls == [("lock", pid)]
     pauser.resume()
@@ -172,7 +172,7 @@ def test_several_cuda_processes_are_stopped_and_not_locked_one_by_one(
     host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid, lock = start(_IDLE), Lock()
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     monkeypatch.setattr(pauser, "_cuda_processes", lambda: [pid, pid + 1])
     pauser.pause()
     assert lock.calls == []
@@ -276,7 +276,7 @@ def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device,
 
 def test_what_a_dead_gpushare_held_still_is_let_go(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid, lock = start(_IDLE), Lock()
-    Pauser(host, device, pid, None).pause()
+    Pauser(host, (device.gpu.index,), pid, None).pause()
     lock.held.add(pid)
     resume_all(host, [pid], mps=False, checkpoint=lock)
     assert until(lambda: not stopped(host, pid))
@@ -301,7 +301,7 @@ def test_in_another_pid_namespace_nvmls_numbers_are_those_of_strangers(
     pid, lock = start(_IDLE), Lock()
     monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
     monkeypatch.setattr(host.processes, "open_files", lambda _prefix: OpenFiles(by_pid={}, complete=True))
-    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
     pauser.pause()
     assert lock.calls == []
     pauser.resume()

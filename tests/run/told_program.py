@@ -79,7 +79,7 @@ class Told:
 
     def pauser(self, *, lock: bool = True) -> Pauser:
         """Return what pauses the program."""
-        return Pauser(self.host, self.device, PID, self if lock else None)  # type: ignore[arg-type]
+        return Pauser(self.host, (self.device.gpu.index,), PID, self if lock else None)  # type: ignore[arg-type]
 
     def since(self) -> list[tuple[str, int]]:
         """Return what was done since the last call."""

@@ -15,6 +15,7 @@ from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.run.binding import CpuBinding
+from gpushare.run.jobs import records
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -59,7 +60,7 @@ def on_gpus(world: World) -> set[int]:
         (("--gpus", "2", "-g", "all", "--", "true"), "one_gpu"),
         (("--gpus", "0", "--", "true"), "bad_count"),
         (("--gpus", "2", "--threads", "30", "--", "true"), "bad_combination"),
-        (("--gpus", "2", "--opportunistic", "--", "true"), "bad_combination"),
+        (("--gpus", "2", "--opportunistic", "--yield", "slices", "--", "true"), "bad_combination"),
         (("--gpus", "2", "--swap", "request", "--", "true"), "bad_combination"),
         (("--bind", "--container", "podman", "--", "image"), "bad_combination"),
         (("--gpus", "2", "--wait", "--memory", "500G", "--", "true"), "never_fits"),
@@ -227,3 +228,26 @@ def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
     assert (over.code, over.lines("error")[0]) == (1, "error: the job ran longer than its --time of 0.3 s: ended")
     long.signal(signal.SIGINT)
     long.process.wait(20)
+
+
+def test_ranks_yield_together_to_production_on_one_of_their_gpus(
+    real: Callable[..., Started], refused: Callable[..., str], cli: Cli, four: World
+) -> None:
+    words = ("run", "--gpus", "2", "-g", "1,2", "--opportunistic")
+    refused(*words, "--", "true", code="no_production", exit_code=6, host=four.spec)
+    spins = (sys.executable, "-c", "while True: pass")
+    production = start(real, four, "-g", "2", "--production", "web", "--", *spins)
+    until(lambda: "web" in [record.name for record in records(four.host)], "production runs")
+    plan = cli(*words, "-n", "--yield", "requeue", "--", "true", host=four.spec).ok()
+    assert "run true on GPUs 1, 2" in plan.out
+    job = start(real, four, *words[1:], "--grace", "1", "--", *ranks())
+
+    def off() -> list[bool]:
+        return [bool(one.channels_off) for one in four.state.processes if one.memory_bytes > GIB]
+
+    until(lambda: off() == [True, True], "both ranks are paused")
+    production.signal(signal.SIGTERM)
+    production.process.wait(20)
+    until(lambda: off() == [False, False], "both go on")
+    job.signal(signal.SIGINT)
+    job.process.wait(20)
