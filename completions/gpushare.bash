@@ -82,8 +82,8 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'run')
-      options='-g --gpu --gpus --bind --mig --create --threads --memory --over --priority --slice --weight --strict --container --wait --timeout --time --requeue --swap --movable --production --metric --lower-is-better --lower --higher-is-better --opportunistic --for --yield --keep --name -d --detach --grace --help-all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --time --swap --production --metric --for --yield --keep --name --grace --host -o --output'
+      options='-g --gpu --gpus --bind --mig --create --threads --memory --over --priority --slice --weight --strict --container --wait --timeout --time --restart-on --requeue --swap --movable --production --metric --lower-is-better --lower --higher-is-better --opportunistic --for --yield --keep --name -d --detach --grace --help-all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --time --restart-on --swap --production --metric --for --yield --keep --name --grace --host -o --output'
       positional='@program'
       ;;
     'farm')

@@ -110,6 +110,8 @@ function __gpushare_valued
             return 0
         case --time
             return 0
+        case --restart-on
+            return 0
         case --swap
             return 0
         case --production
@@ -392,6 +394,7 @@ complete -c gpushare -n '__gpushare_at run' -l container -x -a 'podman docker' -
 complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait in line until a GPU, or an instance, has room.'
 complete -c gpushare -n '__gpushare_at run' -l timeout -x -d 'Wait for at most this long: 30m, 2h.'
 complete -c gpushare -n '__gpushare_at run' -l time -x -d 'End it after this long; it passes jobs that it cannot delay.'
+complete -c gpushare -n '__gpushare_at run' -l restart-on -x -d 'mps-fault: start it again if its MPS server dies.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again for a fifth more.'
 complete -c gpushare -n '__gpushare_at run' -l swap -x -d 'Leave the GPU at: request, idle=10m, turns[=60s].'
 complete -c gpushare -n '__gpushare_at run' -l movable -d 'Move it to another GPU where that makes room for a job that waits.'
@@ -413,7 +416,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'Print no notes, an
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --time --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --gpus --mig --threads --memory --over --priority --slice --weight --container --timeout --time --restart-on --swap --production --metric --for --yield --keep --name --grace --host -o --output)'
 complete -c gpushare -n '__gpushare_at farm' -l copies -x -d 'Run N copies, numbered from 0.'
 complete -c gpushare -n '__gpushare_at farm' -l each -r -F -d 'Run one copy for each line of FILE; - is stdin.'
 complete -c gpushare -n '__gpushare_at farm' -l parallel -x -d 'At most K at a time. [default: as many as fit]'
