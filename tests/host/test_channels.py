@@ -80,6 +80,17 @@ def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(control: 
     assert not found.under_mps
 
 
+def test_a_scan_tries_the_newest_clients_first(state_file: StateFile) -> None:
+    newest = room._newest(SimulatedFiles(state_file))
+    assert newest == 0x200
+    order = list(room._order(newest))
+    assert order[:3] == [room.CLIENT_BASE + at for at in (0x200, 0x1FF, 0x1FE)]
+    # Behind the lowest come the highest: handles are given out round and round.
+    assert order[0x200:0x202] == [room.CLIENT_BASE, room.CLIENT_BASE + room.CLIENT_COUNT - 1]
+    assert sorted(order) == list(room._order(None))
+    assert len(order) == room.CLIENT_COUNT
+
+
 def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile, pid: int) -> None:
     files = SimulatedFiles(state_file)
     reply = answer(files, {"do": "find", "pid": pid, "started": None})

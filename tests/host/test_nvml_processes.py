@@ -33,6 +33,19 @@ def test_compute_and_graphics_processes_are_told_apart() -> None:
     assert elsewhere in on_gpu("sim:2xt4", 1)
 
 
+def test_the_last_work_of_a_process_is_its_newest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [(7, 3_000_000, 10), (7, 5_000_000, 20), (7, 4_000_000, 30), (7, 9_000_000, 0), (8, 2_500_000, 1)]
+    asked: list[int] = []
+
+    def utilization(_nvml: Any, _handle: Any, since_us: int) -> list[tuple[int, int, int]]:
+        asked.append(since_us)
+        return samples
+
+    monkeypatch.setattr("gpushare.host.nvml.read_utilization", utilization)
+    assert connect("sim:2xt4").nvml.last_work(0, 2.5) == {7: 5.0, 8: 2.5}
+    assert asked == [2_500_000]
+
+
 def test_a_process_on_two_lists_is_one(sim_dir: Path) -> None:
     host = mps.new(sim_dir)
     host.start()

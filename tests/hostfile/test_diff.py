@@ -13,6 +13,7 @@ from gpushare.gpu_models import find_model
 from gpushare.hostfile.diff import mps_points, points
 from gpushare.hostfile.file import Entry, Exactness, InstanceWish, Match, MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
+from gpushare.hostfile.load import _same_model
 from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import Layout
 from gpushare.mps.limits import Limits
@@ -254,3 +255,19 @@ def test_a_name_that_the_file_has_on_another_gpu_is_said_to_be_there() -> None:
         "name train: 3g.40gb:0; the file: on GPU 7"
     ]
     assert [str(one) for one in points(here, named, {index: named, 7: bare})] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "same"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA  h100 80gb hbm3", "NVIDIA H100 80GB HBM3", True),
+        ("h200", "NVIDIA H100 80GB HBM3", False),
+        # Of models that are not in the catalogue.
+        ("Tesla  x9", "Tesla X9", True),
+        ("Tesla X8", "Tesla X9", False),
+        ("Tesla X9", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_a_model_in_a_file_is_that_of_a_gpu(written: str, name: str, same: bool) -> None:
+    assert _same_model(written, name) is same

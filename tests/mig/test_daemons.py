@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import (
+    DriverNotLoaded,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+)
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device
 from gpushare.base.units import GIB
@@ -489,6 +497,31 @@ def test_a_strangers_record_is_not_believed(world: World, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", stranger)
         assert mps_aside.aside(home) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, False),
+        ({"mig_capable": False, "mig_enabled": None}, False),
+        ({"mig_capable": True, "mig_enabled": None}, True),
+        ({"mig_capable": None, "mig_enabled": None}, True),
+        ({"mig_hidden": True}, True),
+        ({"error": DriverNotLoaded("no", "load it", code="driver_not_loaded")}, True),
+    ],
+)
+def test_a_record_is_dropped_only_where_its_device_is_known_to_be_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kept: bool
+) -> None:
+    home = started(world, uuids(world)[0])
+    record = home.read()
+    assert record is not None
+    mps_aside.set_aside(home, replace(record, device_uuid="MIG-gone"), None)
+    host = world.host
+    now = [replace(host.nvml.gpu(one.index), **changes) for one in host.nvml.identities()]
+    monkeypatch.setattr(type(host.nvml), "gpu", lambda _self, index: now[index])
+    daemons.forget_gone(host)
+    assert (mps_aside.aside(home) is not None) is kept
 
 
 # -- containers --------------------------------------------------------------------------------------

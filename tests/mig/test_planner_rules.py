@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.units import GIB
+from gpushare.gpu_models import GpuModel, profiles_of
 from gpushare.mig.assign import Group, assign, codes_for
+from gpushare.mig.board import InstanceKind, board_of
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
-from tests.mig.boards import SOMEBODY, layout
+from tests.mig.boards import SHAPES, SOMEBODY, layout
 
 RTX = "rtx-pro-6000-blackwell-96gb"
 
@@ -364,3 +366,18 @@ def test_assignment_is_the_least_of_all(data: st.DataObject) -> None:
     assert sum(code for taken in found for code in taken) == codes.whole
     cost = sum(group.weights[code] for taken, group in zip(found, groups, strict=True) for code in taken)
     assert cost == min(totals)
+
+
+@pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.key)
+def test_no_arrangement_has_more_of_a_profile_than_was_asked_or_fit(model: GpuModel) -> None:
+    board = board_of(Layout(gpu=0, uuid="GPU-0", profiles=profiles_of(model), instances=()))
+    for limit in (1, 2):
+        # Of the smallest profiles most fit.
+        kinds = (
+            InstanceKind(board.number[board.profiles[0].name]),
+            InstanceKind(board.number[board.profiles[-1].name]),
+        )
+        counts = [arrangement.counts for arrangement in board.arrangements(kinds, (limit, limit))]
+        most = [min(limit, board.limits[kind.profile]) for kind in kinds]
+        assert all(count <= bound for one in counts for count, bound in zip(one, most, strict=True))
+        assert {one[0] for one in counts} >= {0, 1}

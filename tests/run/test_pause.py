@@ -18,11 +18,13 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
-from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume_all
+from gpushare.run.pause import ChannelPauser, Pauser, Pauses, note_pauses, noted_pauses, resume_all
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
+from gpushare.sim.admin import add_process, end_process
 
+H200 = "sim:h200"
 _IDLE = "import time; time.sleep(600)"
 
 
@@ -346,3 +348,15 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
         assert until(lambda: not stopped(host, worker))
     finally:
         host.processes.send(worker, signal.SIGKILL)
+
+
+def test_a_process_that_ended_before_its_channels_went_off_is_no_longer_known(host: Host) -> None:
+    pids = [add_process(H200), add_process(H200)]
+    pauser = ChannelPauser(host, os.getpid())
+    pauser.find(pids)
+    assert pauser.known.keys() == set(pids)
+    end_process(H200, pids[0])
+    pauser.disable()
+    assert pauser.known.keys() == pauser.off.keys() == {pids[1]}
+    pauser.enable()
+    assert not pauser.off
