@@ -37,9 +37,9 @@ RUNTIME = "/run/user"
 
 def _local_machine() -> Machine:
     # Only doctor needs it.
-    from gpushare.host.machine import LocalMachine
+    from gpushare.host.machine import Machine
 
-    return LocalMachine()
+    return Machine()
 
 
 def _local_channels() -> ChannelControl:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError
 from gpushare.host.process import MOST_OF_ENVIRONMENT, entries_of, read_proc
@@ -45,31 +45,6 @@ class Load(NamedTuple):
     cores: int
 
 
-class Machine(Protocol):
-    """The machine of a host. Unknown is None."""
-
-    def shared_memory(self) -> Space | None:
-        """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
-
-    def free_memory(self, pid: int) -> int | None:
-        """Return how many bytes of host memory a process can still get: the machine's, and what its cgroups allow."""
-
-    def descriptor_limit(self, pid: int) -> int | None:
-        """Return the maximum number of open files of a process (its soft limit, ``ulimit -n``)."""
-
-    def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
-        """Return these variables of every process that has one of them and that this user may read."""
-
-    def xids(self) -> tuple[Xid, ...] | None:
-        """Return the Xids since the boot, oldest first; None if this user may not read the kernel log."""
-
-    def resident_bytes(self, pid: int) -> int | None:
-        """Return what a process has in host memory, swap space included; None: unknown."""
-
-    def load(self) -> Load | None:
-        """Return how busy the machine is."""
-
-
 class _MemoryFiles(NamedTuple):
     """Where a version of cgroups has its limits of memory: the kernel's documentation, cgroup-v2 and cgroup-v1/memory."""
 
@@ -98,13 +73,14 @@ def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
             yield max(0, int(most) - int(now) + (0 if cached is None else int(cached[1])))
 
 
-class LocalMachine:
-    """This machine. ``proc`` replaces ``/proc``."""
+class Machine:
+    """The machine of a host; unknown is None. Of this machine here, where ``proc`` replaces ``/proc``; a simulated host overrides it."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
 
     def shared_memory(self) -> Space | None:
+        """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
         try:
             found = os.statvfs(SHARED_MEMORY)
         except OSError:
@@ -112,7 +88,7 @@ class LocalMachine:
         return Space(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
 
     def free_memory(self, pid: int) -> int | None:
-        """Return MemAvailable of ``/proc/meminfo``, or less where a cgroup of the process allows less."""
+        """Return how many bytes of host memory a process can still get: MemAvailable, or what its cgroups allow."""
         meminfo = read_proc(f"{self._proc}/meminfo") or b""
         match = re.search(rb"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
         if match is None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import NoPermission, NotFound
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
+from gpushare.host.machine import Load, Machine, Space, Xid
 from gpushare.sim.activity import is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import capability_minor, place_key, places_of
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile, now
 
-if TYPE_CHECKING:
-    from gpushare.host.machine import Load, Space, Xid
 
-
-class SimulatedMachine:
-    """Stands in for `LocalMachine`."""
+class SimulatedMachine(Machine):
+    """Stands in for `Machine` on a simulated host."""
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
 
     def shared_memory(self) -> Space | None:
         """Return its shared memory, all of it free."""
-        from gpushare.host.machine import Space
-
         size = current(self._state_file).shared_memory_bytes
         return Space(size, size)
 
@@ -47,8 +43,6 @@ class SimulatedMachine:
 
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids that `gpushare sim fault xid` set; only root reads the log."""
-        from gpushare.host.machine import Xid
-
         state = current(self._state_file)
         if not state.root:
             return None
@@ -61,8 +55,6 @@ class SimulatedMachine:
 
     def load(self) -> Load | None:
         """Return a machine of 64 cores on which each process that works keeps one busy."""
-        from gpushare.host.machine import Load
-
         state = current(self._state_file)
         working = sum(1 for one in state.processes if one.sm_percent and is_busy(one, now()))
         passed, total = max(0.0, now() - state.created_at), 2 * state.host_memory_bytes

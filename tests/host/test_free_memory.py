@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.base.units import GIB
 from gpushare.host import machine
-from gpushare.host.machine import LocalMachine
+from gpushare.host.machine import Machine
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def limit(here: Path, name: str, most: str, now: int, cached: int | None = None)
 
 
 def free(here: Path) -> int | None:
-    return LocalMachine(str(here / "proc")).free_memory(7)
+    return Machine(str(here / "proc")).free_memory(7)
 
 
 def test_without_a_limit_it_is_the_machines(here: Path) -> None:

@@ -21,7 +21,7 @@ from gpushare.base.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
-from gpushare.host.machine import LocalMachine
+from gpushare.host.machine import Machine
 from gpushare.host.process import Processes, ProcessInfo, shortened, wait_gone
 from gpushare.run.end import ask_to_end
 from tests.clock import step_the_clock
@@ -305,7 +305,7 @@ def test_an_environment_that_is_too_long_counts_as_unreadable(start: Start) -> N
     eventually(lambda: LOCAL.environment(other.pid))
     eventually(lambda: described(one.pid).name == "sleep")
     eventually(lambda: LOCAL.environment(one.pid) is None)
-    found = LocalMachine().environments({"GPUSHARE_TEST_0"})
+    found = Machine().environments({"GPUSHARE_TEST_0"})
     assert one.pid not in found
     assert found[other.pid] == {"GPUSHARE_TEST_0": "y"}
 

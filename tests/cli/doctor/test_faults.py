@@ -18,7 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, environments
-from gpushare.host.machine import LocalMachine, xids_in
+from gpushare.host.machine import Machine, xids_in
 from gpushare.host.smi import ComputePolicy
 from gpushare.memory.swap import SWAPS, swaps
 from gpushare.mig.ledger import NamedInstance, names_changed
@@ -622,12 +622,12 @@ def test_the_machine_itself(tmp_path: Path) -> None:
     (tmp_path / "7" / "environ").write_bytes(b"A=1\0CUDA_VISIBLE_DEVICES=MIG-x\0")
     (tmp_path / "8").mkdir()
     (tmp_path / "8" / "limits").write_text("Max open files   unlimited   unlimited   files\n")
-    machine = LocalMachine(str(tmp_path))
+    machine = Machine(str(tmp_path))
     assert [machine.descriptor_limit(pid) for pid in (7, 8, 9)] == [1024, 1 << 30, None]
     assert machine.environments(["CUDA_VISIBLE_DEVICES"]) == {7: {"CUDA_VISIBLE_DEVICES": "MIG-x"}}
-    space = LocalMachine().shared_memory()
+    space = Machine().shared_memory()
     assert space is None or 0 <= space.free <= space.total
-    assert LocalMachine().descriptor_limit(os.getpid())
+    assert Machine().descriptor_limit(os.getpid())
 
 
 def test_exclusive_is_left_over_where_the_kept_file_says_otherwise(cli: Cli, world: World) -> None:
