@@ -49,7 +49,7 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'status')
-      options='-g --gpu -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -w --watch --legend --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       ;;
     'top')
@@ -269,7 +269,7 @@ _gpushare_node() {
       valued='-g --gpu --for --host -o --output'
       ;;
     'advise')
-      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout --help-all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--like --processes --gpus --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
       ;;
     'compare')
@@ -278,11 +278,11 @@ _gpushare_node() {
       positional='streams mps timeslice mig vgpu'
       ;;
     'bench')
-      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --copy --footprint --to --compare --plot -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --copy --footprint --to --compare --plot --help-all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')
-      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --window --rounds --timeout -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --window --rounds --timeout -g --gpu --name --help-all --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --window --rounds --timeout -g --gpu --name --host -o --output'
       ;;
     'savings')

@@ -22,7 +22,7 @@ PLAN: Final = "gpushare.show.plan:PlanAnswer"
 _CHANGE: Final = ("gpushare.cli.mig_change:MigChangeAnswer", PLAN)
 # The classes of the answers, by command. "Any" marks one that is no value class yet: the list only shrinks.
 ANSWERS: Final[Mapping[str, Sequence[str]]] = {
-    "status": ("gpushare.show.status:StatusAnswer",),
+    "status": ("gpushare.show.status:StatusAnswer", "gpushare.show.legend:LegendAnswer"),
     "jobs": ("gpushare.show.jobs:JobsAnswer",),
     "doctor": ("gpushare.cli.doctor:DoctorAnswer",),
     "explain": ("gpushare.cli.explain:ExplainAnswer",),

@@ -76,6 +76,15 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Which jobs are paused", "pause list"),
     ),
     "resume": (("All that this user has paused", "resume --all"),),
+    "move": (
+        ("To GPU 1, when it has room", "move train -g 1 --wait"),
+        ("All jobs off a GPU", "move --off 0"),
+    ),
+    "reserve": (
+        ("GPU 1 for two hours", "reserve -g 1 --for 2h"),
+        ("Give it back", "reserve -g 1 --end"),
+        ("What is reserved", "reserve"),
+    ),
     "swap in": (("When the GPU has room", "swap in train --wait"),),
     "timeslice set": (
         ("A short slice for a training, next to a server", "timeslice set 500us train"),
@@ -218,14 +227,27 @@ def path_of(ctx: Any) -> str:
 
 
 # What `--help` of a command with many options leaves to `--help-all` and to the manual page.
-MORE: Final[Mapping[str, str]] = {"run": "bind create time restart-on weight strict metric lower-is-better grace"}
+MORE: Final[Mapping[str, str]] = {
+    "advise": (
+        "sms pattern bandwidth-bound io-bound needs command groups production-saturating role one-application cooperating "
+        "code running root destroy from gpus consolidate mechanism latency measure copies metric lower-is-better for repeat timeout"
+    ),
+    "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
+    "run": "bind create movable time restart-on weight strict metric lower-is-better grace",
+    "tune": "opportunistic-metric latency copies caps window rounds timeout",
+}
 ALL: Final = "gpushare.help.all"
+
+
+def is_short(ctx: Any) -> bool:
+    """Return whether some of the help is left to ``--help-all``."""
+    return path_of(ctx) in MORE and not ctx.meta.get(ALL)
 
 
 def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write arguments and options in groups. The common options are one line, except in the help of the program."""
     path = path_of(ctx)
-    left_out = set() if ctx.meta.get(ALL) else {f"--{name}" for name in MORE.get(path, "").split()}
+    left_out = {f"--{name}" for name in MORE[path].split()} if is_short(ctx) else set()
     groups = GROUPS.get(path, {})
     group_of = {f"--{name}": title for title, names in groups.items() for name in names.split()}
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in groups}, "Options": []}
@@ -258,5 +280,5 @@ def write_examples(ctx: Any, formatter: Any) -> None:
         return
     formatter.write_paragraph()
     formatter.write("Examples:\n")
-    for what, command in EXAMPLES[path] if path not in MORE or ctx.meta.get(ALL) else EXAMPLES[path][:1]:
+    for what, command in EXAMPLES[path][:1] if is_short(ctx) else EXAMPLES[path]:
         formatter.write(f"  {what}:\n    {typed(command)}\n")

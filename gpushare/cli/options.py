@@ -218,6 +218,35 @@ def change_options(*, asks: bool) -> list[TyperOption]:
     ]
 
 
+# The commands whose --help leaves options to --help-all, as `help.MORE` says.
+_LONG: Final = frozenset({"advise", "bench", "run", "tune"})
+
+
+def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from gpushare.cli.help import ALL
+
+        ctx.meta[ALL] = True
+        put(sys.stdout, ctx.get_help() + "\n")
+        ctx.exit()
+
+
+def _help_options(name: str | None) -> list[TyperOption]:
+    if name not in _LONG:
+        return []
+    return [
+        TyperOption(
+            param_decls=["--help-all", "shared_help_all"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            callback=_help_all,
+            help="Show all options and examples.",
+        )
+    ]
+
+
 def interrupted(error: KeyboardInterrupt) -> Interrupted:
     """Return the error of a command that a signal ended; its exit code is 128 + N."""
     number = error.number if isinstance(error, Ended) else signal.SIGINT
@@ -317,6 +346,18 @@ class Helped:
         parent with our names.
         """
         return ["-h", "--help"]
+
+    def format_help_text(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write what the command does; of a command with ``--help-all``, ``--help`` has the first paragraph."""
+        from gpushare.cli.help import is_short
+
+        whole = self.help
+        if is_short(ctx):
+            self.help = whole.split("\n\n")[0]
+        try:
+            super().format_help_text(ctx, formatter)  # type: ignore[misc]
+        finally:
+            self.help = whole
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         """Write the options, and the commands of a group."""
@@ -453,7 +494,7 @@ class Command(Interruptible):
     """A command that changes nothing."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        named["params"] = [*(named.get("params") or []), *common_options()]
+        named["params"] = [*(named.get("params") or []), *_help_options(named.get("name")), *common_options()]
         super().__init__(*arguments, **named)
 
 
@@ -464,7 +505,8 @@ class ChangingCommand(Interruptible):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         changing = change_options(asks=self.asks)
-        named["params"] = [*(named.get("params") or []), *changing, *common_options()]
+        more = _help_options(named.get("name"))
+        named["params"] = [*(named.get("params") or []), *more, *changing, *common_options()]
         super().__init__(*arguments, **named)
 
     def invoke(self, ctx: Any) -> Any:

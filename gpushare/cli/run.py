@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast, get_args
 
 import typer
-from typer.core import TyperOption
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import format_slice, parse_seconds, quoted
@@ -34,40 +33,12 @@ if TYPE_CHECKING:
     from gpushare.run.swapping import SwapWish
 
 
-def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        import sys
-
-        from gpushare.cli.help import ALL
-        from gpushare.show.text import put
-
-        ctx.meta[ALL] = True
-        put(sys.stdout, ctx.get_help() + "\n")
-        ctx.exit()
-
-
-class _RunCommand(ChangingCommand):
-    """The command with the most options: --help is one screen, --help-all has all of them."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        more = TyperOption(
-            param_decls=["--help-all", "shared_help_all"],
-            is_flag=True,
-            default=False,
-            expose_value=False,
-            is_eager=True,
-            callback=_help_all,
-            help="Show all options and examples.",
-        )
-        super().__init__(*arguments, **{**named, "params": [*(named.get("params") or []), more]})
-
-
 def register(app: typer.Typer) -> None:
     """Add the command."""
     # Options end at the program's name, even without "--".
     app.command(
         "run",
-        cls=_RunCommand,
+        cls=ChangingCommand,
         short_help="Run a program inside a share of a GPU.",
         context_settings={**CONTEXT, "allow_interspersed_args": False},
     )(run)

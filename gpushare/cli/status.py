@@ -45,17 +45,24 @@ def register(app: typer.Typer) -> None:
     app.command("status", cls=WatchCommand, short_help="Show GPUs, how they are shared, limits and processes.")(status)
 
 
-def status(gpu: GpuOption = None, watch: WatchOption = None) -> Any:
+def status(
+    gpu: GpuOption = None,
+    watch: WatchOption = None,
+    legend: Annotated[bool, typer.Option("--legend", help="Explain the column heads instead.")] = False,
+) -> Any:
     """Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them.
 
     GPU utilization is the time in which some kernel ran, not a share of the GPU: one small program can
     show 100 %. Under MPS the driver counts the work of all clients for the server, so a client's SM % is
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
+    from gpushare.show.legend import legend_result
     from gpushare.show.result import OutputFormat
     from gpushare.show.status import status_result
     from gpushare.snapshot import LastWork, Observer
 
+    if legend:
+        return legend_result()
     host = settings.connect()
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
     observer, work = Observer(host, strangers=settings.verbose, power=power), LastWork(host)

@@ -41,7 +41,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "": {
         **dict.fromkeys(("list", "ls", "show", "info", "gpus", "smi"), "status"),
         **dict.fromkeys(("ps", "queue", "squeue"), "jobs"),
-        **dict.fromkeys(("top", "watch", "monitor"), "status -w"),
+        **dict.fromkeys(("watch", "monitor"), "status -w"),
         **dict.fromkeys(("delete", "destroy", "remove", "rm"), "mig destroy"),
         "create": "mig create",
         "start": "mps start",

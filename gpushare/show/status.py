@@ -521,7 +521,7 @@ def _processes(snapshot: Snapshot) -> Table:
         Column(key="gpu_instance_id", title="GI", right=True, rank=4, optional=True),
         Column(key="pid", title="pid", right=True),
         Column(key="type", title="type", rank=6),
-        Column(key="user", title="user"),
+        Column(key="user", title="user", rank=1),
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column(key="age", title="age", right=True, rank=3, format=age),
@@ -531,11 +531,11 @@ def _processes(snapshot: Snapshot) -> Table:
             else []
         ),
         Column(key="job", title="job", optional=True),
-        Column(key="role", title="role", optional=True, rank=1, style=role_style),
-        Column(key="way", title="way", optional=True),
+        Column(key="role", title="role", optional=True, rank=2, style=role_style),
+        Column(key="way", title="way", optional=True, least=16),
         Column(key="paused", title="paused", right=True, optional=True, format=age),
         Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
-        Column(key="command", title="command", rank=1, least=16),
+        Column(key="command", title="command", least=16),
     )
     return Table(name="processes", title="processes", columns=columns, rows=rows, empty=_nobody(snapshot.gpus))
 

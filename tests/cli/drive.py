@@ -39,7 +39,9 @@ CRASHED = 137
 # The commands that may ask.
 ASKING = (
     ("apply",),
+    ("move",),
     ("pause",),
+    ("reserve",),
     *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
     ("mps", "stop"),
     ("sim", "reset"),

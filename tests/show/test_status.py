@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,20 @@ from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uu
 def test_the_screen(shown, golden, width):
     """What a terminal of this width shows, without its colours."""
     golden(f"status-{width}", "".join(shown(status_result(mixed_host()), OutputFormat.TABLE, width=width)))
+
+
+def test_a_wide_way_pushes_no_command_out(shown):
+    """Who runs what is the question that `status` answers at 80 columns."""
+    job = process(4711, "alexandra", 8000, "python train.py --epochs 40", job="llama-finetune-3", role="opportunistic")
+    job = replace(job, way="mig+mps", threads_percent=12.5)
+    out, _ = shown(
+        status_result(Snapshot(host="node", gpus=(h100(0, processes=(job,)),))), OutputFormat.TABLE, width=80
+    )
+    (line,) = (line for line in out.splitlines() if "4711" in line)
+    assert "llama-finetune-3" in line
+    assert "MIG" in line
+    assert "python train.py" in line
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("output", ["plain", "csv", "json", "yaml"])
