@@ -659,7 +659,7 @@ def change_of(
 ) -> MigChange:
     """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
     from gpushare.mig.change import gpu_change, plan_change
-    from gpushare.mig.grant import Naming, bind_step, name_steps, named
+    from gpushare.mig.grant import Naming, name_steps, named, names_step
 
     changes = [
         gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
@@ -667,7 +667,7 @@ def change_of(
     ]
     names = [] if name is None else named(host, name, plan.gpus)
     index = {one.uuid or "": one.gpu for one in plan.gpus}
-    first = [bind_step(host, one, index[one.gpu_uuid]) for one in names]
+    first = [names_step(host, names, (), index)] if names else []
     naming = naming or Naming()
     names += naming.bound
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after, *after]
@@ -774,7 +774,7 @@ def name(
 
 
 def _binding(name: str, instance: str, gpu: str | None) -> Plan:
-    from gpushare.mig.grant import bind_step, name_taken
+    from gpushare.mig.grant import name_taken, names_step
     from gpushare.mig.ledger import NamedInstance, check_name, names_of
     from gpushare.mig.target import find_targets
     from gpushare.plan import Plan
@@ -801,7 +801,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     given = names_of(host)
     if name in given and (given[name].gpu_uuid, given[name].place) != (one.gpu_uuid, one.place):
         raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
-    steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
+    steps = () if found.name == name else (names_step(host, [one], (), {one.gpu_uuid: layout.gpu}),)
     if steps and found.name is not None:
         raise BadUsage(
             f"{found} on GPU {layout.gpu} is already named '{found.name}'",
@@ -814,7 +814,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
 
 
 def _forgetting(name: str) -> Plan:
-    from gpushare.mig.grant import forget_step
+    from gpushare.mig.grant import names_step
     from gpushare.mig.ledger import names_of
     from gpushare.mig.target import need_name
     from gpushare.plan import Loss, Plan
@@ -834,7 +834,7 @@ def _forgetting(name: str) -> Plan:
     undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in found.users]
     return Plan(
         title=f"{place} has no name",
-        steps=(forget_step(host, found),),
+        steps=(names_step(host, (), [found]),),
         undo="; ".join(undo),
         consent=(lost,) if found.users else (),
     )

@@ -85,11 +85,7 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> l
     gone = [one for one in live.names if one.name not in want]
     # Their grants follow, too.
     new = [replace(one, users=()) for one in wanted if there.get(one.name) != one.spot]
-    words = [f"name {one} '{one.name}'" for one in new] + [f"forget the name '{one.name}'" for one in gone]
-    commands = [f"gpushare mig name {one.name} {one}" for one in new]
-    commands += [f"gpushare mig name --forget {one.name}" for one in gone]
-    what = f"GPU {live.gpu.index}: {', '.join(words)}"
-    return [names_step(host, what=what, command="\n".join(commands), bind=new, forget=gone)]
+    return [names_step(host, new, gone, {live.gpu.uuid or "": live.gpu.index})]
 
 
 def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made: set[tuple[str, int]]) -> list[Step]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
@@ -374,16 +375,16 @@ def plan_names(
     fresh = [one for one in bound if one.name not in known and one.spot not in kept]
     moved = [one for one in bound if one not in fresh]
     if moved or old:
-        steps.append(_binding(host, moved, old, index))
+        steps.append(names_step(host, moved, old, index))
     same = [name for name, one in places.items() if one not in bound and one.spot in kept]
     # Their grants are in force already.
     have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
     return Naming(
         bound=tuple(bound),
-        first=(_binding(host, fresh, (), index),) if fresh else (),
+        first=(names_step(host, fresh, (), index),) if fresh else (),
         after=(
             *steps,
-            *(_granting(host, name, some) for name, some in users.items() if some and name not in have),
+            *(grant_step(host, name, some) for name, some in users.items() if some and name not in have),
         ),
         changed=frozenset(one.name for one in (*bound, *old)),
         losses=tuple(
@@ -407,19 +408,6 @@ def _naming(one: NamedInstance, gpu: int) -> list[str]:
     return [f"gpushare mig name {one.name} {one} -g {gpu}", *grants]
 
 
-def _binding(
-    host: Host, bind: Sequence[NamedInstance], forget: Sequence[NamedInstance], index: Mapping[str, int]
-) -> Step:
-    said = [f"name {one} on GPU {index[one.gpu_uuid]} '{one.name}'" for one in bind]
-    said += [f"forget the name '{one.name}'" for one in forget]
-    commands = [f"gpushare mig name {one.name} {one} -g {index[one.gpu_uuid]}" for one in bind]
-    commands += [f"gpushare mig name --forget {one.name}" for one in forget]
-    undo = [f"gpushare mig name {one.name} {one}" for one in forget]
-    undo += [f"gpushare mig name --forget {one.name}" for one in bind]
-    names = {"bind": bind, "forget": forget}
-    return names_step(host, what=", ".join(said), command="\n".join(commands), undo="\n".join(undo), **names)
-
-
 def revoking(host: Host, named: NamedInstance) -> Step:
     """Return the step that revokes all grants of a name, planned when it acts."""
     return deferred(
@@ -429,14 +417,22 @@ def revoking(host: Host, named: NamedInstance) -> Step:
     )
 
 
-def _granting(host: Host, name: str, users: Sequence[str]) -> Step:
+def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = False) -> Step:
+    """Return the step that grants a name to users, or, ``again``, applies its grants to an instance that was made anew.
+
+    It is planned when it acts: the nodes exist only when the instance does.
+    """
+    makes: list[Callable[[], Sequence[Step]]] = [partial(_steps_of_grant, host, name, user) for user in users]
     return deferred(
-        f"grant '{name}' to {', '.join(users)}",
+        f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
         "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
-        # The nodes exist only when the instance does.
-        [lambda user=user: plan_grant(host, name, user).steps for user in users],  # type: ignore[misc]
-        undo="\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
+        [lambda: plan_reapply(host, [names_of(host)[name]])] if again else makes,
+        undo=None if again else "\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
     )
+
+
+def _steps_of_grant(host: Host, name: str, user: str) -> Sequence[Step]:
+    return plan_grant(host, name, user).steps
 
 
 def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
@@ -452,26 +448,26 @@ def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsag
 
 def names_step(
     host: Host,
-    *,
-    what: str,
-    command: str,
-    undo: str | None = None,
-    bind: Sequence[NamedInstance] = (),
+    bind: Sequence[NamedInstance],
     forget: Sequence[NamedInstance] = (),
+    index: Mapping[str, int] | None = None,
 ) -> Step:
-    """Return the step that binds and forgets names; its undo leaves alone names that were changed since."""
-    wanted: dict[str, NamedInstance | None] = {one.name: None for one in forget}
-    wanted |= {one.name: one for one in bind}
-    gpus = {one.name: one.gpu_uuid for one in forget}
+    """Return the step that binds and forgets names; its undo leaves alone names that were changed since.
+
+    ``index`` are the indexes of GPUs by UUID, as far as they are known.
+    """
+    wanted: dict[str, NamedInstance | None] = {named.name: None for named in forget}
+    wanted |= {named.name: named for named in bind}
+    gpus = {named.name: named.gpu_uuid for named in forget}
     before: dict[str, NamedInstance | None] = {}
 
     def act() -> None:
         with names_changed(host) as names:
-            for name, one in wanted.items():
+            for name, instance in wanted.items():
                 there = names.get(name)
-                if one is not None:
+                if instance is not None:
                     before[name] = there
-                    names[name] = one
+                    names[name] = instance
                 elif there is None and name in names_of(host):
                     raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
                 elif there is not None and there.gpu_uuid == gpus[name]:
@@ -484,29 +480,23 @@ def names_step(
                     names.pop(name, None)
                     names.update({} if old is None else {name: old})
 
-    return Step(what=what, command=command, undo=undo, do=act, revert=back)
-
-
-def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
-    """Return the step that binds a name; ``gpu`` is the index of its GPU."""
-    return names_step(
-        host,
-        what=f"name {one} on GPU {gpu} '{one.name}'",
-        command=f"gpushare mig name {one.name} {one} -g {gpu}",
-        undo=f"gpushare mig name --forget {one.name}",
-        bind=[one],
+    known = index or {}
+    naming = [f"gpushare mig name {one.name} {one}{_option(one, known)}" for one in (*bind, *forget)]
+    forgetting = [f"gpushare mig name --forget {one.name}" for one in (*forget, *bind)]
+    where = {uuid: f" on GPU {number}" for uuid, number in known.items()}
+    words = [f"name {one}{where.get(one.gpu_uuid, '')} '{one.name}'" for one in bind]
+    words += [f"forget the name '{one.name}' ({one})" for one in forget]
+    return Step(
+        what=", ".join(words),
+        command="\n".join([*naming[: len(bind)], *forgetting[: len(forget)]]),
+        undo="\n".join([*naming[len(bind) :], *forgetting[len(forget) :]]),
+        do=act,
+        revert=back,
     )
 
 
-def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
-    """Return the step that forgets a name; ``gpu`` is the index of its GPU, where that is known."""
-    return names_step(
-        host,
-        what=f"forget the name '{one.name}' ({one})",
-        command=f"gpushare mig name --forget {one.name}",
-        undo=f"gpushare mig name {one.name} {one}" + ("" if gpu is None else f" -g {gpu}"),
-        forget=[one],
-    )
+def _option(named: NamedInstance, index: Mapping[str, int]) -> str:
+    return f" -g {index[named.gpu_uuid]}" if named.gpu_uuid in index else ""
 
 
 def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) -> list[Step]:
@@ -523,9 +513,9 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
             if one.name in but or one.gpu_uuid != plan.uuid or one.place not in gone | made:
                 continue
             if one.place not in made:
-                steps.append(forget_step(host, one, plan.gpu))
+                steps.append(names_step(host, (), [one], {one.gpu_uuid: plan.gpu}))
             elif one.users:
-                steps.append(_grant_step(host, one))
+                steps.append(grant_step(host, one.name, one.users, again=True))
     return steps
 
 
@@ -541,12 +531,3 @@ def regrant(host: Host, gpu_uuid: str) -> list[str]:
         except GpushareError as error:
             failed.append(f"the grant of '{one.name}': {error.message}")
     return failed
-
-
-def _grant_step(host: Host, one: NamedInstance) -> Step:
-    return deferred(
-        f"grant '{one.name}' to {', '.join(one.users)} again",
-        "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
-        # The nodes exist only when the instance does.
-        [lambda: plan_reapply(host, [one])],
-    )

@@ -323,7 +323,7 @@ class Failing:
 
 def with_capabilities(**fields: Any) -> Host:
     host = connect(A100)
-    return Host(**{**vars(host), **fields})
+    return type(host)(**{**vars(host), **fields})
 
 
 @pytest.mark.parametrize("silently", [False, True])
