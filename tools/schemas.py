@@ -48,7 +48,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "mig enable": _CHANGE,
     "mig disable": _CHANGE,
     "mig recover": ("gpushare.cli.mig_change:MigRecoverAnswer",),
-    "mig check": ("Any",),
+    "mig check": ("gpushare.cli.mig_files:MigCheckAnswer",),
     "mig export": ("Any",),
     "mig env": ("gpushare.cli.mig:MigEnvAnswer",),
     "mig grant": (PLAN,),

@@ -186,8 +186,10 @@ def _mps_rows() -> list[Row]:
     start = partial(Row, host=MPS_HOST, prepare=_foreign_mps, real=True)
     running = _after(("mps", "start", "-g", "0", "--threads", "80", "--memory", "20G"), first=_foreign_mps)
     exclusive = ("mps", "start", "-g", "0", "--exclusive", "--threads", "50", "--memory", "8G")
+    users = ("mps", "start", "-g", "0", "--users", "daemon", "--threads", "50")
     stop = ("mps", "stop", "-g", "0")
     return [
+        Row(name="mps start --users", host=MPS_HOST, prepare=_foreign_mps, command=users, then=[users]),
         start(name="mps start", command=("mps", "start", "-g", "0"), then=[("mps", "start", "-g", "0"), stop]),
         start(name="mps start --exclusive", command=exclusive[:5], then=[exclusive[:5], stop]),
         start(

@@ -560,7 +560,7 @@ def _layout_change(
     from gpushare.mig.planner import plan_exact
     from gpushare.mig.target import difference
 
-    gpus, layouts, demands, notes = _demanded(host, gpu, wish, named, exact=exact)
+    gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish, named, exact=exact)
     _need_profiles(gpus, layouts, demands)
     may_go = evicted(evict, layouts)
     # For a file MIG devices count, not how they are spread over GPU instances.
@@ -694,7 +694,7 @@ def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
                 yield f"GPU {gpu.index}: {one.title} is swapped out of it, and can only come back when MIG is off again"
 
 
-def _demanded(
+def _demands_of_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], named: Config | None, *, exact: bool
 ) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
     from gpushare.mig.parted import Demand

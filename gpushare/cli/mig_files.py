@@ -10,6 +10,7 @@ import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NoGpu, no_gpu
 from gpushare.base.selection import check_answers
+from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
@@ -70,14 +71,14 @@ def check(
     gpus = _gpus(host, gpu)
     strict = exact or gpu is not None
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
-    rows = [_row(one, demands.get(one.index), host, strict=strict) for one in gpus]
-    good = all(row["as_requested"] is not False for row in rows) and not (exact and notes)
+    checked = tuple(_checked(one, demands.get(one.index), host, strict=strict) for one in gpus)
+    good = all(one.as_requested is not False for one in checked) and not (exact and notes)
     if not good:
         notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same words")
     return Result(
         command="mig check",
-        data={"as_requested": good, "config": None if named is None else named.name, "gpus": rows},
-        text="\n".join(_lines(row) for row in rows),
+        data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),
+        text="\n".join(line for one in checked for line in one.lines),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
@@ -158,24 +159,78 @@ def _demands(
     return wishes_for(named, gpus, ids), notes
 
 
-def _row(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class DeviceCount:
+    """MIG devices of one kind; ``mig_device`` is false for a GPU instance without a compute instance."""
+
+    profile: str
+    start: int | None
+    count: int
+    mig_device: bool
+
+    @classmethod
+    def of(cls, device: MigDevice, count: int) -> DeviceCount:
+        """Return a kind of device with its number."""
+        return cls(profile=device.name, start=device.start, count=count, mig_device=bool(device.slices))
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f":{self.start}"
+        count = f"*{self.count}" if self.count > 1 else ""
+        return f"{self.profile}{place}{count}" + ("" if self.mig_device else " (no compute instance)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedGpu:
+    """One GPU next to what was asked; ``as_requested`` is null if the configuration says nothing of it."""
+
+    gpu: int
+    uuid: str | None
+    as_requested: bool | None
+    problem: str | None
+    mig_enabled: bool | None
+    mig_pending: bool | None
+    mig_requested: bool | None
+    missing: tuple[DeviceCount, ...]
+    extra: tuple[DeviceCount, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        if self.as_requested is not False:
+            return [f"GPU {self.gpu}: {'as asked' if self.as_requested else self.problem}"]
+        lines = [f"GPU {self.gpu}: not as asked", *([f"  {self.problem}"] if self.problem else [])]
+        for title, devices in (("missing", self.missing), ("too much", self.extra)):
+            if devices:
+                lines.append(f"  {title}: {', '.join(map(str, devices))}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigCheckAnswer:
+    """The answer of `mig check`."""
+
+    as_requested: bool
+    config: str | None
+    gpus: tuple[CheckedGpu, ...]
+
+
+def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
     from gpushare.mig.target import Difference
 
-    problem, found = _compared(gpu, demand, host)
-    found = found or Difference()
+    problem, difference = _compared(gpu, demand, host)
+    difference = difference or Difference()
     compared = demand is not None or strict or gpu.error is not None
-    return {
-        "gpu": gpu.index,
-        "uuid": gpu.uuid,
-        # None: not compared, as the config says nothing of it.
-        "as_requested": (problem is None and not found) if compared else None,
-        "problem": problem,
-        "mig_enabled": gpu.mig_enabled,
-        "mig_pending": gpu.mig_pending,
-        "mig_requested": None if demand is None else demand.mig_enabled,
-        "missing": [_device(one, number) for one, number in found.missing],
-        "extra": [_device(one, number) for one, number in found.extra],
-    }
+    return CheckedGpu(
+        gpu=gpu.index,
+        uuid=gpu.uuid,
+        as_requested=(problem is None and not difference) if compared else None,
+        problem=problem,
+        mig_enabled=gpu.mig_enabled,
+        mig_pending=gpu.mig_pending,
+        mig_requested=None if demand is None else demand.mig_enabled,
+        missing=tuple(DeviceCount.of(*each) for each in difference.missing),
+        extra=tuple(DeviceCount.of(*each) for each in difference.extra),
+    )
 
 
 def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
@@ -205,29 +260,6 @@ def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
     if gpu.mig_pending is not None and gpu.mig_pending is not demand.mig_enabled:
         return f"MIG {said[gpu.mig_pending]} is pending; asked: {said[demand.mig_enabled]}"
     return None
-
-
-def _device(device: MigDevice, number: int) -> dict[str, Any]:
-    return {"profile": device.name, "start": device.start, "count": number, "mig_device": bool(device.slices)}
-
-
-def _lines(row: Mapping[str, Any]) -> str:
-    if row["as_requested"]:
-        return f"GPU {row['gpu']}: as asked"
-    if row["as_requested"] is None:
-        return f"GPU {row['gpu']}: {row['problem']}"
-    lines = [f"GPU {row['gpu']}: not as asked"]
-    lines += [f"  {row['problem']}"] if row["problem"] else []
-    for title, key in (("missing", "missing"), ("too much", "extra")):
-        if row[key]:
-            lines.append(f"  {title}: " + ", ".join(_words(one) for one in row[key]))
-    return "\n".join(lines)
-
-
-def _words(device: Mapping[str, Any]) -> str:
-    place = "" if device["start"] is None else f":{device['start']}"
-    count = f"*{device['count']}" if device["count"] > 1 else ""
-    return f"{device['profile']}{place}{count}" + ("" if device["mig_device"] else " (no compute instance)")
 
 
 _HINT: Final = "start with the current layout: gpushare mig export > mig.yaml"

@@ -90,7 +90,7 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     ends = [state for state in cheapest if state[0] == 0]
     if not ends:
         return None
-    return _walk_back(groups, turns, steps, min(ends, key=lambda state: (cheapest[state], state)))
+    return _parts_taken(groups, turns, steps, min(ends, key=lambda state: (cheapest[state], state)))
 
 
 # What is left of the wish, and which kind of instance the next part may begin with.
@@ -166,13 +166,14 @@ def _reach(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[
     return reach[::-1]
 
 
-def _walk_back(
+def _parts_taken(
     groups: Sequence[Group], turns: Sequence[int], steps: Sequence[Mapping[_State, tuple[int, _State]]], end: _State
 ) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in groups]
+    """Return the parts that the GPUs of each group took, read back from the end: ``steps`` say how each state was reached."""
+    parts: list[list[int]] = [[] for _ in groups]
     state = end
-    for number, taken in zip(reversed(turns), reversed(steps), strict=True):
-        code, state = taken[state]
-        if code:
-            found[number].append(code)
-    return found
+    for group, taken in zip(reversed(turns), reversed(steps), strict=True):
+        part, state = taken[state]
+        if part:
+            parts[group].append(part)
+    return parts

@@ -167,35 +167,29 @@ class Board:
     def _enumerate(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
 
-        def extend(
-            kind: int,
-            first: int,
-            used: int,
-            mask: int,
-            places: tuple[tuple[int, int, int], ...],
-            members: tuple[int, ...],
-        ) -> Iterator[Arrangement]:
-            counts = [0] * len(kinds)
-            for which, _, _ in places:
-                counts[which] += 1
-            yield Arrangement(places, mask, members, tuple(counts))
-            rooms = self.rooms(members)
-            # The next instance is of this kind and further on, or of a later kind, so each set comes once.
-            for after in range(kind, len(kinds)):
-                same = after == kind
-                profile = kinds[after].profile
-                if (used if same else 0) >= limits[after] or not rooms[profile]:
+        def grown(arrangement: Arrangement, kind: int, first: int) -> Iterator[Arrangement]:
+            """Yield an arrangement, and all that have more: of this kind from its place ``first`` on, or of later kinds."""
+            yield arrangement
+            rooms = self.rooms(arrangement.members)
+            # Each set comes once, because kinds and places only ascend.
+            for later in range(kind, len(kinds)):
+                profile = kinds[later].profile
+                if arrangement.counts[later] >= limits[later] or not rooms[profile]:
                     continue
-                for number in range(first if same else 0, len(choices[after])):
-                    start, place = choices[after][number]
-                    if not mask & place:
-                        here = (*places, (after, profile, start))
-                        count = used + 1 if same else 1
-                        yield from extend(
-                            after, number + 1, count, mask | place, here, tuple(sorted((*members, profile)))
+                for number in range(first if later == kind else 0, len(choices[later])):
+                    start, mask = choices[later][number]
+                    if not arrangement.mask & mask:
+                        counts = list(arrangement.counts)
+                        counts[later] += 1
+                        larger = Arrangement(
+                            (*arrangement.places, (later, profile, start)),
+                            arrangement.mask | mask,
+                            tuple(sorted((*arrangement.members, profile))),
+                            tuple(counts),
                         )
+                        yield from grown(larger, later, number + 1)
 
-        yield from extend(0, 0, 0, 0, (), ())
+        yield from grown(Arrangement((), 0, (), (0,) * len(kinds)), 0, 0)
 
 
 def _exclude(one: Profile, other: Profile) -> bool:
