@@ -61,7 +61,7 @@ def pause(
         started=found.started,
         name=found.name,
         uid=found.uid,
-        on_gpu=lambda: {one.pid: one.under_mps for one in gpu_processes(host, found)},
+        on_gpu=lambda: {process.pid: process.under_mps for process in gpu_processes(host, found)},
         losses=lambda pids: consent_to(host, found, "pauses", pids),
     )
     with JobPause(host, target, seconds) as work:

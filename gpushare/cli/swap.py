@@ -89,7 +89,7 @@ def out(job: JobArgument) -> Any:
     ):
         raise _already(before)
     processes = processes_to_swap(host, found)
-    losses = consent_to(host, found, "swaps out", [one.pid for one in processes])
+    losses = consent_to(host, found, "swaps out", [process.pid for process in processes])
     gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
     if gpu is None or gpu.uuid is None:
         raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
@@ -119,7 +119,7 @@ def out(job: JobArgument) -> Any:
                 raise _already(again)
             done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found), room_kept))
 
-    pids = " ".join(str(one.pid) for one in processes)
+    pids = " ".join(str(process.pid) for process in processes)
     what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
     gone = f"{found.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
     undo = f"gpushare swap in {found.selector}"
@@ -271,7 +271,7 @@ def listed() -> Any:
     from gpushare.show.result import Column, Result, Table
 
     host = settings.connect()
-    out = [one for one in swaps(host) if one.state != BACK]
+    out = [swap for swap in swaps(host) if swap.state != BACK]
     # Without a driver, the list is there all the same.
     gpus = (or_none(host.nvml.identities) if out else None) or ()
     indexes = {gpu.uuid: gpu.index for gpu in gpus}

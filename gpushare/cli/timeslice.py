@@ -131,7 +131,7 @@ def show(gpu: GpuOption = None) -> Any:
             compute_mode=device.gpu.compute_mode,
             supported=None if device.gpu.error else device.gpu.index in levels,
             uuid=device.gpu.uuid,
-            default_slice_us=default_slice(one for one in processes if one.gpu == device.gpu.index),
+            default_slice_us=default_slice(process for process in processes if process.gpu == device.gpu.index),
         )
         for device in devices
     ]
@@ -352,7 +352,9 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
             action = "changes the time-slice of"
             consent_to(host, job, action)
             processes = gpu_processes(host, job)
-            return plan(host, control, job, processes, consent_to(host, job, action, [one.pid for one in processes]))
+            return plan(
+                host, control, job, processes, consent_to(host, job, action, [process.pid for process in processes])
+            )
 
         first = planned()
         return carried_out(command, first, again=planned if first.consent else None)

@@ -148,17 +148,21 @@ def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Run
 
 
 def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float | None:
-    for seconds in sorted({0.0, *(one.ends_seconds for one in running if one.ends_seconds is not None)}):
-        if fits(room, [one for one in running if one.ends_seconds is None or one.ends_seconds > seconds], job):
+    for seconds in sorted({0.0, *(holder.ends_seconds for holder in running if holder.ends_seconds is not None)}):
+        if fits(
+            room,
+            [holder for holder in running if holder.ends_seconds is None or holder.ends_seconds > seconds],
+            job,
+        ):
             return seconds
     return None
 
 
 def fits(room: Room, running: Sequence[Running], job: Waiting) -> bool:
     """Return whether a job has room next to those that run."""
-    if sum(one.memory_bytes for one in running) + _size(room, job) > room.memory_bytes:
+    if sum(holder.memory_bytes for holder in running) + _size(room, job) > room.memory_bytes:
         return False
-    return not job.client or room.clients is None or sum(one.client for one in running) < room.clients
+    return not job.client or room.clients is None or sum(holder.client for holder in running) < room.clients
 
 
 def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
@@ -179,7 +183,7 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
         # It never starts here.
         return False
     if earlier.uid is not None and earlier.uid != job.uid:
-        own = sum(one.memory_bytes for one in running if one.uid == earlier.uid)
+        own = sum(holder.memory_bytes for holder in running if holder.uid == earlier.uid)
         if own + need > room.memory_bytes:
             # Jobs of the same user are in its way: nobody can make others wait with a small job and a large one.
             return False

@@ -30,7 +30,7 @@ class Command(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class There:
+class Residents:
     """The jobs on one device: those whose commands are known, and whether others work there."""
 
     known: tuple[Command, ...] = ()
@@ -69,7 +69,7 @@ class Harm:
     pair: bool = False
 
 
-def harm(job: Command | None, there: There) -> Harm:
+def loss_if_joined(job: Command | None, there: Residents) -> Harm:
     """Return how much a job and those that run on a device would lose if it came."""
     if there.empty:
         return Harm(percent=0.0)
@@ -89,12 +89,12 @@ def harm(job: Command | None, there: There) -> Harm:
     return Harm(percent=lost)
 
 
-def order(job: Command | None, there: There) -> int:
+def order(job: Command | None, there: Residents) -> int:
     """Return a number by which devices are ordered, the best first: the harm in steps.
 
     Where the harm is not known, the job is taken to fill the GPU; and so are those there, if nothing is known of them.
     """
-    found = harm(job, there).percent
+    found = loss_if_joined(job, there).percent
     if found is None:
         mine = None if job is None else job.profile.use_percent
         others = there.use_percent
@@ -107,7 +107,7 @@ def _too_much(mine: float, others: float) -> float:
     return max(0.0, mine + others - _FULL) - max(0.0, others - _FULL)
 
 
-def _measured(job: Command | None, there: There) -> float | None:
+def _measured(job: Command | None, there: Residents) -> float | None:
     """Return the loss next to the only job there, if the two were measured together."""
     if job is None or len(there.known) != 1 or there.others or there.coming:
         return None
@@ -121,11 +121,11 @@ def _measured(job: Command | None, there: There) -> float | None:
     )
 
 
-def in_words(job: Command | None, there: There) -> str:
+def in_words(job: Command | None, there: Residents) -> str:
     """Return the harm in a few words, and whether it is known by profile."""
     if there.empty:
         return "nothing runs there"
-    found = harm(job, there)
+    found = loss_if_joined(job, there)
     if found.pair:
         return f"by profile: the two were measured together, and lose {found.percent:.0f} % of a GPU"
     if found.percent is not None and job is not None:

@@ -130,14 +130,14 @@ class Line:
     @property
     def free_bytes(self) -> int:
         """Return what is neither reserved nor held."""
-        return max(0, self.room.memory_bytes - sum(one.memory_bytes for one in self.running))
+        return max(0, self.room.memory_bytes - sum(holder.memory_bytes for holder in self.running))
 
     @property
     def free_clients(self) -> int | None:
         """Return how many more clients an MPS server takes; None: it is not known, or does not matter."""
         if self.room.clients is None:
             return None
-        return max(0, self.room.clients - sum(one.client for one in self.running))
+        return max(0, self.room.clients - sum(holder.client for holder in self.running))
 
 
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
@@ -221,7 +221,7 @@ def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, 
 def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
     """Return the jobs that would be before one that came now."""
     waiting = [one for one in found if one.waits and not one.stopped]
-    return [one for one in waiting if not _spares(one, one.claim.uid, request, uid)]
+    return [job for job in waiting if not _spares(job, job.claim.uid, request, uid)]
 
 
 def _reservation(claim: Claim) -> Reservation | None:
@@ -418,7 +418,7 @@ def who_could_take(found: Sequence[Reservation], line: Line, limits: Mapping[int
     """Return the waiting jobs that can take a place on a device now."""
     by_key = {line.device.uuid: line}
     waiting = [one for one in found if one.waits and patience.lets_go_first(one)]
-    return set(_admitted(by_key, [_in_line(one, by_key, limits) for one in waiting]))
+    return set(_admitted(by_key, [_in_line(job, by_key, limits) for job in waiting]))
 
 
 def is_on(process: GpuProcess, device: Device) -> bool:
@@ -484,14 +484,14 @@ class Lapses:
         used: set[str] = set()
         for device in devices:
             here = [one for one in found if device.uuid in one.held]
-            processes = [one for one in device.gpu.processes or () if is_on(one, device)]
+            processes = [process for process in device.gpu.processes or () if is_on(process, device)]
             used |= set(owners_of(host, here, processes).values())
         self._since = {one.id: self._since.get(one.id, now) for one in found if one.held and one.id not in used}
         return {name for name, since in self._since.items() if now - since > LAPSE_SECONDS}
 
     def pending(self, line: Line) -> bool:
         """Return whether a reservation that counts on a device may still lapse."""
-        return any(one.id in self._since for one in line.holders)
+        return any(job.id in self._since for job in line.holders)
 
 
 class Patience:
@@ -630,16 +630,18 @@ class Place:
     ) -> tuple[str, ...]:
         claims = all_claims(self._host, PREFIX)
         # Choosing takes microseconds. Whoever shows an earlier ticket later than this did not draw it then.
-        while self._before is None and any(one.ticket is None for one in claims or ()) and self._has_just_come():
+        while self._before is None and any(claim.ticket is None for claim in claims or ()) and self._has_just_come():
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
         found = self._others(reservations(self._host, claims))
         own = self._claim.path.name
-        mine = next((one for one in claims or () if one.path.name == own), None)
+        mine = next((claim for claim in claims or () if claim.path.name == own), None)
         if claims is None or found is None or mine is None:
             return ()
         if self._before is None:
-            self._before = frozenset(one.path.name for one in claims if one.ticket is not None and one.rank < mine.rank)
+            self._before = frozenset(
+                claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
+            )
         lines = self._lines(found, devices, clients, limits)
         waiting = [
             _in_line(one, lines, limits)
@@ -664,7 +666,7 @@ class Place:
         count, wanted = self.request.count, self.request.keys
         if count == 1 or self._fixes >= _MOST_FIXES or set(self._fixed) & lines.keys() == {*self._fixed} != set():
             return
-        before = next((one for one in waiting if not set(one.keys).isdisjoint(wanted)), None)
+        before = next((job for job in waiting if not set(job.keys).isdisjoint(wanted)), None)
         room = {
             key: lines[key]
             for key in wanted
@@ -719,8 +721,10 @@ class Place:
     ) -> dict[str, Line]:
         lapsed = self._lapses.look(self._host, [one for one in found if one.id != self._claim.path.name], devices)
         lines = {
-            one.uuid: line_of(self._host, one, found, clients=clients.get(one.uuid), limits=limits, lapsed=lapsed)
-            for one in devices
+            device.uuid: line_of(
+                self._host, device, found, clients=clients.get(device.uuid), limits=limits, lapsed=lapsed
+            )
+            for device in devices
         }
         return {key: line for key, line in lines.items() if line is not None}
 

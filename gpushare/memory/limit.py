@@ -351,7 +351,7 @@ class JobMemory(Part):
         """Return whether the job has grown since it was found above its limit: then it has no more time to end."""
         if self.over is None:
             return False
-        held = sum(one.memory_used_bytes or 0 for one in self._processes() or ())
+        held = sum(process.memory_used_bytes or 0 for process in self._processes() or ())
         return held > self._over_bytes + _ENDING_BYTES
 
     def release(self) -> Mapping[int, int]:
@@ -385,7 +385,7 @@ class JobMemory(Part):
         # Also those that hold nothing yet.
         marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
         left = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
-        held = sum(one.memory_used_bytes or 0 for one in self._processes() or () if one.pid in left)
+        held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in left)
         if left:
             one = len(left) == 1
             what = (

@@ -27,7 +27,7 @@ def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None
     gpus = snapshot.gpus if found is None else tuple(_with_reserved(host, gpu, found, limits) for gpu in snapshot.gpus)
     waiting = tuple(waiting_jobs(host, snapshot.gpus, found or ()))
     here = _indexes(snapshot.gpus)
-    out = tuple(_swapped(here, one) for one in swaps(host) if one.state != BACK and one.gpu_uuid in here)
+    out = tuple(_swapped(here, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in here)
     limited = tuple(_limited(here, found or ()))
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 

@@ -17,7 +17,7 @@ from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.records import sweep_leftovers
-from gpushare.memory.harm import Command, There, best_together, in_words, order
+from gpushare.memory.harm import Command, Residents, best_together, in_words, order
 from gpushare.memory.leases import leases, reserved_words
 from gpushare.memory.ledger import (
     PREFIX,
@@ -56,8 +56,8 @@ def read_lines(
     """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
     found = not_around(host, reservations(host) or [])
     found = [one for one in found if but is None or one.id != but.claim.path.name]
-    lines = (line_of(host, one, found, clients=client_limit(host, one), limits=limits) for one in devices)
-    return [one for one in lines if one is not None]
+    lines = (line_of(host, device, found, clients=client_limit(host, device), limits=limits) for device in devices)
+    return [line for line in lines if line is not None]
 
 
 def client_limit(host: Host, device: Device) -> int | None:
@@ -97,7 +97,7 @@ def best_first(
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, there = productions(device), _there(host, line, known)
+        names, there = productions(device), _residents(host, line, known)
         profile = find_profile(host, device, command) if command else None
         job = None if profile is None else Command(digest_of(device, command), profile)
         what = f"production job '{names[0]}' runs there" if names else "no production job"
@@ -121,7 +121,7 @@ _MOST_LOOKED_UP: Final = 64
 _MOST_PARENTS: Final = 16
 
 
-def _there(host: Host, line: Line, known: Known) -> There:
+def _residents(host: Host, line: Line, known: Known) -> Residents:
     """Return the jobs on a device. Only this user's own processes are looked up: others' profiles cannot be read."""
     from gpushare.mps.control import is_server
 
@@ -144,8 +144,8 @@ def _there(host: Host, line: Line, known: Known) -> There:
         else:
             # Once for all processes of a job.
             commands[found[0]] = found[1]
-    coming = [one for one in line.holders if families.isdisjoint(process.pid for process in one.claim.processes)]
-    return There(
+    coming = [job for job in line.holders if families.isdisjoint(process.pid for process in job.claim.processes)]
+    return Residents(
         known=tuple(commands.values()),
         others=others,
         coming=0 if blind else len(coming),
@@ -219,7 +219,7 @@ def wait_for_room(
                 check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
                 before = position(reservations(host) or [], place)
-                raise _no_room(read_lines(host, now, limits), place.request, seconds, reasons, before)
+                raise _no_room_error(read_lines(host, now, limits), place.request, seconds, reasons, before)
             if due:
                 looked = clock()
                 text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
@@ -268,7 +268,7 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
 
     def kept(size: int) -> bool | None:
         free = has_room(host, swap, size)
-        devices = [Device(gpu=one) for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid]
+        devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
         found = reservations(host)
         if not free or found is None or not devices:
             return free
@@ -320,11 +320,11 @@ def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Map
     gpus = list({one.gpu.index: one.gpu for one in devices}.values())
     first = {one.claim.pid for one in waiting_before(found, request, os.geteuid())}
     before = [
-        one
-        for one in waiting_jobs(host, gpus, found)
-        if one.pid in first and not set(one.device_uuids).isdisjoint(request.keys)
+        gpu
+        for gpu in waiting_jobs(host, gpus, found)
+        if gpu.pid in first and not set(gpu.device_uuids).isdisjoint(request.keys)
     ]
-    holders = [_holder(host, line, one) for line in lines for one in line.holders]
+    holders = [_holder(host, line, job) for line in lines for job in line.holders]
     return Outlook(
         devices=tuple(device for key in free[: request.count] for device in now if device.uuid == key),
         request=request,
@@ -365,7 +365,7 @@ def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
         return f"now it would wait: {_unusable(found.unusable)}"
     parts = []
     for line in found.lines[:_MOST_NAMED]:
-        held = [_named(one) for one in found.holders if one.device_uuids == (line.device.uuid,)]
+        held = [_named(job) for job in found.holders if job.device_uuids == (line.device.uuid,)]
         held += [f"other programs ({format_bytes(line.others_bytes)})"] if line.others_bytes >= _WORTH_NAMING else []
         by = f", held by {_listed(held)}" if held else ""
         parts.append(f"{_free(line, found.request)}{by}")
@@ -498,7 +498,7 @@ def _leased(host: Host, uuid: str) -> int | None:
     """Return the gpushare whose program has an instance alone (`run --mig`); None: nobody, or one that this job is a part of."""
     claim = (live_claims(host) or {}).get(uuid)
     above = set() if claim is None else set(ancestry(host, os.getpid()))
-    return None if claim is None or any(one.pid in above for one in claim.processes) else claim.pid
+    return None if claim is None or any(process.pid in above for process in claim.processes) else claim.pid
 
 
 def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:
@@ -509,11 +509,11 @@ def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:
         return None
     from gpushare.mps.control import SERVER_PROGRAM
 
-    for one in gpu.processes or ():
-        if one.compute and not (client and one.mps):
-            info = host.processes.describe(one.pid) if client else None
+    for process in gpu.processes or ():
+        if process.compute and not (client and process.mps):
+            info = host.processes.describe(process.pid) if client else None
             if info is None or info.name != SERVER_PROGRAM:
-                return f"is in compute mode exclusive-process, and process {one.pid} has it"
+                return f"is in compute mode exclusive-process, and process {process.pid} has it"
     return None
 
 
@@ -567,7 +567,7 @@ def _held_by(line: Line, most: int) -> str:
 def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
     room = "; ".join(f"{_free(line, place.request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
     ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
-    stays = [one.title for line in lines for one in line.holders if one.stays and place.request.production]
+    stays = [job.title for line in lines for job in line.holders if job.stays and place.request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
     return f"waiting for {size_text(place.request)}{ahead}: {room}{cannot}"
 
@@ -579,7 +579,7 @@ def check_ever(lines: Sequence[Line], request: Request) -> None:
         BadUsage: it does not (code ``never_fits``).
     """
     if lines and never_fits(lines, request):
-        raise _never(lines, request)
+        raise _never_fits_error(lines, request)
 
 
 def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> None:
@@ -611,7 +611,7 @@ def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> st
     )
 
 
-def _never(lines: Sequence[Line], request: Request) -> BadUsage:
+def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
     largest = max(lines, key=lambda line: line.room.memory_bytes)
     if request.count > 1:
         fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
@@ -627,7 +627,9 @@ def _never(lines: Sequence[Line], request: Request) -> BadUsage:
     )
 
 
-def _no_room(lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], before: int) -> InUse:
+def _no_room_error(
+    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], before: int
+) -> InUse:
     most = max(lines, key=lambda line: line.free_bytes, default=None)
     if most is None:
         free = _unusable(reasons) or "its memory is not known"

@@ -274,21 +274,21 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
         InUse: it is stopped or paused (which hangs the lock), or host memory is short.
     """
     check_host(host)
-    mps = next((one for one in processes if one.under_mps), None)
+    mps = next((process for process in processes if process.under_mps), None)
     if mps is not None:
         raise NotSupported(
             f"{title} cannot be swapped: process {mps.pid} is a client of MPS",
             "start it outside MPS: gpushare run --swap request -- CMD",
             code="under_mps",
         )
-    gpus = sorted({gpu for one in processes for gpu in one.gpus})
+    gpus = sorted({gpu for process in processes for gpu in process.gpus})
     if len(gpus) > 1:
         raise NotSupported(
             f"{title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped",
             "pause it instead: gpushare pause JOB",
             code="several_gpus",
         )
-    if any(job.holds(one.pid) for job in host.open_cgroups().jobs() for one in processes):
+    if any(job.holds(process.pid) for job in host.open_cgroups().jobs() for process in processes):
         raise NotSupported(
             f"{title} cannot be swapped: the driver limits its memory, and would lose it where it refuses a restore",
             "start it so that gpushare limits it: gpushare run --swap request --memory SIZE -- CMD",
@@ -331,17 +331,17 @@ def check_host(host: Host) -> None:
 
 def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
     off = paused_since(host)
-    for one in processes:
-        named = f"process {one.pid}"
+    for process in processes:
+        named = f"process {process.pid}"
         whose = title if title == named or title.endswith(f"({named})") else f"{named} of {title}"
-        if one.pid in off:
+        if process.pid in off:
             raise InUse(
                 f"{whose} is paused: a checkpoint would hang",
-                f"resume it first: gpushare resume {one.pid}",
+                f"resume it first: gpushare resume {process.pid}",
                 code="paused",
             )
-        if _is_stopped(host, one.pid):
-            raise _stopped(whose, one.pid)
+        if _is_stopped(host, process.pid):
+            raise _stopped(whose, process.pid)
 
 
 def _is_stopped(host: Host, pid: int) -> bool:
@@ -373,7 +373,7 @@ def leaving(
         gpu_uuid=gpu_uuid,
         state=LEAVING,
         since=uptime(),
-        images=tuple(Image(one.pid, one.started, one.memory_bytes) for one in processes),
+        images=tuple(Image(process.pid, process.started, process.memory_bytes) for process in processes),
         restored=before is not None and (before.restored or before.state == BACK),
         path=SWAPS.path(host, pid),
     )
@@ -737,7 +737,7 @@ def has_room(host: Host, swap: Swap, size: int) -> bool | None:
     for gpu in host.nvml.sweep():
         if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
             free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
-            alone = gpu.processes is not None and {one.pid for one in gpu.processes} <= images
+            alone = gpu.processes is not None and {process.pid for process in gpu.processes} <= images
             return size + (0 if alone else GPU_MARGIN_BYTES) <= free
     return None
 
@@ -757,7 +757,7 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep =
     ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of jobs that have ended are removed, and
     those of jobs that are back, which a full disk has kept, corrected.
     """
-    there = [one for one in swaps(host, shared=False) if one.state in {LEAVING, RETURNING, OUT}]
+    there = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
     if not there:
         return []
     checkpoint = host.open_checkpoint()

@@ -127,16 +127,16 @@ class JobPause:
 
     def _before(self) -> PausedJob | None:
         """Return its record if it is paused, and stays so without doing anything."""
-        for one in paused_jobs(self._host):
+        for job in paused_jobs(self._host):
             # A user's word keeps nobody from pausing: root takes the pause over.
-            if self._pid not in one.pids or one.keeper_uid:
+            if self._pid not in job.pids or job.keeper_uid:
                 continue
-            if one.keeper_uid == 0:
-                raise paused_by_root(one)
-            if one.by_run and one.kept(self._host):
-                raise paused_by_run(one)
+            if job.keeper_uid == 0:
+                raise paused_by_root(job)
+            if job.by_run and job.kept(self._host):
+                raise paused_by_run(job)
             # A pause or resume that died half way, or whose guard is gone, is made whole.
-            return one if one.state == PAUSED and one.kept(self._host) else None
+            return job if job.state == PAUSED and job.kept(self._host) else None
         return None
 
     def _find(self, pids: Iterable[int]) -> list[Channels]:
@@ -386,7 +386,7 @@ def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
     if not jobs:
         return []
     family = {member for pid in pids for member in host.processes.descendants(pid)}
-    return [one for one in jobs if family & one.pids]
+    return [job for job in jobs if family & job.pids]
 
 
 def resume_to_end(host: Host, pids: Iterable[int]) -> None:

@@ -123,7 +123,7 @@ class Creator:
         found = self.plan()
         if isinstance(found, NoPlan):
             raise no_plan_error(found)
-        plan = next(one for one in found.gpus if one.changes)
+        plan = next(gpu for gpu in found.gpus if gpu.changes)
         new = plan.created[0].instance
         steps = (
             *shown_steps(found),

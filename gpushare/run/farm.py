@@ -199,24 +199,28 @@ def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
         if not line.strip():
             continue
         if len(line) > MOST_LINE_BYTES:
-            raise _bad_lines(f"line {number} of {name} has {len(line)} bytes", f"give at most {MOST_LINE_BYTES} bytes")
+            raise _bad_lines_error(
+                f"line {number} of {name} has {len(line)} bytes", f"give at most {MOST_LINE_BYTES} bytes"
+            )
         try:
             words = line.decode()
         except UnicodeDecodeError:
             words = "\0"
         if "\0" in words:
-            raise _bad_lines(f"line {number} of {name} is not text", "give a file of UTF-8 text")
+            raise _bad_lines_error(f"line {number} of {name} is not text", "give a file of UTF-8 text")
         lines.append(words)
         if len(lines) > MOST_COPIES:
-            raise _bad_lines(f"{name} has more than {MOST_COPIES} lines", f"split it: split -l {MOST_COPIES} FILE")
+            raise _bad_lines_error(
+                f"{name} has more than {MOST_COPIES} lines", f"split it: split -l {MOST_COPIES} FILE"
+            )
     if not lines:
-        raise _bad_lines(
+        raise _bad_lines_error(
             f"{name} has no lines", "give one line for each copy: seq 8 | gpushare farm --each - -- CMD {}"
         )
     return tuple(lines)
 
 
-def _bad_lines(message: str, hint: str) -> BadUsage:
+def _bad_lines_error(message: str, hint: str) -> BadUsage:
     return BadUsage(message, hint, code="bad_lines")
 
 

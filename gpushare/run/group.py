@@ -152,7 +152,7 @@ def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
         return ()
     family = host.processes.descendants(pid)
     try:
-        there = {one.pid for one in host.nvml.processes(device.gpu.index) or () if one.compute}
+        there = {process.pid for process in host.nvml.processes(device.gpu.index) or () if process.compute}
     except GpushareError:
         return ()
     return [one for one in family if one in there]

@@ -158,12 +158,12 @@ def records(host: Host) -> list[JobRecord]:
 
 def productions(host: Host) -> list[JobRecord]:
     """Return the records of all production jobs, running or not."""
-    return [one for one in records(host) if one.role == PRODUCTION]
+    return [record for record in records(host) if record.role == PRODUCTION]
 
 
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name: the one that runs, else any, or None."""
-    found = [one for one in records(host) if one.name == name]
+    found = [record for record in records(host) if record.name == name]
     return next((one for one in found if is_running(host, one)), found[0] if found else None)
 
 
@@ -178,7 +178,7 @@ _MOST_PARENTS: Final = 16
 
 def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
     """Return the names of the running jobs that processes belong to: as their program, or as its descendant."""
-    names = {one.pid: one.name for one in records(host) if is_running(host, one)}
+    names = {record.pid: record.name for record in records(host) if is_running(host, record)}
     found = {}
     for pid in pids if names else ():
         parent: int | None = pid
@@ -442,7 +442,7 @@ def find_job(host: Host, text: str) -> Job:
     info = None if identity is None else host.processes.describe(pid)
     # The start was compared before, the identity read after it: both are of the same process.
     if identity is None or info is None or (record is not None and not is_running(host, record)):
-        raise _no_job(host, text)
+        raise _no_job_error(host, text)
     return Job(
         pid=pid,
         started=identity.started,
@@ -463,17 +463,17 @@ def _of_a_user(host: Host, name: str) -> JobRecord:
     """
     named = [record for record in JOBS.all(host) if record.keeper_uid and record.name == name]
     if not named:
-        raise _no_job(host, name)
+        raise _no_job_error(host, name)
     if len(named) > 1:
         pids = ", ".join(str(record.pid) for record in named[:5])
         raise BadUsage(f"{len(named)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
     return named[0]
 
 
-def _no_job(host: Host, text: str) -> NotFound:
+def _no_job_error(host: Host, text: str) -> NotFound:
     if text.isdecimal():
         return no_process(text, "see all: gpushare jobs -a", "no_job")
-    names = [one.name for one in records(host) if is_running(host, one)][:5]
+    names = [record.name for record in records(host) if is_running(host, record)][:5]
     known = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"no job '{text}' is running", f"{known}see all: gpushare jobs -a", code="no_job")
 
@@ -547,7 +547,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     """
     tree = host.processes.descendants(job.pid)
     if host.processes.identity(job.pid) is None or job.pid not in tree:
-        raise _no_job(host, job.selector)
+        raise _no_job_error(host, job.selector)
     if host.processes.namespace_is_host() is False:
         gpus: Mapping[int, tuple[tuple[int, ...], bool]] = {
             pid: ((), False) for pid in tree if host.processes.uses_driver(pid)
@@ -561,11 +561,11 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
         if one is not None
     )
     if not found:
-        raise _off_the_gpu(host, job)
+        raise _not_on_gpu_error(host, job)
     return found
 
 
-def _off_the_gpu(host: Host, job: Job) -> NotFound:
+def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
     from gpushare.memory.swap import OUT, find_swap
 
     swap = or_none(lambda: find_swap(host, job.pid, job.name))
@@ -588,11 +588,11 @@ def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], 
             failed = error
             continue
         answered = True
-        for one in processes or ():
-            if one.pid in tree and (one.compute or one.mps):
-                gpus, mps = found.get(one.pid, ((), False))
+        for process in processes or ():
+            if process.pid in tree and (process.compute or process.mps):
+                gpus, mps = found.get(process.pid, ((), False))
                 # Under MIG it has one entry per instance.
-                found[one.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or one.mps)
+                found[process.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or process.mps)
     if failed is not None and not answered:
         raise failed
     return found

@@ -181,7 +181,7 @@ class _Present:
         state, since = self._state(pid, _age(info))
         slices = _slices(processes)
         mig = None if device is None else device.mig
-        mps = any(one.process.mps for one in processes) or (info is not None and is_server(info.name))
+        mps = any(process.process.mps for process in processes) or (info is not None and is_server(info.name))
         return ListedJob(
             name=_name(None if swap is None else swap.name) or _name(None if pause is None else pause.name),
             pid=pid,
@@ -189,7 +189,7 @@ class _Present:
             user=None if info is None else info.user,
             role=None,
             device=None if device is None else device.title,
-            gpu_indexes=tuple(sorted({one.gpu for one in processes}))
+            gpu_indexes=tuple(sorted({process.gpu for process in processes}))
             or (() if device is None else (device.gpu.index,)),
             device_uuids=() if device is None else (device.uuid,),
             way=None if device is None else _way(mps=mps, mig=mig is not None),
@@ -204,7 +204,7 @@ class _Present:
             since_seconds=since,
             command=None if info is None else _command(info.command_line) or info.name,
             container=None if info is None else info.container,
-            processes=tuple(sorted({one.process.pid for one in processes})),
+            processes=tuple(sorted({process.process.pid for process in processes})),
         )
 
     def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
@@ -222,13 +222,17 @@ class _Present:
     def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
         found = {
-            self._clients[one.process.pid].threads_percent for one in processes if one.process.pid in self._clients
+            self._clients[process.process.pid].threads_percent
+            for process in processes
+            if process.process.pid in self._clients
         }
         return found.pop() if len(found) == 1 else None
 
     def _client_memory(self, processes: Iterable[_OnGpu]) -> int | None:
         limits = [
-            self._clients[one.process.pid].memory_limit_bytes for one in processes if one.process.pid in self._clients
+            self._clients[process.process.pid].memory_limit_bytes
+            for process in processes
+            if process.process.pid in self._clients
         ]
         return limits[0] if len(limits) == 1 else None
 
@@ -265,21 +269,21 @@ def _way(*, mps: bool, mig: bool) -> str:
 
 
 def _slices(processes: Iterable[_OnGpu]) -> set[int]:
-    return {one.process.slice_us for one in processes if one.process.slice_us is not None}
+    return {process.process.slice_us for process in processes if process.process.slice_us is not None}
 
 
 def _memory(processes: Sequence[_OnGpu]) -> int | None:
-    sizes = [one.process.memory_used_bytes for one in processes]
+    sizes = [process.process.memory_used_bytes for process in processes]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _work(processes: Sequence[_OnGpu]) -> int | None:
     """Return the SM percent of its processes together, on the GPU where it is most; None: that of one is unknown."""
     sums: dict[int, int] = {}
-    for one in processes:
-        if one.process.sm_percent is None:
+    for process in processes:
+        if process.process.sm_percent is None:
             return None
-        sums[one.gpu] = sums.get(one.gpu, 0) + one.process.sm_percent
+        sums[process.gpu] = sums.get(process.gpu, 0) + process.process.sm_percent
     return min(100, max(sums.values())) if sums else None
 
 

@@ -73,9 +73,9 @@ def _name_of(host: Host, text: str) -> str:
             if record.keeper_uid is not None:
                 raise _of_another(record, record.keeper_uid)
             return record.name
-    for one in reservations(host) or []:
-        if one.claim.pid == number and one.name is not None:
-            return one.name
+    for job in reservations(host) or []:
+        if job.claim.pid == number and job.name is not None:
+            return job.name
     raise NotFound(f"process {text[:20]} is no job of gpushare", "see the jobs: gpushare jobs", code="no_job")
 
 
@@ -88,10 +88,10 @@ def _not_kept(host: Host, name: str) -> GpushareError:
             "start it so: gpushare run -d -- CMD",
             code="no_output",
         )
-    others = [one for one in running_records(host) if one.name == name and one.keeper_uid is not None]
+    others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]
     if others:
         return _of_another(others[0], others[0].keeper_uid or 0)
-    names = sorted(one.name for one in running_records(host) if one.keeper_uid is None)[:_MOST_NAMED]
+    names = sorted(record.name for record in running_records(host) if record.keeper_uid is None)[:_MOST_NAMED]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
 
@@ -110,10 +110,10 @@ def _keeper(host: Host, name: str) -> Identity | None:
     record = find_record(host, name)
     if record is not None and record.keeper_uid is None and is_running(host, record):
         return record.supervisor or Identity(record.pid, record.started)
-    for one in reservations(host) or []:
-        info = host.processes.describe(one.claim.pid) if one.name == name else None
+    for job in reservations(host) or []:
+        info = host.processes.describe(job.claim.pid) if job.name == name else None
         if info is not None and info.uid == host.uid:
-            return one.claim.processes[0]
+            return job.claim.processes[0]
     return None
 
 

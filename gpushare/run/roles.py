@@ -101,7 +101,7 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
     if clients & family:
         return True
     try:
-        on_gpu = {one.pid for one in host.nvml.processes(device.gpu.index) or ()}
+        on_gpu = {process.pid for process in host.nvml.processes(device.gpu.index) or ()}
     except GpushareError:
         on_gpu = set()
     # It has no context yet: where its variables lead, it will go.
@@ -127,9 +127,9 @@ def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | N
     """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
     there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
     known = (
-        one
-        for one in records(host)
-        if target in {one.name, str(one.pid)} and one.devices and there.issuperset(one.devices)
+        record
+        for record in records(host)
+        if target in {record.name, str(record.pid)} and record.devices and there.issuperset(record.devices)
     )
     return next((one.devices[0] for one in known if is_running(host, one)), None)
 
@@ -142,7 +142,7 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
     pid = pid_of(target)
     if pid is not None:
         # Any other process: there is no record of it.
-        here = (one for one in records(host) if one.pid == pid and device.uuid in one.devices)
+        here = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
         return next((one for one in here if is_running(host, one)), None)
     found = find_record(host, check_job_name(target))
     if found is None and find_tuned(host, target) is None:

@@ -495,4 +495,4 @@ def held(lease: Lease | None) -> tuple[str, str]:
 
 def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
     """Return the paths of claims, as arguments of the guard."""
-    return tuple(os.fspath(one.path) for one in claims if one is not None)
+    return tuple(os.fspath(claim.path) for claim in claims if claim is not None)

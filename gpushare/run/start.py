@@ -236,7 +236,7 @@ class JobStart:
         """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
         from gpushare.memory.leases import lease_of_others
 
-        free = tuple(one for one in devices if lease_of_others(self.host, one.gpu.uuid) is None)
+        free = tuple(device for device in devices if lease_of_others(self.host, device.gpu.uuid) is None)
         if not free:
             self._check_lease(devices[0])
         return free
@@ -370,7 +370,7 @@ class JobStart:
             if process is not None:
                 break
         if process is None:
-            raise _no_production(devices)
+            raise _no_production_error(devices)
         share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
         if self.role.yields == "requeue":
             return self._yielding(device, options, process, share)
@@ -632,8 +632,8 @@ class JobStart:
         if process is not None and (self.role.yields == "pause" or outside):
             return self._paused(device, options, process)
         if self.role.yields == "pause":
-            _demand_one(self.host, device)
-            raise _no_production([device])
+            _check_one_production(self.host, device)
+            raise _no_production_error([device])
         return self._capped(device, options)
 
     def _by_slices(self, device: Device, process: SparedProcess | None) -> bool:
@@ -645,16 +645,16 @@ class JobStart:
         outside = process is not None and not process.under_mps
         if self.role.yields == "caps":
             if outside:
-                raise _outside_mps(process)
+                raise _outside_mps_error(process)
             return False
         if self.role.yields == "pause":
             return False
         asked = self.role.yields == "slices" or self.role.keep is not None
         if asked and process is not None and process.under_mps:
-            raise _under_mps(process)
+            raise _under_mps_error(process)
         if self.role.keep is not None and process is None:
-            _demand_one(self.host, device)
-            raise _no_production([device])
+            _check_one_production(self.host, device)
+            raise _no_production_error([device])
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way == SLICES
         if not asked and by_tune and process is not None and process.under_mps:
@@ -705,7 +705,7 @@ class JobStart:
             else f"a time-slice by which {title} keeps {100 * self.role.keep:g} % of its speed"
         )
         self.say(
-            f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_words(spared.limits)}"
+            f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_limits_text(spared.limits)}"
         )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
         share, options = MpsShare(self.host, device, spared.limits), replace(options, limits=spared.limits)
@@ -737,7 +737,7 @@ class JobStart:
             recorder = self._recorder(device)
             spared = spare(self.host, device, limits, self.role.target)
             limits = spared.limits
-            for text in (*spared.notes, f"when it runs: {_words(limits)}"):
+            for text in (*spared.notes, f"when it runs: {_limits_text(limits)}"):
                 self.say(text)
         elif _asks_for_mps(options):
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
@@ -766,15 +766,15 @@ class JobStart:
         from gpushare.run.yielding import Yielding
 
         if process is None:
-            _demand_one(self.host, device)
-            raise _no_production([device])
+            _check_one_production(self.host, device)
+            raise _no_production_error([device])
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
         limits, mps = options.limits, process.under_mps and several is None
         if mps:
             spared = spare(self.host, device, limits, self.role.target)
             limits = spared.limits
-            for text in (*spared.notes, f"when it runs: {_words(limits)}", NOT_PROTECTED):
+            for text in (*spared.notes, f"when it runs: {_limits_text(limits)}", NOT_PROTECTED):
                 self.say(text)
             self.say("under MPS only work of production that uses the CPU is seen")
         elif _asks_for_mps(options):
@@ -825,7 +825,7 @@ class JobStart:
             self.say(text)
         if not self.dry_run:
             where = "" if spared.production is None else f" next to '{spared.production.name}'"
-            self.say(f"opportunistic{where}: {_words(limits)}")
+            self.say(f"opportunistic{where}: {_limits_text(limits)}")
             self.say(NOT_PROTECTED)
         return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
 
@@ -855,7 +855,7 @@ def _check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
             )
 
 
-def _outside_mps(process: SparedProcess | None) -> InUse:
+def _outside_mps_error(process: SparedProcess | None) -> InUse:
     title = process.title if process is not None else "production"
     return InUse(
         f"{title} runs outside MPS, where a cap does not protect it",
@@ -864,7 +864,7 @@ def _outside_mps(process: SparedProcess | None) -> InUse:
     )
 
 
-def _under_mps(process: SparedProcess) -> InUse:
+def _under_mps_error(process: SparedProcess) -> InUse:
     return InUse(
         f"{process.title} runs under MPS, where all clients share one time-slice",
         f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
@@ -897,7 +897,7 @@ def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | No
     return found
 
 
-def _no_production(devices: Sequence[Device]) -> NotFound:
+def _no_production_error(devices: Sequence[Device]) -> NotFound:
     """Return the error if the production job to pause for does not run."""
     return NotFound(
         f"no production job runs on {titles(devices)}",
@@ -906,7 +906,7 @@ def _no_production(devices: Sequence[Device]) -> NotFound:
     )
 
 
-def _demand_one(host: Host, device: Device) -> None:
+def _check_one_production(host: Host, device: Device) -> None:
     """Raise if several production jobs run, because the one to spare was not named."""
     from gpushare.run.roles import living_productions
 
@@ -919,7 +919,7 @@ def _demand_one(host: Host, device: Device) -> None:
         )
 
 
-def _words(limits: Limits) -> str:
+def _limits_text(limits: Limits) -> str:
     """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
     from gpushare.base.units import format_bytes, format_percent
 

@@ -122,8 +122,8 @@ def _one_record(host: Host, text: str, number: int | None) -> JobRecord | None:
 
 
 def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
-    waiting = [one for one in reservations(host) or [] if one.waits]
-    found = [one for one in waiting if (one.name == text if number is None else one.claim.pid == number)]
+    waiting = [job for job in reservations(host) or [] if job.waits]
+    found = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
     mine = [one for one in found if _uid(host, one.claim.pid) == host.uid] or found
     return _single(text, mine, [one.claim.pid for one in mine])
 
@@ -323,7 +323,12 @@ class Stop:
             raise serves(job.pid, what, "gpushare mps stop -g GPU")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
-        on_gpu = {one.pid: (gpu, one) for gpu in self._gpus for one in gpu.processes or () if one.pid in set(tree)}
+        on_gpu = {
+            process.pid: (gpu, process)
+            for gpu in self._gpus
+            for process in gpu.processes or ()
+            if process.pid in set(tree)
+        }
         under_mps = {*(one.client.pid for one in clients), *(pid for pid, (_, one) in on_gpu.items() if one.mps)}
         if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
             raise NotFound(

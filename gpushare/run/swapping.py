@@ -714,7 +714,7 @@ class Swapping(Part):
         found = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
         family = set(self._host.processes.descendants(self._pid))
-        mine = [one for one in gpu.processes or () if one.pid in family]
+        mine = [process for process in gpu.processes or () if process.pid in family]
         busy: Sequence[int | None] = [one.sm_percent for one in mine]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         total = gpu.memory_total_bytes or 0
@@ -729,7 +729,7 @@ class Swapping(Part):
             and self._patience.lets_go_first(one)
         ]
         own = None if self._place is None else self._place.claim.path.name
-        others = [one for one in waiting if one.id != own]
+        others = [job for job in waiting if job.id != own]
         # What others call production is not ours.
         production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
@@ -764,13 +764,13 @@ class Swapping(Part):
         # Of others it is not known whether they are in host memory already.
         if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
             return 0
-        images = [pid for one in swaps(self._host) if one.state == OUT for pid, _, _ in one.images]
+        images = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
         comes_back = any(first.claim.pid in ancestry(self._host, pid) for pid in images)
         return 0 if comes_back else first.memory_bytes
 
     def _later_bytes(self, line: Line, own: str | None) -> int:
         """Return what jobs there have that leave for production too, and came after this one."""
-        ids = [one.id for one in line.holders]
+        ids = [job.id for job in line.holders]
         after = ids.index(own) + 1 if own in ids else len(ids)
         return sum(
             size.memory_bytes
@@ -940,6 +940,6 @@ def _can_come(one: Reservation, line: Line) -> bool:
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:
     """Return whether somebody is on a GPU who does not leave for production: production itself, or not known."""
-    leaving = [one for one in line.holders if one.leaves]
+    leaving = [job for job in line.holders if job.leaves]
     owners = owners_of(host, leaving, gpu.processes or ())
-    return any(one.pid not in family and one.pid not in owners for one in gpu.processes or ())
+    return any(process.pid not in family and process.pid not in owners for process in gpu.processes or ())

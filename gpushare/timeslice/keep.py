@@ -203,10 +203,10 @@ class Keeper:
             except GpushareError:
                 silent.add(index)
                 continue
-            for one in processes:
-                if one.compute or one.mps:
-                    gpus, mps = found.get(one.pid, (frozenset(), False))
-                    found[one.pid] = gpus | {index}, mps or one.mps
+            for process in processes:
+                if process.compute or process.mps:
+                    gpus, mps = found.get(process.pid, (frozenset(), False))
+                    found[process.pid] = gpus | {index}, mps or process.mps
         self._silent = self._silent + 1 if len(silent) == len(self._gpus) else 0
         if self._silent and self._silent % _RESTART_LOOKS == 0:
             # The driver was loaded again, or is gone for good.
@@ -606,13 +606,13 @@ def recover(host: Host, control: ChannelControl) -> list[Event]:
     """Put back what a killed keep left. Called by the only keep of a host."""
     record = KEEPS.read(KEEPS.path(host, _KEY))
     events: list[Event] = []
-    for one in () if record is None else record.processes:
-        if not _is_same(host, one.pid, one.started):
+    for process in () if record is None else record.processes:
+        if not _is_same(host, process.pid, process.started):
             continue
-        groups = {(group.client, group.handle): group for group in one.channels.compute}
-        slices = {(each.client, each.handle): _Slice(each.before, each.now, each.last) for each in one.slices}
-        user = None if one.uid is None else user_name(one.uid)
-        events += _put_back(host, control, one.pid, one.started, groups, slices, user=user)
+        groups = {(group.client, group.handle): group for group in process.channels.compute}
+        slices = {(each.client, each.handle): _Slice(each.before, each.now, each.last) for each in process.slices}
+        user = None if process.uid is None else user_name(process.uid)
+        events += _put_back(host, control, process.pid, process.started, groups, slices, user=user)
     _write(host, ())
     return events
 
@@ -679,14 +679,14 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
     found = []
     for gpu in host.nvml.identities():
         seen: set[int] = set()
-        for one in host.nvml.processes(gpu.index) or ():
-            if one.pid in seen or not (one.compute or one.mps):
+        for process in host.nvml.processes(gpu.index) or ():
+            if process.pid in seen or not (process.compute or process.mps):
                 continue
-            seen.add(one.pid)
-            origin = host.origin(one.pid)
+            seen.add(process.pid)
+            origin = host.origin(process.pid)
             if origin is None:
                 continue
-            found.append(_verdict(host, policy, gpu, one.pid, origin, mps=one.mps))
+            found.append(_verdict(host, policy, gpu, process.pid, origin, mps=process.mps))
     return found
 
 

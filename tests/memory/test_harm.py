@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.memory.harm import Command, There, harm, in_words, order
+from gpushare.memory.harm import Command, Residents, in_words, loss_if_joined, order
 from gpushare.memory.peaks import Profile
 
 
@@ -19,9 +19,9 @@ def command(name: str = "job", *, sm: float | None = None, dram: float | None = 
 
 def test_an_empty_gpu_has_no_harm_whoever_comes() -> None:
     for job in (None, command(), command(sm=100)):
-        assert harm(job, There()).percent == 0
-        assert order(job, There(busy_percent=None)) == 0
-        assert in_words(job, There()) == "nothing runs there"
+        assert loss_if_joined(job, Residents()).percent == 0
+        assert order(job, Residents(busy_percent=None)) == 0
+        assert in_words(job, Residents()) == "nothing runs there"
 
 
 @pytest.mark.parametrize(
@@ -29,64 +29,64 @@ def test_an_empty_gpu_has_no_harm_whoever_comes() -> None:
     [(40, (30,), 0), (40, (60,), 0), (40, (80,), 20), (100, (100,), 100), (50, (40, 40), 30), (10, (90, 90), 10)],
 )
 def test_what_is_above_100_percent_has_to_wait(mine: float, others: tuple[float, ...], percent: float) -> None:
-    there = There(known=tuple(command(str(number), sm=one) for number, one in enumerate(others)))
-    assert harm(command(sm=mine), there).percent == pytest.approx(percent)
+    there = Residents(known=tuple(command(str(number), sm=one) for number, one in enumerate(others)))
+    assert loss_if_joined(command(sm=mine), there).percent == pytest.approx(percent)
 
 
 def test_memory_bandwidth_counts_where_it_is_known() -> None:
-    there = There(known=(command("a", sm=20, dram=80),))
-    assert harm(command(sm=20, dram=70), there).percent == pytest.approx(50)
-    assert harm(command(sm=20), there).percent == 0
+    there = Residents(known=(command("a", sm=20, dram=80),))
+    assert loss_if_joined(command(sm=20, dram=70), there).percent == pytest.approx(50)
+    assert loss_if_joined(command(sm=20), there).percent == 0
 
 
 def test_utilization_counts_where_a_program_is_not_known() -> None:
     job = command(sm=50)
-    assert harm(job, There(others=1, busy_percent=80)).percent == pytest.approx(30)
+    assert loss_if_joined(job, Residents(others=1, busy_percent=80)).percent == pytest.approx(30)
     # What is known to run there is not less busy than the GPU looks.
-    there = There(known=(command("a", sm=90),), others=1, busy_percent=40)
-    assert harm(job, there).percent == pytest.approx(40)
-    said = in_words(job, There(others=1, busy_percent=80))
+    there = Residents(known=(command("a", sm=90),), others=1, busy_percent=40)
+    assert loss_if_joined(job, there).percent == pytest.approx(40)
+    said = in_words(job, Residents(others=1, busy_percent=80))
     assert said == "by profile: it uses 50 %, what runs there 80 % (not measured: utilization), and 30 % has to wait"
 
 
 def test_a_measured_pair_counts_more_than_the_sum() -> None:
     job, other = command("job", sm=90, other=0.9), command("other", sm=80, job=0.75)
-    found = harm(job, There(known=(other,)))
+    found = loss_if_joined(job, Residents(known=(other,)))
     assert found.pair
     assert found.percent == pytest.approx(0.1 * 90 + 0.25 * 80)
-    assert "measured together, and lose 29 %" in in_words(job, There(known=(other,)))
+    assert "measured together, and lose 29 %" in in_words(job, Residents(known=(other,)))
     # With a third one, the measurement says nothing.
-    assert not harm(job, There(known=(other,), others=1, busy_percent=100)).pair
-    assert not harm(command("job", sm=90, other=0.9), There(known=(command("other", sm=80),))).pair
+    assert not loss_if_joined(job, Residents(known=(other,), others=1, busy_percent=100)).pair
+    assert not loss_if_joined(command("job", sm=90, other=0.9), Residents(known=(command("other", sm=80),))).pair
 
 
 @pytest.mark.parametrize(
     ("job", "there", "words"),
     [
-        (None, There(others=1, busy_percent=40), "not measured: 40 % busy"),
-        (command(), There(others=1, busy_percent=40), "not measured: 40 % busy"),
-        (command(sm=10), There(others=1), "not measured: how busy it is is not known"),
-        (command(sm=10), There(known=(command("a"),)), "not measured: how busy it is is not known"),
-        (command(sm=10), There(coming=1, busy_percent=0), "not measured: a job that has just begun"),
+        (None, Residents(others=1, busy_percent=40), "not measured: 40 % busy"),
+        (command(), Residents(others=1, busy_percent=40), "not measured: 40 % busy"),
+        (command(sm=10), Residents(others=1), "not measured: how busy it is is not known"),
+        (command(sm=10), Residents(known=(command("a"),)), "not measured: how busy it is is not known"),
+        (command(sm=10), Residents(coming=1, busy_percent=0), "not measured: a job that has just begun"),
     ],
 )
-def test_unknown_is_unknown(job: Command | None, there: There, words: str) -> None:
-    assert harm(job, there).percent is None
+def test_unknown_is_unknown(job: Command | None, there: Residents, words: str) -> None:
+    assert loss_if_joined(job, there).percent is None
     assert in_words(job, there) == words
     # And never better than a GPU on which nothing runs, or than the job next to what is known to rest.
-    assert order(job, there) >= order(job, There(others=1, busy_percent=0))
+    assert order(job, there) >= order(job, Residents(others=1, busy_percent=0))
 
 
 def test_without_a_profile_the_least_busy_gpu_is_first_as_before() -> None:
-    busy = [There(others=1, busy_percent=percent) for percent in (0, 35, 70, 100)]
+    busy = [Residents(others=1, busy_percent=percent) for percent in (0, 35, 70, 100)]
     assert sorted(busy, key=lambda one: order(None, one)) == busy
     # An instance of which nothing is known comes last.
-    assert order(None, There(others=1)) >= order(None, busy[-1])
+    assert order(None, Residents(others=1)) >= order(None, busy[-1])
 
 
 def test_a_job_that_has_not_begun_counts_as_one_that_fills_the_gpu() -> None:
-    assert order(command(sm=50), There(coming=1, busy_percent=0)) > order(
-        command(sm=50), There(others=1, busy_percent=40)
+    assert order(command(sm=50), Residents(coming=1, busy_percent=0)) > order(
+        command(sm=50), Residents(others=1, busy_percent=40)
     )
 
 
@@ -95,7 +95,7 @@ maybe = some.none() | percent
 profiles = some.builds(Profile, sm_percent=maybe, dram_percent=maybe, busy_percent=maybe)
 commands = some.builds(Command, some.sampled_from("abcdef"), profiles)
 there_all = some.builds(
-    There,
+    Residents,
     known=some.lists(commands, max_size=4).map(tuple),
     others=some.integers(0, 3),
     coming=some.integers(0, 2),
@@ -104,34 +104,34 @@ there_all = some.builds(
 
 
 @given(some.none() | commands, some.lists(there_all, min_size=2, max_size=6))
-def test_more_harm_never_ranks_first(job: Command | None, devices: list[There]) -> None:
+def test_more_harm_never_ranks_first(job: Command | None, devices: list[Residents]) -> None:
     first, *rest = sorted(devices, key=lambda one: order(job, one))
-    mine = harm(job, first).percent
+    mine = loss_if_joined(job, first).percent
     for other in rest:
-        percent = harm(job, other).percent
+        percent = loss_if_joined(job, other).percent
         if mine is not None and percent is not None:
             assert mine < percent + 10
     assert in_words(job, first)
 
 
 @given(some.none() | commands, there_all)
-def test_unknown_is_never_better_than_any_answer_could_be(job: Command | None, there: There) -> None:
+def test_unknown_is_never_better_than_any_answer_could_be(job: Command | None, there: Residents) -> None:
     """The order of what is not known is that of the worst that it may be."""
-    if harm(job, there).percent is not None:
+    if loss_if_joined(job, there).percent is not None:
         return
     full = Command("x", Profile(sm_percent=100)) if job is None or job.profile.use_percent is None else job
     uses = there.use_percent
-    assert order(job, there) == order(full, There(known=(command("y", sm=100 if uses is None else uses),)))
+    assert order(job, there) == order(full, Residents(known=(command("y", sm=100 if uses is None else uses),)))
 
 
 @given(commands, there_all, percent)
-def test_one_more_job_is_never_less_harm(job: Command, there: There, use: float) -> None:
-    more = There(
+def test_one_more_job_is_never_less_harm(job: Command, there: Residents, use: float) -> None:
+    more = Residents(
         known=(*there.known, command("z", sm=use)),
         others=there.others,
         coming=there.coming,
         busy_percent=there.busy_percent,
     )
-    before, after = harm(job, there), harm(job, more)
+    before, after = loss_if_joined(job, there), loss_if_joined(job, more)
     if before.percent is not None and after.percent is not None and not before.pair:
         assert after.percent >= before.percent - 1e-9
