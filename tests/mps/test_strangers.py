@@ -255,6 +255,16 @@ def test_signals_go_to_a_daemon_and_its_own_servers_only(host: Host, uid: int, e
     assert {pid for pid, _ in processes.sent} == ended
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_daemon_that_has_ended_gets_no_command_though_its_pid_is_in_use(host: Host, force: bool) -> None:
+    processes, programs = Table(daemon(50, "/a")), Asked({"quit": ""})
+    processes.starts[50] = 100
+    there = dataclasses.replace(host, processes=processes, programs=programs)
+    control = MpsControl(programs, "/a", seconds=0.01)
+    assert not end_daemon(there, control, 50, seconds=0.05, force=force, started=5)
+    assert (processes.sent, programs.pipes) == ([], [])
+
+
 def test_no_signal_goes_to_who_has_got_the_pid_of_a_daemon_meanwhile(host: Host) -> None:
     processes = Table(daemon(50, "/a"), (60, STRANGER, SERVER_PROGRAM, {}, 50))
     programs = Asked(hanging=True)
