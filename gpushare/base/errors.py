@@ -66,9 +66,9 @@ class GpushareError(Exception):
         self, *, message: str | None = None, hint: str | None = None, kind: type[GpushareError] | None = None
     ) -> GpushareError:
         """Return this error with another message, hint or type, but the same GPU, code and exit code."""
-        said = (kind or type(self))(message or self.message, hint or self.hint, gpu=self.gpu, code=self.code)
-        said.exit_code = self.exit_code
-        return said
+        error = (kind or type(self))(message or self.message, hint or self.hint, gpu=self.gpu, code=self.code)
+        error.exit_code = self.exit_code
+        return error
 
 
 class OperationFailed(GpushareError):

@@ -67,7 +67,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "sim": "Simulated hosts to try everything on.",
     },
 }
-VERBS: Final[Mapping[str, str]] = {verb: said for verbs in GROUPS.values() for verb, said in verbs.items()}
+VERBS: Final[Mapping[str, str]] = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def _group(info: Any) -> Any:
     def built(command: Any) -> Any:
         return typer.main.get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
 
-    commands = {one.name: functools.partial(built, one) for one in info.typer_instance.registered_commands}
+    commands = {command.name: functools.partial(built, command) for command in info.typer_instance.registered_commands}
     return common.Group(
         name=solved.name,
         commands=common.Commands(commands),
@@ -152,10 +152,10 @@ def _unwritten(error: OSError, answer: Any = None) -> int:
     hint = "the disk may be full, or the target of stdout closed"
     if common.settings.changes and not common.settings.dry_run and answer is not None and not answer.errors:
         hint = "the command itself succeeded; see: gpushare status"
-    said = OperationFailed(f"cannot write the result: {error.strerror or error}", hint, code="not_written")
+    unwritten = OperationFailed(f"cannot write the result: {error.strerror or error}", hint, code="not_written")
     with contextlib.suppress(OSError):
-        for one in (*getattr(answer, "errors", ()), said):
-            write_error(one, sys.stderr)
+        for each in (*getattr(answer, "errors", ()), unwritten):
+            write_error(each, sys.stderr)
     _drop(sys.stdout)
     return int(getattr(answer, "exit_code", 0)) or int(ExitCode.FAILED)
 
@@ -217,9 +217,9 @@ def _unexpected(error: Exception) -> int:
         refused = system_error(error)
         if refused is not None:
             return _failed(refused)
-    what = f"{type(error).__name__}: {error}".replace("\n", " ")
+    problem = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
-        f"unexpected {what}", "this is a bug in gpushare; run it again with --debug and report it", code="bug"
+        f"unexpected {problem}", "this is a bug in gpushare; run it again with --debug and report it", code="bug"
     )
     return _failed(bug)
 

@@ -115,10 +115,10 @@ def outlive_the_terminal() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if stream.isatty() and type(stream) is io.TextIOWrapper:
                 raw = _Terminal(stream.fileno(), "w", closefd=False)
-                said = io.TextIOWrapper(
+                wrapped = io.TextIOWrapper(
                     io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
                 )
-                setattr(sys, name, said)
+                setattr(sys, name, wrapped)
     # If it is inherited as ignored, all exit codes of children are lost.
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
@@ -250,9 +250,9 @@ def _help_options(name: str | None) -> list[TyperOption]:
 def interrupted(error: KeyboardInterrupt) -> Interrupted:
     """Return the error of a command that a signal ended; its exit code is 128 + N."""
     number = error.number if isinstance(error, Ended) else signal.SIGINT
-    said = Interrupted("interrupted", "nothing more was changed; see: gpushare status")
-    said.exit_code = 128 + number  # type: ignore[assignment]
-    return said
+    interruption = Interrupted("interrupted", "nothing more was changed; see: gpushare status")
+    interruption.exit_code = 128 + number  # type: ignore[assignment]
+    return interruption
 
 
 class ReaderGone(Exception):
@@ -382,26 +382,26 @@ class _StrictOptions:
     def make_parser(self, ctx: Any) -> Any:
         """Return the parser, which collects all values of an option, and then joins or refuses them."""
         single = [
-            one
-            for one in self.get_params(ctx)  # type: ignore[attr-defined]
-            if isinstance(one, TyperOption) and not one.multiple and (one.secondary_opts or not one.is_flag)
+            option
+            for option in self.get_params(ctx)  # type: ignore[attr-defined]
+            if isinstance(option, TyperOption) and not option.multiple and (option.secondary_opts or not option.is_flag)
         ]
-        for one in single:
-            one.multiple = True
+        for option in single:
+            option.multiple = True
         try:
             parser = super().make_parser(ctx)  # type: ignore[misc]
         finally:
-            for one in single:
-                one.multiple = False
+            for option in single:
+                option.multiple = False
         read = parser.parse_args
 
         def parse_args(args: list[str]) -> Any:
-            found, left, order = read(args=args)
-            for one in single:
-                if one.name in found:
-                    values = found[one.name]
-                    found[one.name] = values[-1] if ctx.resilient_parsing else _one_value(one, values)
-            return found, left, order
+            values_of, rest, order = read(args=args)
+            for option in single:
+                if option.name in values_of:
+                    values = values_of[option.name]
+                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _one_value(option, values)
+            return values_of, rest, order
 
         parser.parse_args = parse_args
         return parser
@@ -442,27 +442,27 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
 
     def _note_options_of_the_program(self, ctx: Any, words: list[str]) -> None:
         """Say which options of this command are given to the program, unless ``--`` says that they are its own."""
-        program = next((ctx.params[one.name] for one in self.params if one.nargs == -1), None) or []
+        program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
         before = words[: len(words) - len(program)]
         if not program or (before and before[-1] == "--"):
             return
-        known = {name: one for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+        options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
         ours: list[str] = []
         rest, named = [program[0]], []
-        left = list(program[1:])
-        while left:
-            word = left.pop(0)
+        unread = list(program[1:])
+        while unread:
+            word = unread.pop(0)
             if word == "--":
-                rest += [word, *left]
+                rest += [word, *unread]
                 break
-            option = known.get(word.partition("=")[0] if word.startswith("--") else word)
+            option = options.get(word.partition("=")[0] if word.startswith("--") else word)
             if option is None or not word.startswith("-"):
                 rest.append(word)
                 continue
             named.append(word.partition("=")[0])
             ours.append(word)
-            if not getattr(option, "is_flag", True) and "=" not in word and left:
-                ours.append(left.pop(0))
+            if not getattr(option, "is_flag", True) and "=" not in word and unread:
+                ours.append(unread.pop(0))
         if named:
             import shlex
 
@@ -595,7 +595,7 @@ class RootGroup(Group):
         width = max(len(verb) for verbs in self._listed.values() for verb in verbs)
         for title, verbs in self._listed.items():
             with formatter.section(title):
-                formatter.write_dl([(verb.ljust(width), said) for verb, said in verbs.items()])
+                formatter.write_dl([(verb.ljust(width), text) for verb, text in verbs.items()])
 
 
 # -- options and arguments of several verbs ---------------------------------------------------------
@@ -795,7 +795,7 @@ def carried_out(
     """
     from gpushare.show.plan import plan_result
 
-    said: list[str] = []
+    more: list[str] = []
     if not settings.dry_run:
         from gpushare.host.records import sweep_leftovers
         from gpushare.plan import carry_out
@@ -804,7 +804,7 @@ def carried_out(
         agreed, done = consented(plan), False
         while not done:
             with contextlib.ExitStack() as locks:
-                said += locks.enter_context(locked())
+                more += locks.enter_context(locked())
                 # In a fixed order, so that two commands cannot wait for each other's locks.
                 for home in sorted(homes, key=lambda home: home.directory):
                     locks.enter_context(home.locked())
@@ -815,7 +815,7 @@ def carried_out(
                     carry_out(plan, say_step if settings.verbose else None)
             if not done:
                 agreed = consented(plan, agreed)
-    return plan_result(command, plan, dry_run=settings.dry_run, notes=said)
+    return plan_result(command, plan, dry_run=settings.dry_run, notes=more)
 
 
 def say_step(step: Step) -> None:

@@ -420,8 +420,8 @@ def _words(text: str, style: str | None, width: int) -> list[str]:
         return [line]
     import textwrap
 
-    found = re.match(r" *\d+\. ", line)
-    indent = " " * (0 if found is None else found.end())
+    numbered = re.match(r" *\d+\. ", line)
+    indent = " " * (0 if numbered is None else numbered.end())
     room = max(width, 20)
     return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
