@@ -483,6 +483,7 @@ def _ledger_rows() -> list[Row]:
     wait = _run("--wait", "--memory", "4G", "-g", "0")
     held = _run("--memory", "4G", "-g", "0")
     turns = _run("--swap", "turns=0.1s", "--memory", "4G", "-g", "0", program=LONG_PROGRAM)
+    moves = _run("--movable", "--memory", "4G", "-g", "0", program=LONG_PROGRAM)
     idle = _run("--swap", "idle=0.1s", "-g", "0", program=LONG_PROGRAM)
     yields = _run("--opportunistic", "--yield", "swap", "--memory", "1G", "-g", "0", program=LONG_PROGRAM)
     stop = ("mps", "stop", "-g", "0")
@@ -502,6 +503,7 @@ def _ledger_rows() -> list[Row]:
         row(
             name="run --swap turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40
         ),
+        row(name="run --movable", prepare=_somebody_waits, command=moves, then=[moves]),
         row(name="run --swap idle", command=idle, then=[idle]),
         row(name="run --opportunistic --yield swap", prepare=_production_grows, command=yields, then=[yields]),
     ]

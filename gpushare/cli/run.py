@@ -105,9 +105,7 @@ def run(
             help="Leave the GPU at: request, idle=10m, turns[=60s].",
         ),
     ] = None,
-    movable: Annotated[
-        bool, typer.Option("--movable", help="Move it to another GPU where that makes room for a job that waits.")
-    ] = False,
+    movable: Annotated[bool, typer.Option("--movable", help="Move it to another GPU to make room for others.")] = False,
     production: Annotated[
         str | None,
         typer.Option("--production", metavar="NAME", help="Run as a job that opportunistic jobs spare."),

@@ -31,7 +31,7 @@ PARTS = {
     "waiting for memory": (["run --wait", "run --wait, its guard too"], 2),
     "the ledger of memory": (["run --memory*", "run --swap turns"], 2),
     "programs that are swapped": (
-        ["run --swap idle", "run --opportunistic --yield swap", "run --swap turns, its guard too"],
+        ["run --swap idle", "run --opportunistic --yield swap", "run --swap turns, its guard too", "run --movable"],
         2,
     ),
     "slices of programs": (["run --production --slice", "run --opportunistic --yield slices"], 2),
