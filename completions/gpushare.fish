@@ -398,7 +398,7 @@ complete -c gpushare -n '__gpushare_at run' -l time -x -d 'End it after this lon
 complete -c gpushare -n '__gpushare_at run' -l restart-on -x -d 'mps-fault: start it again if its MPS server dies.'
 complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again for a fifth more.'
 complete -c gpushare -n '__gpushare_at run' -l swap -x -d 'Leave the GPU at: request, idle=10m, turns[=60s].'
-complete -c gpushare -n '__gpushare_at run' -l movable -d 'Move it to another GPU where that makes room for a job that waits.'
+complete -c gpushare -n '__gpushare_at run' -l movable -d 'Move it to another GPU to make room for others.'
 complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as a job that opportunistic jobs spare.'
 complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'The speed that production prints, in brackets: \'rate=([0-9.]+)\'.'
 complete -c gpushare -n '__gpushare_at run' -l lower-is-better -l lower -l higher-is-better -d 'Whether the number is a time or a rate.'
