@@ -1,1113 +1,371 @@
-"""A production job next to another job, under every way of sharing: ``python -m benchmarks.colocation --out FILE``.
+"""How well `gpushare tune` finds a setting, beside jobs that it was not made with: ``python -m benchmarks.colocation --out FILE``.
 
-Run it as root on a machine with PyTorch and NVIDIA GPUs that nobody else uses. Each GPU has a worker that takes the next
-batch of rows (`benchmarks.colocation_rows`). All processes of a batch are started once and held; a cell releases a
-production job and one or two others, so that neither a start nor a warm-up is part of it:
+Run it as root on a machine with CuPy and one NVIDIA GPU that nobody else uses. For each pair of `benchmarks.colocation_jobs`:
 
-- outside MPS: a production job and two others, whose time-slices are changed while they live, by gpushare's own calls;
-- in one MPS daemon with a private directory: a production job, two others without a cap, one with low priority, and one
-  for each cap. The slice of the daemon's server counts for all that run in it.
+- ``gpushare tune`` searches, with its default budget; how long it took, and whether it ended by itself.
+- Its setting is measured again with new processes: production alone, all together for 10 s without a pause, and the others
+  alone. The windows, percentiles and means are this script's own.
+- A grid of at most 12 settings of 5 s each, in the same processes, says what the best choice was.
 
-``--out`` gets a line of JSON per row; rows that are in it already, or in ``--done FILE``, are not measured again. ``--smoke``
-tries each program and each way once, in a minute. ``--render FILE...`` writes the table into docs/measurements.md.
-``--fake`` tries the script itself without a GPU. No setting of a GPU is changed, and the first Xid in the kernel log ends it.
+``--until SECONDS`` leaves out what does not fit; ``--verbs`` times the verbs on a running job. ``--render FILE`` prints the table.
+``--rehearse`` tries the script on a simulated host. No setting of the GPU is changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import json
+import math
 import os
-import re
-import shutil
-import signal
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.colocation_programs import (
-    COMMAND,
-    HOLD,
-    LAYERS,
-    MEASURE,
-    PROGRAMS,
-    READY,
-    RUNS,
-    SERVICE_NS,
-    SMS,
-    TAKE,
-    State,
-)
-from benchmarks.colocation_rows import (
-    AS_IT_IS,
-    LATENCY,
-    LONGER,
-    LOW,
-    MPS,
-    OTHERS,
-    POISSON,
-    WEIGHTS,
-    Batch,
-    Item,
-    Setting,
-    Target,
-    batches,
-    caps,
-    choose,
-    judged,
-    known_settings,
-    next_of,
-    seen_by_tune,
-    setting_of,
-    slices,
-    targets,
-    two_settings,
-)
-from benchmarks.colocation_table import render
 from benchmarks.gpu_script import xids
-from gpushare.base.errors import GpushareError
-from gpushare.host.channels import ChannelControl, Channels
-from gpushare.measure.pair import Window, p99_factor_interval
-from gpushare.measure.statistics import paired_ratio, percentile, ratio
-from gpushare.run.results import CAPS, SLICES
-from gpushare.timeslice.rules import Rule
+from gpushare.base.model import Priority
+from gpushare.base.selection import select_one
+from gpushare.connect import connect
+from gpushare.measure.experiment import Experiment, Grounds, Running
+from gpushare.measure.metric import Metric
+from gpushare.mps.limits import Limits
 
-SETTLE: Final = 0.35
-PARTS: Final = 4
-PAUSES: Final = 10_000
-PAUSE_SECONDS: Final = 40.0
-START_SECONDS: Final = 100.0
+RATE: Final = "rate=([0-9.]+)"
+OTHER_US: Final = (50, 100, 200, 500, 1000, 2048)
+CAPS: Final = (20.0, 40.0, 60.0, 80.0)
+SETTLE: Final = 0.5
 
 
-class Mps:
-    """An MPS daemon in a private directory."""
+@dataclass(frozen=True)
+class Pair:
+    """Two jobs, and what production is to keep."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory = f"{directory}/mps"
-        os.makedirs(self.directory, 0o700, exist_ok=True)
-        self.env = {"CUDA_MPS_PIPE_DIRECTORY": f"{self.directory}/p", "CUDA_MPS_LOG_DIRECTORY": f"{self.directory}/l"}
-        for path in self.env.values():
-            os.makedirs(path, exist_ok=True)
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **self.env}, check=True, timeout=20)
+    production: str
+    other: str
+    keep: float
+    p99: float | None = None
+    ways: str = "slices,caps"
+    # On a simulated GPU.
+    needs: tuple[str, str] = ("--need 95", "--need 95")
 
-    def say(self, text: str) -> str:
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return f"{self.production} + {self.other}"
+
+
+WAITS: Final = ("--need 95 --busy 45 --latency 4", "--need 95")
+PAIRS: Final = (
+    Pair("half", "embedding", 95, 1.4, "slices", WAITS),
+    Pair("random", "diffusion", 95, 1.5, "slices", WAITS),
+    Pair("decode", "embedding", 85),
+    Pair("half", "fed", 95, 1.3, "slices", WAITS),
+    Pair("diffusion", "fed", 90, needs=("--need 60", "--need 50")),
+    Pair("random", "embedding", 95, 1.5, "slices", WAITS),
+    Pair("embedding", "decode", 85),
+)
+
+
+class Script:
+    """All of it, on one GPU."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.host = connect("sim:h200" if options.rehearse else "local")
+        self.device = select_one(None, self.host.nvml.sweep())
+        self.began = time.monotonic()
+        self.state = tempfile.mkdtemp()
+        self.seconds = 0.1 if options.rehearse else 1.0
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return float(self.options.until) - (time.monotonic() - self.began)
+
+    def command(self, pair: Pair, place: int) -> list[str]:
+        """Return production's command, or the other's."""
+        if self.options.rehearse:
+            return [sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", *pair.needs[place].split()]
+        return [sys.executable, "-m", "benchmarks.colocation_jobs", (pair.production, pair.other)[place]]
+
+    def gpushare(self, *words: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+        """Run gpushare; return how long it took, and what it said."""
+        host = ("--host", "sim:h200") if self.options.rehearse else ()
+        began = time.monotonic()
         done = subprocess.run(
-            ["nvidia-cuda-mps-control"],
-            input=text + "\n",
-            env={**os.environ, **self.env},
+            [sys.executable, "-m", "gpushare", *host, *words],
             capture_output=True,
             text=True,
-            timeout=20,
             check=False,
+            env={**os.environ, "GPUSHARE_STATE_DIR": self.state, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        return done.stdout
+        return time.monotonic() - began, done
 
-    def servers(self) -> list[int]:
-        return [int(word) for word in re.findall(r"\d+", self.say("get_server_list"))]
+    # -- a pair --------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        with contextlib.suppress(subprocess.SubprocessError, OSError):
-            self.say("quit")
+    def pair(self, pair: Pair) -> dict[str, Any]:
+        """Measure a pair."""
+        words = ["--production", shlex.join(self.command(pair, 0)), "--opportunistic", shlex.join(self.command(pair, 1))]
+        words += ["--keep", f"{pair.keep:g}%", "--ways", pair.ways, "--opportunistic-metric", RATE, "--name", "pair"]
+        words += ["--metric", RATE] if pair.p99 is None else ["--p99", f"{pair.p99}x"]
+        words += ["--budget", f"{150 * self.seconds:g}s"] if self.options.rehearse else []
+        took, done = self.gpushare("-o", "json", "tune", *words)
+        document = json.loads(done.stdout or "{}")
+        data = document.get("data") or {}
+        row = {"pair": pair.name, "goal": [pair.keep / 100, pair.p99], "ways": pair.ways, "exit_code": done.returncode}
+        row |= {"took": round(took, 1), "errors": document.get("errors"), "tune": data}
+        chosen = data.get("best") or data.get("nearest")
+        if chosen is None:
+            return {**row, "said": done.stderr[-1000:]}
+        return {**row, **self.judged(pair, chosen)}
 
-
-def _pretended() -> Any:
-    """Return answers without a driver: a pause is a SIGSTOP."""
-    slices: dict[int, int] = {}
-
-    def ask(request: Any, _seconds: float) -> dict[str, Any]:
-        pid = request["pid"]
-        group = {
-            "descriptor": 5,
-            "client": 0xC1D00001,
-            "handle": 0x5C000010,
-            "subdevice": 0x5C000002,
-            "gpu": None,
-            "engine": "compute",
-            "classes": [0xCBC0],
-            "channels": [0x5C000011],
-            "slice_us": slices.setdefault(pid, 2048),
-            "under_mps": False,
-        }
-        if request["do"] == "find":
-            return {"started": 1, "groups": [group], "seconds": 0.1}
-        if request["do"] == "read":
-            return {"slices": [slices[pid]]}
-        if request["do"] == "set":
-            slices[pid] = request["microseconds"]
-        else:
-            os.kill(pid, signal.SIGSTOP if request["do"] == "off" else signal.SIGCONT)
-        return {"seconds": 0.001}
-
-    return ask
-
-
-class Stop(Exception):
-    """This worker is to end: the time is over, or an Xid was seen."""
-
-
-class Starter:
-    """The process that has imported PyTorch and forks the programs."""
-
-    def __init__(self, *, fake: bool, directory: str) -> None:
-        words = [sys.executable, "-m", "benchmarks.colocation_programs", *(["--fake"] if fake else [])]
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-        self._errors = open(f"{directory}/starter.err", "w+b")  # noqa: SIM115 - as long as the worker
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            bufsize=1,
-            env={**os.environ, **threads},
+    def judged(self, pair: Pair, chosen: dict[str, Any]) -> dict[str, Any]:
+        """Measure the chosen setting, and the grid as far as time allows."""
+        sliced = chosen["way"] == "slices"
+        points = [(chosen["production_slice_us"], us) for us in OTHER_US] if sliced else [(cap, True) for cap in CAPS]
+        picked = (
+            (chosen["production_slice_us"], chosen["other_slice_us"])
+            if sliced
+            else (chosen["threads_percent"], chosen["low_priority"])
         )
-        self._waits = True
-
-    def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer to a line."""
-        process = self._process
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("no pipes")
-        if self._waits:
-            self._waits = False
-            self._line()
-        process.stdin.write(json.dumps(request) + "\n")
-        return json.loads(self._line())
-
-    def _line(self) -> str:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            self._errors.seek(0)
-            raise RuntimeError(f"the starter ended: {self._errors.read()[-2000:].decode(errors='replace')}")
-        return line
-
-    def end(self) -> None:
-        """End all programs, and it."""
-        with contextlib.suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+        grid = [point for point in points if point != picked]
+        if self.left() < 30 + 6 * len(grid):
+            grid = []
+        grounds = Grounds(self.host, self.device, sys.executable).open(mps=True)
+        with Experiment(self.host, grounds, grace_seconds=3.0) as experiment:
+            bench = Bench(self, experiment, pair, outside=sliced)
+            found = bench.sliced([picked, *grid]) if sliced else bench.capped([picked, *grid])
+        return {"judged": found[0], "grid": found[1:]}
 
 
-class Job:
-    """A program that was started, and is held."""
+class Bench:
+    """The processes of one pair, and what they print in windows of this script."""
 
-    def __init__(self, worker: Worker, name: str, env: Mapping[str, str], title: str) -> None:
-        worker.count += 1
-        self.name, self.title = name, title
-        self.state = State(f"{worker.directory}/{worker.count}-{name}")
-        self.state[HOLD] = 1
-        self.pid = int(worker.starter.ask({"name": name, "path": self.state.path, "env": dict(env)}))
-        self.channels: Channels | None = None
+    def __init__(self, script: Script, experiment: Experiment, pair: Pair, *, outside: bool) -> None:
+        self.script, self.experiment, self.pair = script, experiment, pair
+        self.metric = Metric(pattern=None if pair.p99 is not None else RATE)
+        environment = experiment.grounds.environment(None if outside else Limits())
+        self.production = experiment.run(
+            "production", script.command(pair, 0), environment, self.metric, outside=outside
+        )
 
-    def fail(self, what: str) -> RuntimeError:
-        """Return the error that this program has."""
-        try:
-            said = Path(self.state.path + ".err").read_text(errors="replace")[-1500:]
-        except OSError:
-            said = ""
-        return RuntimeError(f"{self.title} ({self.pid}) {what}: {said}")
+    def other(self, limits: Limits) -> Running:
+        """Start the other job."""
+        environment = self.experiment.grounds.environment(limits)
+        return self.experiment.run("other", self.script.command(self.pair, 1), environment, Metric(pattern=RATE))
 
+    def ready(self, *jobs: Running) -> None:
+        """Wait until jobs print, and a second longer."""
+        if not self.experiment.wait(60, lambda: all(job.printed.values or job.printed.lines for job in jobs)):
+            raise RuntimeError(f"nothing printed: {[job.program.last_line for job in jobs]}")
+        self.experiment.wait(1.0 * self.script.seconds)
 
-class Worker:
-    """One GPU, and the programs on it."""
+    def watch(self, seconds: float) -> tuple[float, float]:
+        """Let time pass, and return its start and end."""
+        self.experiment.wait(SETTLE * self.script.seconds)
+        start = self.experiment.now()
+        self.experiment.wait(seconds * self.script.seconds)
+        return start, self.experiment.now()
 
-    def __init__(self, options: argparse.Namespace, gpu: str, directory: str) -> None:
-        self.options, self.gpu, self.directory, self.fake = options, gpu, directory, bool(options.fake)
-        self.count = 0
-        self.deadline = float(options.until)
-        self.window = float(options.window)
-        self.starter = Starter(fake=self.fake, directory=directory)
-        self.control = ChannelControl(_pretended() if self.fake else None)
-        self.meter = Meter(gpu, fake=self.fake)
-        self.mps: Mps | None = None
-        self.start = 0
-        self.other = ""
-        # Production by name: outside, inside MPS. The others: outside, and inside by setting.
-        self.production: dict[str, tuple[Job, Job]] = {}
-        self.outside: list[Job] = []
-        self.inside: dict[Setting, Job] = {}
-        self.second: Job | None = None
-        self.server: Channels | None = None
-        self.other_alone: dict[str, list[float]] = {}
-        self.xids = xids()
+    def rate(self, job: Running, spans: Sequence[tuple[float, float]]) -> float:
+        """Return lines per second, or the mean of the rates that were printed."""
+        seconds = math.fsum(end - start for start, end in spans)
+        if not job.printed.metric.printed:
+            return sum(start < at <= end for at in job.printed.lines for start, end in spans) / seconds
+        values = [value for at, value in job.printed.values for start, end in spans if start < at <= end]
+        return math.fsum(values) / len(values) if values else 0.0
 
-    # -- programs ------------------------------------------------------------------------------------------------------
+    def p99(self, spans: Sequence[tuple[float, float]]) -> float | None:
+        """Return production's 99th percentile."""
+        values = sorted(v for at, v in self.production.printed.latencies for start, end in spans if start < at <= end)
+        return values[math.ceil(0.99 * len(values)) - 1] if len(values) >= 50 else None
 
-    def mps_env(self) -> dict[str, str]:
-        """Return the variables of a client; the daemon is started for the first one."""
-        if self.fake:
-            return {}
-        if self.mps is None:
-            self.mps = Mps(self.directory)
-        return dict(self.mps.env)
-
-    def begin(self, batch: Batch, *, everything: bool = True) -> None:
-        """Start what a batch needs and hold it; end what it does not need."""
-        wanted = list(dict.fromkeys(item.production for item in batch.items if item.production))
-        if batch.start != self.start:
-            self.end_programs()
-        self.start = batch.start
-        if batch.other != self.other:
-            self.end_others()
-        # The memory of those that are not needed may be.
-        self.end_jobs([job for name in [*self.production] if name not in wanted for job in self.production.pop(name)])
-        fresh = [name for name in wanted if name not in self.production]
-        for name in fresh:
-            twin = Job(self, name, self.mps_env(), f"{name} in MPS")
-            self.production[name] = (Job(self, name, {}, f"{name} outside"), twin)
-        if batch.other != self.other:
-            self.start_others(batch.other, caps() if everything else [Setting("caps", threads=50.0, low=True)])
-        self.wait_ready(self.all_jobs())
-        for name in fresh:
-            self.calibrate(*self.production[name])
-        for job in (*(pair[0] for pair in self.production.values()), *self.outside):
-            if job.channels is None:
-                job.channels = self.control.find(job.pid)
-        if self.server is None:
-            pids = [self.inside[MPS].pid] if self.mps is None else self.mps.servers()
-            if len(pids) != 1:
-                raise RuntimeError(f"MPS servers: {pids}")
-            self.server = self.control.find(pids[0])
-        self.check_clients()
-
-    def start_others(self, name: str, capped: Sequence[Setting]) -> None:
-        """Start the other job: two outside MPS, two in it, and one for each setting."""
-        self.other, self.other_alone = name, {}
-        self.outside = [Job(self, name, {}, f"{name} outside") for _ in range(2)]
-        for setting in (MPS, LOW, *capped):
-            own = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if setting.low else {}
-            if setting.threads < 100:
-                own["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{setting.threads:g}"
-            self.inside[setting] = Job(self, name, {**self.mps_env(), **own}, f"{name}: {setting.title}")
-        self.second = Job(self, name, self.mps_env(), f"{name} in MPS, second")
-
-    def end_others(self) -> None:
-        """End the other job's processes."""
-        self.end_jobs([*self.outside, *self.inside.values(), *([self.second] if self.second else [])])
-        self.outside, self.inside, self.second, self.server, self.other = [], {}, None, None, ""
-
-    def wait_ready(self, started: Iterable[Job]) -> None:
-        """Wait until programs have warmed up."""
-        waiting, limit = list(started), time.monotonic() + START_SECONDS
-        while waiting:
-            waiting = [job for job in waiting if not job.state[READY]]
-            self.check_alive()
-            if time.monotonic() > limit:
-                raise waiting[0].fail("is not ready")
-            time.sleep(0.02)
-
-    def check_alive(self) -> None:
-        """Raise if a program has ended."""
-        ended = self.starter.ask({"ended": True})
-        for job in self.all_jobs():
-            if str(job.pid) in ended:
-                raise job.fail(f"ended with {ended[str(job.pid)]}")
-
-    def all_jobs(self) -> list[Job]:
-        """Return all programs that were started."""
-        pairs = [job for pair in self.production.values() for job in pair]
-        return [*pairs, *self.outside, *self.inside.values(), *([self.second] if self.second else [])]
-
-    def calibrate(self, outside: Job, inside: Job) -> None:
-        """Let production find out how long its request takes while it is alone; its twin in MPS has the same load."""
-        self.command(outside, MEASURE)
-        for place in (SERVICE_NS, LAYERS):
-            inside.state[place] = outside.state[place]
-        self.command(inside, TAKE)
-
-    def command(self, job: Job, number: int) -> None:
-        """Give a held program a command, and wait until it is done."""
-        job.state[COMMAND] = number
-        limit = time.monotonic() + 30.0
-        while job.state[COMMAND]:
-            if time.monotonic() > limit:
-                self.check_alive()
-                raise job.fail("does not answer")
-            time.sleep(0.005)
-
-    def check_clients(self) -> None:
-        """Say so unless those in MPS are clients with the SMs of their cap, and the others are not."""
-        if self.mps is None or not self.inside:
-            return
-        clients = {
-            int(word) for word in self.mps.say(f"get_client_list {self.mps.servers()[0]}").split() if word.isdigit()
-        }
-        inside = [pair[1] for pair in self.production.values()] + [*self.inside.values()]
-        strange = [job.title for job in inside if job.pid not in clients]
-        outside = [pair[0] for pair in self.production.values()] + self.outside
-        strange += [job.title for job in outside if job.pid in clients]
-        every = self.outside[0].state[SMS]
-        for setting, job in self.inside.items():
-            seen = job.state[SMS]
-            if abs(seen - every * setting.threads / 100) > 4:
-                strange.append(f"{job.title} sees {seen} of {every} SMs")
-        if strange:
-            _say(f"{self.gpu[:12]} STRANGE clients: {strange}")
-            _write(Path(self.options.out), {"kind": "error", "text": f"clients: {strange}", "taken": _now()})
-
-    def end_jobs(self, jobs: Sequence[Job]) -> None:
-        """End programs, and wait until they are gone."""
+    def hold(self, *jobs: Running) -> None:
+        """Stop jobs until their queues have drained."""
         for job in jobs:
-            job.state[HOLD] = 1
-        for job in jobs:
-            with contextlib.suppress(OSError):
-                os.kill(job.pid, signal.SIGTERM)
-        limit, left = time.monotonic() + 10.0, {job.pid for job in jobs}
-        while left and time.monotonic() < limit:
-            left -= {int(pid) for pid in self.starter.ask({"ended": True})}
-            left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
-            time.sleep(0.01)
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            self.experiment.stop(job.program)
+        self.experiment.wait(0.5 * self.script.seconds)
 
-    def end_programs(self) -> None:
-        """End all programs."""
-        self.end_jobs([job for pair in self.production.values() for job in pair])
-        self.production, self.start = {}, 0
-        self.end_others()
+    def sliced(self, points: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        """Measure slices, the first for 10 s; production alone before, between and after."""
+        other = self.other(Limits())
+        self.ready(self.production, other)
+        self.hold(other)
+        alone, together = [self.watch(5)], []
+        for number, (own, us) in enumerate(points):
+            self.experiment.set_slice(self.production.program, own)
+            self.experiment.set_server_slice([other.program], us)
+            self.experiment.resume(other.program)
+            together.append(self.watch(10 if not number else 5))
+            if number in {0, len(points) - 1}:
+                self.experiment.set_server_slice([other.program], 2048)
+                self.hold(other)
+                alone.append(self.watch(4))
+                self.experiment.resume(other.program)
+        self.hold(self.production)
+        base = self.rate(other, [self.watch(3)])
+        self.experiment.resume(self.production.program)
+        return [self.row(list(point), alone, [span], other, base) for point, span in zip(points, together, strict=True)]
 
-    def end(self) -> None:
-        """End everything on this GPU."""
-        with contextlib.suppress(Exception):
-            self.end_programs()
-        self.starter.end()
-        self.control.close()
-        if self.mps is not None:
-            self.mps.end()
-        self.meter.close()
+    def capped(self, points: Sequence[tuple[float, bool]]) -> list[dict[str, Any]]:
+        """Measure caps, each in a process of its own, of which one at a time runs; the first for 10 s."""
+        free = self.other(Limits())
+        others = [self.other(_limits(*point)) for point in points]
+        self.ready(self.production, free, *others)
+        self.hold(free, *others)
+        alone, together = [self.watch(5)], []
+        for number, other in enumerate(others):
+            self.experiment.resume(other.program)
+            together.append(self.watch(10 if not number else 5))
+            self.hold(other)
+            if number in {0, len(points) - 1}:
+                alone.append(self.watch(4))
+        self.hold(self.production)
+        self.experiment.resume(free.program)
+        base = self.rate(free, [self.watch(3)])
+        self.experiment.resume(self.production.program)
+        rows = zip(points, others, together, strict=True)
+        return [self.row(list(point), alone, [span], other, base) for point, other, span in rows]
 
-    # -- cells ---------------------------------------------------------------------------------------------------------
-
-    def watched(self, production: Job | None, others: Sequence[Job], seconds: float) -> dict[str, Any]:
-        """Release these programs for a while; return what they did, in their own units."""
-        together = [*others, *([production] if production is not None else [])]
-        for job in together:
-            job.state.forget()
-        for job in together:
-            job.state[HOLD] = 0
-        time.sleep(SETTLE if not self.fake else 0.02)
-        start = time.monotonic()
-        time.sleep(seconds / 2)
-        seen = self.meter.read()
-        time.sleep(max(0.0, start + seconds - time.monotonic()))
-        end = time.monotonic()
-        for job in together:
-            job.state[HOLD] = 1
-        self.wait_idle(together)
-        done = [job.state.logged(start, end) for job in others]
-        requests = production.state.logged(start, end) if production is not None else []
-        return {
-            "seconds": end - start,
-            "rates": _rates(requests, start, end),
-            "latencies": [ms for _, ms in requests],
-            "other_rates": [_rates(one, start, end) for one in done],
-            **seen,
-        }
-
-    def wait_idle(self, jobs: Sequence[Job]) -> None:
-        """Wait until held programs have nothing left on the GPU."""
-        limit = time.monotonic() + 10.0
-        while busy := [job for job in jobs if job.state[RUNS]]:
-            if time.monotonic() > limit:
-                self.check_alive()
-                raise busy[0].fail("does not stop")
-            time.sleep(0.001)
-
-    def set_slices(self, production: Job | None, setting: Setting, others: Sequence[Job]) -> None:
-        """Give production and the others their slices; None is what they had at first."""
-        wanted: list[tuple[Channels | None, int | None]] = []
-        if production is not None:
-            wanted.append((production.channels, setting.production_us))
-        if setting.way == "group":
-            wanted.append((self.server, setting.other_us))
-        else:
-            wanted += [(job.channels, setting.other_us) for job in others]
-        for channels, us in wanted:
-            if channels is None:
-                continue
-            if us is None:
-                self.control.restore_slices(channels)
-            else:
-                self.control.set_slice(channels, us)
-
-    def cell(self, item: Item, setting: Setting, alone: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Measure one setting, relative to alone."""
-        outside, inside = self.production[item.production]
-        count = item.others
-        if setting.way in {"timeslice", "slices"}:
-            ours, others, place = outside, self.outside[:count], "outside"
-        elif setting.way == "group":
-            ours, others, place = outside, self.in_mps(count), "outside"
-        else:
-            ours, place = inside, "inside"
-            others = self.in_mps(count) if setting == MPS else [self.inside[setting]]
-        sliced = setting.way in {"slices", "group"}
-        if sliced:
-            self.set_slices(ours, setting, others)
-        try:
-            found = self.watched(ours, others, seconds)
-        finally:
-            if sliced:
-                self.set_slices(ours, Setting(setting.way), others)
-        one = {
-            "setting": asdict(setting),
-            "again": False,
-            "tune": setting.way == "group",
-            "found": found,
-            "place": place,
-            "paired": item.production in POISSON,
-        }
-        return {**one, **self.figures(one, alone)}
-
-    def figures(self, one: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was measured in a cell relative to alone."""
-        base = self.other_alone["inside" if one["setting"]["way"] in {"group", "mps", "caps"} else "outside"]
-        return _relative(one["found"], alone[one["place"]], base, paired=one["paired"])
-
-    def finished(self, cells: Sequence[Mapping[str, Any]], alone: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return cells relative to all that was seen of production alone, without what they were computed from."""
-        both = [{**one, **self.figures(one, alone)} for one in cells]
-        return [{key: value for key, value in one.items() if key not in {"found", "place", "paired"}} for one in both]
-
-    def in_mps(self, count: int) -> list[Job]:
-        """Return others in MPS without a cap."""
-        second = [self.second] if self.second is not None else []
-        return [self.inside[MPS], *second][:count]
-
-    def others_alone(self) -> None:
-        """Measure the other job alone, once per batch."""
-        if not self.other_alone:
-            for place, job in (("outside", self.outside[0]), ("inside", self.inside[MPS])):
-                found = self.watched(None, [job], 0.8 * self.window)
-                self.other_alone[place] = found["other_rates"][0]
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def row(self, item: Item) -> dict[str, Any]:
-        """Measure a row."""
-        self.others_alone()
-        measure = {"pair": self.pair, "two": self.two, "weights": self.weights, "pause": self.pause}[item.kind]
-        began = time.monotonic()
-        found = measure(item)
-        return {
-            **asdict(item),
-            "taken": _now(),
-            "gpu": self.gpu,
-            **self.meter.about,
-            "window": self.window,
-            "took": round(time.monotonic() - began, 1),
-            **found,
-        }
-
-    def seconds(self, item: Item) -> float:
-        """Return the length of a window."""
-        return self.window * LONGER.get(item.production, 1.0) * (0.7 if item.short else 1.0)
-
-    def alone(self, item: Item, places: Sequence[str]) -> dict[str, Any]:
-        """Measure production alone."""
-        outside, inside = self.production[item.production]
-        jobs = {"outside": outside, "inside": inside}
-        return {place: self.watched(jobs[place], [], self.seconds(item)) for place in places}
-
-    def pair(self, item: Item) -> dict[str, Any]:
-        """Measure one production job next to one other, under every way."""
-        seconds, wanted = self.seconds(item), targets(item.production, item.other)
-        alone = self.alone(item, ("outside", "inside"))
-        if known := self.known(item, wanted):
-            return self.again(item, known, alone)
-        cells = [self.cell(item, AS_IT_IS, alone, seconds)]
-        self.searched(SLICES, item, cells, alone)
-        self.line(slices(item.production), item, cells, alone)
-        # The host may have drifted since.
-        _more(alone["outside"], self.watched(self.production[item.production][0], [], 0.7 * seconds))
-        cells += [self.cell(item, one, alone, seconds) for one in (MPS, LOW)]
-        self.searched(CAPS, item, cells, alone)
-        self.line(caps(), item, cells, alone)
-        return {**self.chosen(item, cells, alone, wanted), "alone": _alone(alone), "other_alone": self.other_alone}
-
-    def searched(self, way: str, item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any]) -> None:
-        """Measure what tune's search of a way asks for, until it has an answer to each target."""
-        outside = self.production[item.production][0]
-        request = outside.state[SERVICE_NS] / 1000 if item.production in LATENCY else None
-        for number, target in enumerate(targets(item.production, item.other), 1):
-            # It is bounded by itself.
-            most = number * (5 if item.short else 8)
-            while (setting := next_of(way, cells, target, most, request_us=request)) is not None:
-                cells.append({**self.cell(item, setting, alone, self.seconds(item)), "tune": True})
-
-    def line(
-        self, settings: Sequence[Setting], item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any]
-    ) -> None:
-        """Measure settings that were not measured, from what gives the other most, until two meet the target."""
-        wanted = targets(item.production, item.other)
-        for setting in settings if not item.short else ():
-            own = [one for one in cells if setting_of(one) in settings]
-            met = [one for one in own if all(judged([one], target)[0].meets for target in wanted)]
-            if setting not in {setting_of(one) for one in cells} and (len(met) < 2 or setting.way != "caps"):
-                cells.append(self.cell(item, setting, alone, self.seconds(item)))
-
-    def known(self, item: Item, wanted: Sequence[Target]) -> list[Setting]:
-        """Return the settings that a later start repeats; none in the first."""
-        if item.start == 1:
-            return []
-        rows = read_rows([Path(self.options.out), *self.options.done])
-        first = next((row for row in rows if _key(row) == (item.kind, item.production, item.other, 1)), None)
-        return [] if first is None else known_settings(first["cells"], wanted)
-
-    def again(self, item: Item, known: Sequence[Setting], alone: dict[str, Any]) -> dict[str, Any]:
-        """Measure known settings with new processes."""
-        seconds = self.seconds(item)
-        cells = [self.cell(item, one, alone, seconds) for one in known]
-        _more(alone["outside"], self.watched(self.production[item.production][0], [], 0.7 * seconds))
-        rest = {"choices": [], "alone": _alone(alone), "other_alone": self.other_alone}
-        return {"cells": self.finished(cells, alone), **rest}
-
-    def chosen(
-        self, item: Item, cells: list[dict[str, Any]], alone: Mapping[str, Any], wanted: Sequence[Target]
+    def row(
+        self,
+        point: list[Any],
+        alone: Sequence[tuple[float, float]],
+        together: Sequence[tuple[float, float]],
+        other: Running,
+        base: float,
     ) -> dict[str, Any]:
-        """Measure what tune's rule chooses from the cells again."""
-        inside = self.production[item.production][1]
-        _more(alone["inside"], self.watched(inside, [], 0.5 * self.seconds(item)))
-        cells = [{**one, **self.figures(one, alone)} for one in cells]
-        choices = []
-        for target in wanted:
-            pick = choose(seen_by_tune(cells), target)
-            if pick is None:
-                continue
-            again = self.cell(item, pick[0], alone, self.seconds(item))
-            again["again"] = True
-            choices.append({"target": asdict(target), "meets": pick[1], "cell": self.finished([again], alone)[0]})
-        return {"cells": self.finished(cells, alone), "choices": choices}
+        """Return a setting relative to alone."""
+        before, now = self.p99(alone), self.p99(together)
+        return {
+            "point": point,
+            "kept": self.rate(self.production, together) / (self.rate(self.production, alone) or math.inf),
+            "p99": None if before is None or now is None else now / before,
+            "share": self.rate(other, together) / base if base else None,
+            "alone": self.rate(self.production, alone),
+            "other_alone": base,
+        }
 
-    def two(self, item: Item) -> dict[str, Any]:
-        """Measure production next to two others: each with its slice, and both in one MPS daemon with one slice."""
-        wanted = targets(item.production, item.other, 2)
-        alone = self.alone(item, ("outside", "inside"))
-        seconds = self.seconds(item)
-        if known := self.known(item, wanted):
-            return self.again(item, known, alone)
-        cells = [self.cell(item, one, alone, seconds) for one in (AS_IT_IS, *two_settings(), MPS)]
-        _more(alone["outside"], self.watched(self.production[item.production][0], [], 0.7 * seconds))
-        return {**self.chosen(item, cells, alone, wanted), "alone": _alone(alone), "other_alone": self.other_alone}
 
-    def weights(self, _item: Item) -> dict[str, Any]:
-        """Measure two jobs that always work, with slices of 3:1."""
-        first, second = self.outside
-        base = _mean(self.other_alone["outside"])
-        found = []
-        own = _weighted(3, 1)
-        for ours, other in dict.fromkeys((own, *WEIGHTS)):
-            for job, us in ((first, ours), (second, other)):
-                if job.channels is not None:
-                    self.control.set_slice(job.channels, us)
-            seen = self.watched(None, [first, second], self.window)
-            shares = [_mean(rates) / base for rates in seen["other_rates"]]
-            found.append(
-                {
-                    "slices": [ours, other],
-                    "by": "gpushare" if (ours, other) == own else "slices",
-                    "shares": shares,
-                    "sum": sum(shares),
-                }
-            )
-        for job in (first, second):
-            if job.channels is not None:
-                self.control.restore_slices(job.channels)
-        return {"cells": found}
+def _limits(threads: float, low: bool) -> Limits:
+    return Limits(
+        threads_percent=None if threads >= 100 else threads, priority=Priority.LOW if low else Priority.NORMAL
+    )
 
-    def pause(self, _item: Item) -> dict[str, Any]:
-        """Take a training off the GPU and put it back on 10,000 times; then by the verb."""
-        job = self.outside[0]
-        channels = job.channels
-        if channels is None:
-            raise RuntimeError("no channels")
-        before = _mean(self.other_alone["outside"])
-        off, on, driver = [], [], []
-        job.state.forget()
-        job.state[HOLD] = 0
-        time.sleep(0.3)
-        limit = min(time.monotonic() + PAUSE_SECONDS, self.deadline - 10.0)
-        count = PAUSES if not self.fake else 20
-        try:
-            while len(off) < count and time.monotonic() < limit:
+
+def verbs(script: Script) -> list[dict[str, Any]]:
+    """Time the verbs on a running job."""
+    job = subprocess.Popen(
+        script.command(PAIRS[0], 1), stdout=subprocess.DEVNULL, env={**os.environ, "GPUSHARE_SIM_HOST": "sim:h200"}
+    )
+    time.sleep(5)
+    rows = []
+    words = (["pause"], ["resume"], ["timeslice", "set", "500us"], ["timeslice", "reset"])
+    try:
+        for verb in [*words * 4, ["status"], ["status"], ["--version"], ["--version"]]:
+            named = [str(job.pid)] if verb in words else []
+            took, done = script.gpushare(*verb, *named)
+            rows.append({"verb": " ".join(verb), "seconds": round(took, 3), "code": done.returncode, "said": done.stderr[-300:]})
+        for name, plain in (("nvidia-smi", ["nvidia-smi"]), ("python", [sys.executable, "-c", "pass"])):
+            for _ in range(3):
                 began = time.monotonic()
-                driver.append(self.control.disable(channels))
-                done = time.monotonic()
-                self.control.enable(channels)
-                on.append(time.monotonic() - done)
-                off.append(done - began)
-        finally:
-            self.control.enable(channels)
-        job.state.forget()
-        time.sleep(0.2)
-        start = time.monotonic()
-        time.sleep(self.window)
-        end = time.monotonic()
-        after = len(job.state.logged(start, end)) / (end - start)
-        verbs = self.verbs(job)
-        job.state[HOLD] = 1
-        self.wait_idle([job])
-        self.check_alive()
-        times = {"off": off, "on": on, "off_in_driver": driver}
-        return {
-            "count": len(off),
-            **{name: _milliseconds(one) for name, one in times.items()},
-            "rate_after": after / before if before else None,
-            "verbs": verbs,
-        }
-
-    def verbs(self, job: Job) -> list[dict[str, Any]]:
-        """Pause and resume a job by gpushare's verbs, if it has them."""
-        found: list[dict[str, Any]] = []
-        if self.fake or not os.path.exists("gpushare/cli/pause.py"):
-            return found
-        env = {**os.environ, "GPUSHARE_STATE_DIR": f"{self.directory}/state"}
-        env.pop("CUDA_VISIBLE_DEVICES", None)
-        for verb in ("pause", "resume") * 5:
-            began = time.monotonic()
-            words = [sys.executable, "-m", "gpushare", verb, str(job.pid)]
-            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=False)
-            took = round(time.monotonic() - began, 4)
-            found.append({"verb": verb, "seconds": took, "rc": done.returncode, "said": done.stderr[-200:]})
-            time.sleep(0.1)
-        if job.channels is not None:
-            self.control.enable(job.channels)
-        return found
-
-    # -- all of it -----------------------------------------------------------------------------------------------------
-
-    def work(self, claimed: Iterator[Batch], done: set[tuple[Any, ...]], out: Path) -> None:
-        """Take batches until there are none, or the time is over."""
-        for batch in claimed:
-            left = tuple(item for item in batch.items if item.key not in done)
-            if not left:
-                continue
-            if not self.time_for(15.0 + self.took(left[0])):
-                continue
-            try:
-                self.begin(Batch(batch.other, batch.start, left))
-                for item in left:
-                    if not self.time_for(self.took(item)):
-                        continue
-                    self.check_xids()
-                    row = self.row(item)
-                    _write(out, row)
-                    _say(f"{self.gpu[:12]} {self.deadline - time.monotonic():4.0f} s left: {_line(row)}")
-            except Stop:
-                raise
-            except (Exception, GpushareError) as error:  # noqa: BLE001 - the other batches are worth the machine's time
-                self.check_xids()
-                text = f"{type(error).__name__}: {error}"
-                _say(f"{self.gpu[:12]} FAILED {batch.other}: {text}")
-                _write(
-                    out, {"kind": "error", "other": batch.other, "start": batch.start, "text": text, "taken": _now()}
-                )
-                self.end_programs()
-
-    def took(self, item: Item) -> float:
-        """Return how long a row takes."""
-        return item.seconds(self.window, SETTLE + 0.05)
-
-    def time_for(self, seconds: float) -> bool:
-        """Return whether this number of seconds is left."""
-        return time.monotonic() + seconds < self.deadline
-
-    def check_xids(self) -> None:
-        """Stop at the first Xid since the start."""
-        now = xids()
-        if self.xids is not None and now is not None and len(now) > len(self.xids):
-            _write(Path(self.options.out), {"kind": "xid", "lines": now[len(self.xids) :][:5], "taken": _now()})
-            raise Stop(f"Xid: {now[len(self.xids) :][:3]}")
-
-    def smoke(self) -> None:
-        """Try each program outside MPS, and then each way with one pair."""
-        began = time.monotonic()
-        starting = {name: Job(self, name, {}, name) for name in PROGRAMS}
-        failed = self.failures(list(starting.values()))
-        for job, text in failed:
-            del starting[job.name]
-            _say(f"FAILED {text}")
-        _say(f"ready after {time.monotonic() - began:.1f} s, {self.meter.used_mib()} MiB")
-        for name, job in starting.items():
-            self.command(job, MEASURE)
-            found = self.watched(job, [], 1.0)
-            if not found["latencies"]:
-                _say(f"FAILED {job.fail('did nothing in a second')}")
-                continue
-            tail = f"p50 {percentile(found['latencies'], 50):.2f} p99 {percentile(found['latencies'], 99):.2f} ms"
-            service, layers = job.state[SERVICE_NS] / 1e6, job.state[LAYERS]
-            drawn = f"{found['mhz']} MHz {found['watts']} W, {job.state[SMS]} SMs"
-            _say(f"{name:12} {_mean(found['rates']):8.1f}/s {tail}, request {service:.3f} ms, {layers} layers, {drawn}")
-        self.end_jobs(list(starting.values()))
-        item = Item("pair", "bert-eager", "bert-train", 1)
-        starts = time.monotonic()
-        self.begin(Batch("bert-train", 1, (item,)), everything=False)
-        _say(f"a batch is ready after {time.monotonic() - starts:.1f} s, {self.meter.used_mib()} MiB")
-        self.others_alone()
-        alone = self.alone(item, ("outside", "inside"))
-        cap, slice_ = Setting("caps", threads=50.0, low=True), Setting("slices", production_us=16000, other_us=200)
-        for setting in (AS_IT_IS, slice_, MPS, LOW, cap, Setting("group", production_us=16000, other_us=500)):
-            one = self.cell(item, setting, alone, 1.0)
-            figures = (one["kept"], one["p99"] or 0.0, one["other"] or 0.0, one["mhz"], one["watts"])
-            _say("{:45} kept {:.2f} p99 {:.2f}x other {:.2f} at {} MHz {} W".format(setting.title, *figures))
-        paused = self.outside[0].channels
-        if paused is not None:
-            off = self.control.disable(paused)
-            on = self.control.enable(paused)
-            _say(f"off {1000 * off:.2f} ms, on {1000 * on:.2f} ms")
-        _say(f"smoke: {time.monotonic() - began:.1f} s, {self.meter.used_mib()} MiB, Xids since: {self.fresh_xids()}")
-
-        if failed:
-            raise RuntimeError(f"{len(failed)} programs failed")
-
-    def failures(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
-        """Wait until each program is ready or has ended; return those that are not ready, with what they said."""
-        limit, ended = time.monotonic() + START_SECONDS, {}
-        while time.monotonic() < limit:
-            ended |= self.starter.ask({"ended": True})
-            if all(job.state[READY] or str(job.pid) in ended for job in jobs):
-                break
-            time.sleep(0.05)
-        left = [job for job in jobs if not job.state[READY]]
-        return [(job, str(job.fail(f"ended with {ended.get(str(job.pid))}"))) for job in left]
-
-    def fresh_xids(self) -> int:
-        """Return how many Xids there were since the start."""
-        return len(xids() or []) - len(self.xids or [])
+                subprocess.run(plain, stdout=subprocess.DEVNULL, check=False)
+                rows.append({"verb": name, "seconds": round(time.monotonic() - began, 3)})
+    finally:
+        job.terminate()
+        job.wait()
+    return rows
 
 
-class Meter:
-    """What NVML tells of the GPU; nothing without one."""
-
-    def __init__(self, gpu: str, *, fake: bool) -> None:
-        self._nvml: Any = None
-        self.about: dict[str, Any] = {"gpu_name": "simulated", "driver": None}
-        if not fake:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByUUID(gpu)
-            name, driver = pynvml.nvmlDeviceGetName(self._gpu), pynvml.nvmlSystemGetDriverVersion()
-            self.about = {"gpu_name": name, "driver": driver}
-
-    def read(self) -> dict[str, Any]:
-        """Return the clock, the power and why the clock is not higher, at this moment."""
-        nvml = self._nvml
-        if nvml is None:
-            return {"mhz": None, "watts": None, "why": None}
-        return {
-            "mhz": nvml.nvmlDeviceGetClockInfo(self._gpu, nvml.NVML_CLOCK_SM),
-            "watts": round(nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000),
-            "why": self._reasons(),
-        }
-
-    def _reasons(self) -> int | None:
-        """Return why the clock is not higher, as bits (nvmlClocksEventReason*); older bindings have another name."""
-        for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
-            if (read := getattr(self._nvml, name, None)) is not None:
-                with contextlib.suppress(self._nvml.NVMLError):
-                    return int(read(self._gpu))
-        return None
-
-    def used_mib(self) -> int:
-        """Return the memory in use."""
-        if self._nvml is None:
-            return 0
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu, version=self._nvml.nvmlMemory_v2).used >> 20)
-
-    def close(self) -> None:
-        """End it."""
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+def best_of_grid(row: dict[str, Any]) -> float | None:
+    """Return the most that the other could have under a setting that meets the goal; None: no grid, or none meets it."""
+    keep, p99 = row["goal"]
+    points = [row["judged"], *row["grid"]] if row.get("grid") else []
+    meeting = [
+        point["share"]
+        for point in points
+        if (point["kept"] >= keep if p99 is None else (point["p99"] or math.inf) <= p99) and point["share"] is not None
+    ]
+    return max(meeting, default=None)
 
 
-def _rates(done: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
-    """Return the rate in each part of a window."""
-    length = (end - start) / PARTS
-    counts = [0] * PARTS
-    for at, _ in done:
-        counts[min(PARTS - 1, int((at - start) / length))] += 1
-    return [count / length for count in counts]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _more(alone: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Add a second look at production alone."""
-    alone["rates"] = [*alone["rates"], *found["rates"]]
-    alone["latencies"] = [*alone["latencies"], *found["latencies"]]
-
-
-def _alone(alone: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        place: {
-            "rate": _mean(one["rates"]),
-            "rates": one["rates"],
-            "p50_ms": percentile(one["latencies"], 50) if one["latencies"] else None,
-            "p99_ms": percentile(one["latencies"], 99) if one["latencies"] else None,
-            "requests": len(one["latencies"]),
-            "mhz": one["mhz"],
-            "watts": one["watts"],
-        }
-        for place, one in alone.items()
-    }
-
-
-def _relative(
-    found: Mapping[str, Any], alone: Mapping[str, Any], base: Sequence[float], *, paired: bool
-) -> dict[str, Any]:
-    """Return what was measured relative to alone, with 95 % intervals where there are any.
-
-    ``paired``: the requests come at the same moments in each window of this length, of which alone had one first.
-    """
-    kept = paired_ratio(found["rates"], alone["rates"][:PARTS]) if paired else ratio(found["rates"], alone["rates"])
-    shares = [ratio(rates, base) for rates in found["other_rates"]]
-    sums = [sum(parts) for parts in zip(*found["other_rates"], strict=True)]
-    both = ratio(sums, base)
-    now, before = found["latencies"], alone["latencies"]
-    tail = percentile(now, 99) / percentile(before, 99) if now and before else None
-    windows = [[Window(rate=None, latencies=tuple(one))] for one in (before, now)]
-    between = p99_factor_interval(*windows) if now and before else None
-    return {
-        "rate": _mean(found["rates"]),
-        "kept": 0.0 if kept is None else kept.value,
-        "kept_low": None if kept is None else kept.low,
-        "kept_high": None if kept is None else kept.high,
-        "p50_ms": percentile(now, 50) if now else None,
-        "p99_ms": percentile(now, 99) if now else None,
-        "p50": percentile(now, 50) / percentile(before, 50) if now and before else None,
-        "p99": tail,
-        "p99_low": None if between is None else between[0],
-        "p99_high": None if between is None else between[1],
-        "requests": len(now),
-        "others": [0.0 if one is None else one.value for one in shares],
-        "other": _mean(sums) / _mean(base) if both is None else both.value,
-        "other_low": None if both is None else both.low,
-        "other_high": None if both is None else both.high,
-        "mhz": found["mhz"],
-        "watts": found["watts"],
-        "why": found["why"],
-    }
-
-
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    values = [1000 * one for one in seconds]
-    return {
-        "median": percentile(values, 50),
-        "p99": percentile(values, 99),
-        "p99.9": percentile(values, 99.9),
-        "max": max(values),
-    }
-
-
-def _weighted(*weights: float) -> tuple[int, ...]:
-    """Return the slices that gpushare gives jobs with these weights."""
-    return tuple(Rule(weight=weight).microseconds for weight in weights)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    """Return a row in words, for whoever watches."""
-    title = f"{row['kind']} {row['production']} + {row['other']} start {row['start']} ({row['took']} s)"
-    if row["kind"] in {"pair", "two"}:
-        for one in row["choices"]:
-            cell = one["cell"]
-            figures = f"{cell['kept']:.2f} {cell['p99'] or 0:.2f}x {cell['other'] or 0:.2f}"
-            title += f"; {one['target']['p99'] or ''} {Setting(**cell['setting']).title}: {figures}"
-    elif row["kind"] == "weights":
-        title += "; " + ", ".join(f"{c['slices']}: {c['shares'][0]:.2f}:{c['shares'][1]:.2f}" for c in row["cells"])
-    else:
-        title += f"; {row['count']} times, off {row['off']}"
-    return title
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def _write(out: Path, row: Mapping[str, Any]) -> None:
-    """Add a line at once: a machine may be taken back at any time."""
-    line = json.dumps(_rounded(row)) + "\n"
-    with out.open("ab", buffering=0) as file:
-        file.write(line.encode())
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the lines of result files; a line that was cut off is left out."""
-    found = []
-    for path in paths:
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-def _gpus(options: argparse.Namespace) -> list[str]:
-    if options.fake:
-        return [f"fake-{number}" for number in range(2)]
-    import pynvml
-
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-    found = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    pynvml.nvmlShutdown()
-    return found
-
-
-def _wanted(options: argparse.Namespace) -> list[Batch]:
-    return [batch for batch in batches(options.starts) if options.only is None or batch.other in options.only]
-
-
-def _claimed(wanted: Sequence[Batch], directory: str) -> Iterator[Batch]:
-    """Take batches that no other worker has taken."""
-    for number, batch in enumerate(wanted):
-        try:
-            os.close(os.open(f"{directory}/claim-{number}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
+def render(document: dict[str, Any]) -> str:
+    """Return the table of docs/measurements.md."""
+    lines = [
+        "| pair, goal | tune: seconds, ended by | its choice | its estimate: rate, p99 / other | measured again | best of the grid |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        data, keep, p99 = row["tune"], *row["goal"]
+        chosen = data.get("best") or data.get("nearest")
+        goal = f"{row['pair']}: {keep:.2f}{'' if p99 is None else f', p99 {p99}x'}"
+        if chosen is None or "judged" not in row:
+            lines.append(f"| {goal} | - | - | - | - | - |")
             continue
-        yield batch
+        estimate = (chosen["kept"], chosen["p99"], chosen["opportunistic_share"])
+        again = (row["judged"]["kept"], row["judged"]["p99"], row["judged"]["share"])
+        best = best_of_grid(row)
+        found = "" if data.get("best") else "none; nearest "
+        lines.append(
+            f"| {goal} | {data['seconds']:.0f}, {data['ended']} | {found}{chosen['setting']} | {_figures(*estimate)} | {_figures(*again)}"
+            f" | {'-' if best is None else f'{best:.2f}'} |"
+        )
+    return "\n".join(lines)
 
 
-def _work(options: argparse.Namespace) -> int:
-    """Be the worker of one GPU."""
-
-    def late(number: int, _frame: object) -> None:
-        raise Stop(f"signal {number}")
-
-    signal.signal(signal.SIGTERM, late)
-    # PR_SET_PDEATHSIG: it does not outlive what started it.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-    directory = f"{options.directory}/{options.gpu[-8:]}"
-    os.makedirs(directory, exist_ok=True)
-    worker = Worker(options, options.gpu, directory)
-    code = 0
-    try:
-        if options.smoke:
-            worker.smoke()
-        else:
-            done = {_key(row) for row in read_rows([options.out, *options.done]) if row["kind"] not in {"error", "xid"}}
-            worker.work(_claimed(_wanted(options), options.directory), done, options.out)
-    except (Exception, GpushareError) as error:  # noqa: BLE001 - whatever it was, the GPU is left empty
-        _say(f"{options.gpu[:12]} STOPPED {type(error).__name__}: {error}")
-        code = 1
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        worker.end()
-    return code
+def _figures(kept: float, p99: float | None, share: float | None) -> str:
+    tail = "" if p99 is None else f", {p99:.2f}x"
+    return f"{kept:.2f}{tail} / {'-' if share is None else f'{share:.2f}'}"
 
 
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("kind", "production", "other", "start"))
-
-
-def _everything(options: argparse.Namespace) -> int:
-    began = time.monotonic()
-    gpus = _gpus(options)[: options.gpus or None]
-    before = xids()
-    directory = tempfile.mkdtemp(prefix="co", dir="/tmp")
-    words = [sys.executable, "-m", "benchmarks.colocation", "--out", str(options.out), "--directory", directory]
-    words += ["--until", str(began + options.seconds), "--window", str(options.window), "--starts", str(options.starts)]
-    words += [f"--{name}" for name in ("fake", "smoke") if getattr(options, name)]
-    words += ["--only", ",".join(options.only)] if options.only else []
-    for path in options.done:
-        words += ["--done", str(path)]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    workers = []
-    for gpu in gpus:
-        env = {**os.environ, **({} if options.fake else {"CUDA_VISIBLE_DEVICES": gpu})}
-        workers.append(subprocess.Popen([*words, "--gpu", gpu], env=env))
-    try:
-        _wait(workers, began + options.seconds + 25.0)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for process in workers:
-            if process.poll() is None:
-                process.terminate()
-        for process in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            if process.poll() is None:
-                process.kill()
-        shutil.rmtree(directory, ignore_errors=True)
-    time.sleep(0 if options.fake else 2.0)
-    after = xids()
-    new = [] if before is None or after is None else after[len(before) :]
-    used = {} if options.fake else {gpu: Meter(gpu, fake=False).used_mib() for gpu in gpus}
-    _say(
-        f"{time.monotonic() - began:.0f} s; MiB left {used}; Xids {new[:3]}; exit codes {[one.returncode for one in workers]}"
-    )
-    left = {item.key for batch in _wanted(options) for item in batch.items}
-    left -= {_key(row) for row in read_rows([options.out, *options.done])}
-    _say(f"{len(left)} rows left" + (": run it again with the same --out, or --done FILE" if left else ""))
-    return 1 if new or any(one.returncode for one in workers) else 0
-
-
-def _wait(workers: Sequence[subprocess.Popen[bytes]], until: float) -> None:
-    while time.monotonic() < until and any(one.poll() is None for one in workers):
-        time.sleep(0.1)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, try, or write the table."""
+def main() -> int:
+    """Measure all pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("colocation.jsonl"), help="a line of JSON per row is added to it"
-    )
-    parser.add_argument(
-        "--done", type=Path, action="append", default=[], help="rows of an earlier run, which are left out"
-    )
-    parser.add_argument("--seconds", type=float, default=480.0, help="begin no row that would end later (default: 480)")
-    parser.add_argument("--starts", type=int, default=3, help="how often all programs start (default: 3)")
-    parser.add_argument("--window", type=float, default=3.0, help="seconds of a cell (default: 3)")
-    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs (default: all)")
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"these other jobs: {','.join(OTHERS)}")
-    parser.add_argument("--smoke", action="store_true", help="try each program and each way once")
-    parser.add_argument("--fake", action="store_true", help="without a GPU")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="write the table from these results")
-    for name in ("--gpu", "--directory"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--out", metavar="FILE")
+    parser.add_argument("--render", metavar="FILE")
+    parser.add_argument("--until", type=float, default=3600.0)
+    parser.add_argument("--pairs", metavar="LIST", help="numbers from 0")
+    parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
     if options.render:
-        render(read_rows(options.render), Path("docs/measurements.md"))
+        print(render(json.loads(Path(options.render).read_text())))
         return 0
-    return _work(options) if options.gpu else _everything(options)
+    before, script = xids(), Script(options)
+    gpu = script.device.gpu
+    document: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "gpu": gpu.name,
+        "driver": script.host.nvml.driver_version(),
+        "rows": [],
+    }
+    numbers = range(len(PAIRS)) if options.pairs is None else map(int, options.pairs.split(","))
+    if options.verbs:
+        document["verbs"] = verbs(script)
+        print(*document["verbs"], sep="\n", flush=True)
+    for number in numbers:
+        if script.left() < 60 * script.seconds:
+            break
+        try:
+            document["rows"].append(script.pair(PAIRS[number]))
+        except Exception as error:  # noqa: BLE001 - the other pairs are worth the machine's time
+            print(f"FAILED {PAIRS[number].name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        if options.out:
+            Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+        print(f"{script.left():.0f} s left", render({"rows": document["rows"][-1:]}).splitlines()[-1], flush=True)
+    document["new_xids"] = None if before is None else (xids() or [])[len(before) :]
+    if options.out:
+        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+    print(render(document))
+    return 1 if document["new_xids"] else 0
 
 
 if __name__ == "__main__":

@@ -141,11 +141,9 @@ SLOW = (
     "export/test_dra.py",
     "export/test_slurm_",
     "gpu/",
-    "measure/test_controller.py",
     "measure/test_copies.py",
     "measure/test_progress.py",
     "measure/test_tune.py",
-    "measure/test_tune_ways.py",
     "mig/test_interrupt.py",
     "mig/test_planner_exact.py",
     "mig/test_shape.py",
@@ -157,7 +155,6 @@ SLOW = (
     "run/test_announced.py",
     "security/",
     "sim/test_mig_changes_walk.py",
-    "test_colocation.py",
     "test_hostile_input.py",
 )
 
@@ -172,10 +169,8 @@ LONG = (
     "tests/crash/test_crashes.py::test_one_more_command",
     "tests/measure/test_tune.py::test_jobs_that_compete",
     "tests/measure/test_tune.py::test_real_processes",
-    "tests/measure/test_tune_ways.py::test_slices_of_real_processes",
-    "tests/measure/test_tune_ways.py::test_the_slice_of_real_processes",
+    "tests/measure/test_tune.py::test_the_slice_of_real_processes",
     "tests/mig/test_planner_exact.py::test_cost_is_the_least_from_any_layout",
-    "tests/test_colocation.py::test_programs_of_the_cpu",
 )
 
 

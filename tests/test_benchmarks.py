@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks import gpu_roles, sharing
 from benchmarks.pairs import FARMS, PAIRS
 from benchmarks.sharing import PARTS, add_to, figures, main
 from benchmarks.sharing_bench import Bench
 from benchmarks.sharing_gpus import pieces
 from benchmarks.sharing_table import table
+
+from benchmarks import gpu_roles, sharing
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure.search import Setting, Trial

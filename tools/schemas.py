@@ -69,7 +69,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "advise": ("Any",),
     "compare": ("Any",),
     "bench": ("Any",),
-    "tune": ("Any",),
+    "tune": ("gpushare.show.tune:TuneAnswer",),
     "savings": ("Any",),
     "apply": ("gpushare.cli.apply:ApplyAnswer", PLAN),
     "diff": ("gpushare.cli.diff:DiffAnswer",),

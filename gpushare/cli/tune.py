@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.units import quoted
 from gpushare.cli.options import Command, gpus_of, settings
 from gpushare.job_command import JobCommand
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.measure.pair import TuneOptions
-    from gpushare.measure.search import Judged, Search
-    from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, WayResult
+    from gpushare.measure.search import Figures, Search
+    from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult
     from gpushare.run.results import Tuned
 
 
@@ -37,8 +38,12 @@ def tune(
         ),
     ],
     opportunistic: Annotated[
-        str,
-        typer.Option("--opportunistic", metavar="CMD", help="The job that takes what is left; restarted for each cap."),
+        list[str],
+        typer.Option(
+            "--opportunistic",
+            metavar="CMD",
+            help="A job that takes what is left; restarted for each cap. Several times: they run together.",
+        ),
     ],
     keep: Annotated[
         str, typer.Option("--keep", metavar="PCT", help="How much of its rate alone production must keep.")
@@ -72,34 +77,30 @@ def tune(
     ] = "slices,caps",
     copies: Annotated[
         int,
-        typer.Option(
-            "--copies", metavar="N", min=1, max=64, help="Run N copies of the opportunistic job; their rates add up."
-        ),
+        typer.Option("--copies", metavar="N", min=1, max=64, help="Run N copies of each opportunistic job."),
     ] = 1,
     caps: Annotated[
         str | None,
-        typer.Option(
-            "--caps",
-            metavar="LIST",
-            help="Caps to choose from. [default: 100,95,90 and so on to 10, and finer steps where they gain much]",
-        ),
+        typer.Option("--caps", metavar="LIST", help="Caps to choose from. [default: 100,95,90 and so on to 10]"),
     ] = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="How long to search, from when all jobs have printed. The best setting so far is kept then.",
+        ),
+    ] = "150s",
     window: Annotated[
         str | None,
         typer.Option(
             "--window",
             metavar="TIME",
-            help="Length of one measuring window. [default: 1.5s; longer for jobs that print seldom; without --p99, down to 0.6s for jobs that print often]",
+            help="Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]",
         ),
     ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            "--rounds",
-            metavar="N",
-            min=2,
-            help="Fewest windows with both jobs per trial. [default: 3 of 1.5 s to 8 of 0.6 s; up to 3 times as many where the figures scatter, 4 times with --p99]",
-        ),
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw the frontier to a new .png or .svg file.")
     ] = None,
     timeout: Annotated[
         str,
@@ -112,48 +113,54 @@ def tune(
         str, typer.Option("--name", metavar="NAME", help="Keep the result for run --opportunistic --for NAME.")
     ] = "production",
 ) -> Any:
-    """Find how much of a GPU an opportunistic job may get next to a production job that keeps its speed.
+    """Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed.
 
-    There are two ways, as run applies them: production outside MPS, and the opportunistic jobs in one MPS daemon, which share
-    one time-slice; or all under MPS, with a thread cap on each opportunistic job. tune searches both and keeps the one with
-    which production meets the goal and the other job does most. With --p99 and a production job that has gaps it begins with
-    slices, otherwise with caps. What cannot be better is not searched.
+    There are two ways, as run applies them: production outside MPS, and the others in one MPS daemon, which share one
+    time-slice; or all under MPS, with a thread cap on each of the others. tune searches slices first, because they are set
+    while all run, and then caps, unless slices leave the others all of their rate. It keeps the setting with which
+    production meets the goal and the others do most.
 
-    A trial pauses the opportunistic job repeatedly, and compares production next to it with production alone, in one
-    process. Slices are set while both run. For each cap the opportunistic job is started and killed, the safe way: stop,
-    drain, kill; caps start at 60 with low priority. CMD runs without a shell; to use one: sh -c '...'.
+    Windows with all jobs alternate with windows of production alone, and of the others alone. A setting is watched until
+    the figures decide. Ctrl-C, SIGTERM and the end of --budget keep the best setting so far; a later tune of the same jobs
+    goes on from there. CMD runs without a shell; to use one: sh -c '...'.
 
     Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield pause.
-    The peak memory of both jobs and what they use of the GPU are kept for run --wait.
+    The peak memory of all jobs and what they use of the GPU are kept for run --wait.
     """
     from gpushare.base.selection import select_one
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
-    from gpushare.measure.pair import TuneOptions
+    from gpushare.measure.tune import TuneOptions
+    from gpushare.measure.tune import tune as measured
+    from gpushare.measure.tuned import find_tried
     from gpushare.run.jobs import check_job_name
 
     check_job_name(name)
-    searched = _ways(ways, caps)
+    picture = None if plot is None else _picture(plot)
     options = TuneOptions(
         production=words_of("--production", production),
-        opportunistic=words_of("--opportunistic", opportunistic),
-        search=_search(keep, p99, caps),
+        opportunistic=[words_of("--opportunistic", each) for each in opportunistic],
+        search=_search(keep, p99, ways, caps),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
-        ways=searched,
+        budget_seconds=positive("--budget", budget, "150s"),
         window_seconds=None if window is None else _window(window),
-        rounds=rounds,
         start_seconds=positive("--timeout", timeout, "10m"),
     )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-    from gpushare.measure.tune import tune as measured
-
     with _reporter() as reporter:
-        result = measured(host, device, options, reporter)
+        result = measured(host, device, options, reporter, find_tried(host, device, options))
+    return finished(host, device, options, result, name, picture)
 
-    return finished(host, device, options, result, name)
+
+def _picture(text: str) -> Path:
+    from gpushare.measure.bench_data import check_new
+    from gpushare.show.bench import check_plot
+
+    check_plot(text)
+    return check_new("--plot", text)
 
 
 def _ways(text: str, caps: str | None) -> tuple[str, ...]:
@@ -169,15 +176,13 @@ def _ways(text: str, caps: str | None) -> tuple[str, ...]:
     return found
 
 
-def _search(keep: str, p99: str | None, caps: str | None) -> Search:
-    from gpushare.measure.search import FINE, GRID, Goal, Search, Setting
+def _search(keep: str, p99: str | None, ways: str, caps: str | None) -> Search:
+    from gpushare.measure.search import CAPS_PERCENT, Goal, Search
 
-    grid = _percentages("--caps", caps, "80,60,40") or GRID
     return Search(
         goal=Goal(keep=_keep(keep), p99_factor=None if p99 is None else _factor(p99)),
-        grid=grid,
-        fine=FINE if caps is None else (),
-        start=Setting(threads=min(grid, key=lambda cap: abs(cap - 60.0))),
+        ways=_ways(ways, caps),
+        caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
     )
 
 
@@ -245,101 +250,131 @@ def _reporter() -> Iterator[TuneReporter]:
 
     class Lines(TuneReporter):
         def doing(self, what: str) -> None:
-            # On a terminal, the bar names the trial.
-            if not settings.quiet and not (terminal and what.startswith("trial ")):
+            if not settings.quiet:
                 put(sys.stderr, f"gpushare: {what}\n")
 
-        def measured(self, report: TrialReport) -> None:
-            if not settings.quiet:
-                said = f"production {share(report.trial.kept)} of alone"
-                said += "" if report.trial.p99 is None else f", p99 {factor(report.trial.p99)}"
-                other = report.opportunistic_share
-                said += "" if other is None else f"; the other {share(other)}"
-                name = f"{report.trial.setting.title}: " if terminal else "  "
-                put(sys.stderr, f"gpushare: {name}{said} ({report.rounds} windows)\n")
+        def measured(self, figures: Figures) -> None:
+            if settings.quiet:
+                return
+            words = [f"production {share(figures.kept)} of alone"]
+            words += [] if figures.p99 is None else [f"p99 {factor(figures.p99)}"]
+            words += [] if figures.share is None else [f"the others {share(figures.share)}"]
+            title = f"{figures.setting.title}: " if terminal else "  "
+            put(sys.stderr, f"gpushare: {title}{', '.join(words)} ({figures.seconds:.1f} s)\n")
 
-        def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
-            tell(what, done, most, seconds_left)
+        def progress(self, what: str, seconds: float, most: float) -> None:
+            tell(what, round(seconds), round(most), max(0.0, most - seconds))
 
     with progress_line(quiet=settings.quiet, about="at most") as tell:
         yield Lines()
 
 
-# Standard deviation of production's windows alone from which a few windows say little.
-_MUCH_SPREAD: Final = 0.05
-
-
-def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
-    """Keep what was found, unless the search was ended early, and return it as the command's result."""
+def finished(
+    host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
+) -> Any:
+    """Keep what was found, and return it as the command's result."""
     from gpushare.cli.options import others_note
+    from gpushare.measure.tuned import answer, commands, keep_tried, tuned_record
     from gpushare.run.results import keep_tuned
     from gpushare.show.tune import tune_result
 
-    tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
-    data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
-    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result, options.search.goal.keep)]
-    if result.others:
-        notes.append(others_note(result.others))
-    failed = None
+    tuned = tuned_record(host, device, options, result, name)
+    data = answer(host, device, options, result, None if tuned is None else name)
+    errors = [] if result.stopped is None else [_early(result.stopped)]
+    keep_tried(host, device, options, result.measured)
+    _keep_profiles(host, device, options, result)
     if tuned is not None:
         try:
-            data["file"] = str(keep_tuned(host, tuned))
+            data = replace(data, file=str(keep_tuned(host, tuned)), commands=tuple(commands(tuned, device, options)))
         except GpushareError as error:
             # The figures are shown even if the file cannot be written.
-            failed = error
-    _keep_profiles(host, device, options, result)
-    if tuned is not None and failed is None:
-        notes += _apply(tuned, device.selector)
-    elif result.stopped is not None:
-        return tune_result(data, [*notes, "ended without a result; nothing was saved"], _early(result.stopped))
-    elif result.outcome.best is None:
-        pause = JobCommand(gpu=device.selector, opportunistic=True, yields="pause", program=options.opportunistic)
-        notes.append(f"nothing was saved; pause the opportunistic job instead: {pause}")
-    return tune_result(data, notes, failed)
+            errors.append(error)
+    errors += _drawn(data, picture)
+    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(options, result)]
+    if result.strangers:
+        notes.append(others_note(result.strangers))
+    if data.file is not None and tuned is not None:
+        notes += _apply(tuned, data.commands)
+    elif tuned is None:
+        program = options.opportunistic[0]
+        pause = JobCommand(gpu=device.selector, opportunistic=True, yields="pause", program=program)
+        unsure = "the best setting does not surely meet the goal yet; the same tune again goes on from there"
+        how = f"pause the opportunistic job instead: {pause}" if data.best is None else unsure
+        notes.append(f"no setting was kept: {how}")
+    return tune_result(data, notes, errors)
+
+
+def _drawn(data: Any, picture: Path | None) -> list[GpushareError]:
+    from gpushare.host.written_file import create_file
+    from gpushare.show.tune import drawn
+
+    if picture is None:
+        return []
+    try:
+        create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
+    except OSError as error:
+        return [
+            OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
+        ]
+    return []
 
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
-    """Keep the peaks and the use of both commands for `gpushare run --wait`; a failure to do so changes nothing."""
+    """Keep the peaks and the use of the commands for `gpushare run --wait`; a failure to do so changes nothing."""
+    from gpushare.measure.tune import profile_of
     from gpushare.memory.peaks import digest_of, keep_profile
 
-    both = ((options.production, result.production_profile), (options.opportunistic, result.opportunistic_profile))
-    digests = [digest_of(device, command) for command, _ in both]
+    single = options.copies == 1 and len(options.opportunistic) == 1
+    both = [
+        (options.production, profile_of(result.production, result.strangers)),
+        *(
+            (command, profile_of(result.others, result.strangers, peak=True, use=single))
+            for command in options.opportunistic
+        ),
+    ]
     best = result.outcome.best
-    kept = [None, None] if best is None or options.copies > 1 else [best.kept, _share(best, result)]
-    for (command, found), other, share in zip(both, digests[::-1], kept, strict=True):
-        profile = found if share is None else found.next_to(other, share)
+    if best is not None and single:
+        kept = [best.kept, best.share]
+        digests = [digest_of(device, command) for command, _ in both]
+        both = [
+            (command, profile if part is None else profile.next_to(other, part))
+            for (command, profile), other, part in zip(both, digests[::-1], kept, strict=True)
+        ]
+    for command, profile in both:
         if profile != type(profile)():
             with contextlib.suppress(GpushareError):
                 keep_profile(host, device, command, profile)
 
 
-def _apply(tuned: Tuned, gpu: str) -> list[str]:
-    """Return the commands that use a result: both need no more options."""
+def _apply(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
+    """Return the commands that use a result."""
     from gpushare.run.results import SLICES
 
     outside = ", outside MPS" if tuned.way == SLICES else ""
-    production = JobCommand(gpu=gpu, production=tuned.name, program=tuned.production or "CMD")
-    other = JobCommand(gpu=gpu, opportunistic=True, target=tuned.name, program=tuned.opportunistic or "CMD")
-    return [f"start production{outside}: {production}", f"then the other: {other}"]
+    first, *others = commands
+    return [f"start production{outside}: {first}", *(f"then the other: {command}" for command in others)]
 
 
-def _uncertain(result: TuneResult, keep: float) -> list[str]:
-    """Return notes on figures that are not certain."""
-    best, spread = result.outcome.best, result.production_spread
-    more = f"more windows are more certain: --rounds {2 * max(one.rounds for one in result.trials)}"
+# The standard deviation of production's windows alone, relative to their mean, from which it is told.
+_MUCH_SPREAD: Final = 0.05
+
+
+def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
+    """Return notes on how sure the answer is."""
+    goal, best, spread = options.search.goal, result.outcome.best, result.production.spread
     notes = []
-    if best is not None and not best.safe:
-        by_p99 = best.p99 is not None and best.kept - best.error >= keep
+    if result.over:
+        notes.append(f"the budget of {options.budget_seconds:g} s is spent; the same tune again goes on from there")
+    if best is not None and not best.safe(goal):
+        by_p99 = best.p99 is not None and best.kept - best.error >= goal.keep
         which = f"p99 {best.p99:.2f}x" if by_p99 else f"{best.kept:.3f} ±{best.error:.3f}"
-        notes.append(f"the goal is met by less than the scatter of the figures ({which}); {more}")
-    elif best is not None:
-        lucky = [one for one in result.outcome.curve if one.meets and not one.safe]
-        larger = [one.setting.title for one in lucky if (one.opportunistic or 0.0) > (best.opportunistic or 0.0)]
-        if larger:
-            notes.append(f"{larger[0]} met the goal too, but by less than the scatter of its figures; {more}")
-    if not notes and spread is not None and spread > _MUCH_SPREAD:
-        moved = f"production alone varied by {100 * spread:.0f} % between windows"
-        notes.append(f"{moved}, because of its own work or the CPU of this host; {more}")
+        notes.append(
+            f"the goal is met by less than the scatter of the figures ({which}); the same tune again measures longer"
+        )
+    if result.waits:
+        notes.append("production waits for requests: its rate is the demand, and its latency decides")
+    elif spread is not None and spread > _MUCH_SPREAD:
+        notes.append(f"production alone varied by {100 * spread:.0f} % between windows")
     return notes
 
 
@@ -349,126 +384,5 @@ def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(
-        hint="both jobs were ended and the host was restored; for fewer trials: --ways slices, or --caps 80,60,40"
+        hint="all jobs were ended and the host was restored; the same tune again goes on from there"
     )
-
-
-def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Tuned | None:
-    import shlex
-    import time
-
-    from gpushare.run.results import Tuned
-
-    best = result.outcome.best
-    if best is None:
-        return None
-    goal = options.search.goal
-    return Tuned(
-        name=name,
-        date=time.strftime("%Y-%m-%d %H:%M"),
-        gpu_name=device.gpu.name,
-        driver=host.nvml.driver_version(),
-        threads_percent=best.setting.threads,
-        low_priority=best.setting.low,
-        meets=True,
-        stable=result.outcome.stable,
-        keep=goal.keep,
-        p99_factor=goal.p99_factor,
-        kept=round(best.kept, 4),
-        p99=None if best.p99 is None else round(best.p99, 4),
-        opportunistic_share=_share(best, result),
-        way=best.setting.way,
-        production_slice_us=best.setting.production_slice_us,
-        other_slice_us=best.setting.other_slice_us,
-        production_memory_bytes=result.production_memory_bytes,
-        production=shlex.join(options.production),
-        opportunistic=shlex.join(options.opportunistic),
-    )
-
-
-def _share(one: Judged, result: TuneResult) -> float | None:
-    if one.opportunistic is None or not result.opportunistic_alone:
-        return None
-    return round(one.opportunistic / result.opportunistic_alone, 4)
-
-
-def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict[str, Any]:
-    import time
-
-    found = result.outcome
-    rows = [_row(one, result) for one in found.curve]
-    return {
-        "keep": options.search.goal.keep,
-        "p99_factor": options.search.goal.p99_factor,
-        "name": None if tuned is None else tuned.name,
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "best": None if found.best is None else _row(found.best, result),
-        "nearest": None if found.nearest is None else _row(found.nearest, result),
-        "ways": [_way(one, result) for one in result.ways],
-        "stable": found.stable,
-        "low_priority_helps": found.low_priority_helps,
-        "production_alone": result.production_alone,
-        "production_spread": None if result.production_spread is None else round(result.production_spread, 4),
-        "production_p99": result.production_p99,
-        "production_busy_percent": result.production_busy,
-        "opportunistic_alone": result.opportunistic_alone,
-        "production_memory_bytes": result.production_memory_bytes,
-        "opportunistic_memory_bytes": result.opportunistic_memory_bytes,
-        "seconds": round(result.seconds, 1),
-        "warning": result.warning,
-        "curve": rows,
-        "copies": options.copies,
-        "trials": [_trial(report) for report in result.trials],
-        "file": None,
-    }
-
-
-def _way(one: WayResult, result: TuneResult) -> dict[str, Any]:
-    found = one.outcome
-    return {
-        "way": one.way,
-        "best": None if found is None or found.best is None else _row(found.best, result),
-        "nearest": None if found is None or found.nearest is None else _row(found.nearest, result),
-        "left_out": one.left_out,
-    }
-
-
-def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
-    best = result.outcome.best
-    return {
-        "setting": one.setting.title,
-        "way": one.setting.way,
-        "production_slice_us": one.setting.production_slice_us,
-        "other_slice_us": one.setting.other_slice_us,
-        "threads_percent": one.setting.threads,
-        "low_priority": one.setting.low,
-        "kept": round(one.kept, 4),
-        "kept_error": round(one.error, 4),
-        "p99": None if one.p99 is None else round(one.p99, 4),
-        "opportunistic_rate": one.opportunistic,
-        "opportunistic_share": _share(one, result),
-        "trials": one.trials,
-        "meets": one.meets,
-        "safe": one.safe,
-        "chosen": best is not None and one.setting == best.setting,
-    }
-
-
-def _trial(report: TrialReport) -> Mapping[str, Any]:
-    return {
-        "setting": report.trial.setting.title,
-        "way": report.trial.setting.way,
-        "production_slice_us": report.trial.setting.production_slice_us,
-        "other_slice_us": report.trial.setting.other_slice_us,
-        "kept": report.kept.value,
-        "kept_low": report.kept.low,
-        "kept_high": report.kept.high,
-        "p99": report.trial.p99,
-        "rounds": report.rounds,
-        "cap_factor": 1.0,
-        "production_alone": report.alone_rate,
-        "production_together": report.together_rate,
-        "production_p99_alone": report.alone_p99,
-        "production_p99_together": report.together_p99,
-        "opportunistic_rate": report.trial.opportunistic,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 import time
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.units import counted, format_bytes, format_copies
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Slices, failures
+from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Metric
-from gpushare.measure.slicer import Slicer
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
     ALONE,
@@ -25,7 +26,6 @@ from gpushare.measure.ways import (
     SLICES,
     TIMESLICE,
     BenchWay,
-    Grounds,
     LeftOut,
     Reasons,
     one_at_a_time,
@@ -39,6 +39,7 @@ from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
+from gpushare.timeslice.policy import lent_level, plan_level
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
@@ -139,13 +140,15 @@ class Bench:
         self,
         host: Host,
         device: Device,
-        grounds: Grounds,
         settings: Settings,
+        experiment: Experiment | None = None,
         signals: Wakeups | None = None,
         progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host, self._device, self._grounds, self._settings = host, device, grounds, settings
+        self._host, self._device, self._settings = host, device, settings
+        # None: it is only planned.
+        self._experiment = experiment
         self._signals, self._progress, self._clock = signals, progress, clock
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
@@ -165,11 +168,13 @@ class Bench:
             )
             for cell in cells
         ]
-        levels = {cell[0].level: cell[0] for cell in cells if cell[0].level is not None}
+        levels = list(dict.fromkeys(cell[0].level for cell in cells if cell[0].level is not None))
         # Set for each run, and set back after it.
-        changes = [step for way in levels.values() for step in self._grounds.level_steps(way)]
+        changes = [
+            step for level in levels for step in plan_level(self._host, [self._device], level, beside_mps=True).steps
+        ]
         return (
-            *self._grounds.left_steps(),
+            *Grounds(self._host, self._device, self._settings.argv[0]).left_steps(),
             *(MpsShare(self._host, self._device, Limits()).steps() if mps else ()),
             *changes,
             *runs,
@@ -277,38 +282,34 @@ class Bench:
         return [cell for cell in cells if cell[0].kind != SLICES]
 
     def _run(self, number: int, cell: Cell) -> RunResult:
+        if self._experiment is None:
+            raise AssertionError("it is only planned")
         way, copies = cell
-        settings, before = self._settings, self._clock()
-        launches = self._launches(way, copies)
-        clients = (lambda: self._grounds.clients(way)) if self._grounds.under_mps(way) else None
-        instances = self._grounds.gpu_instances(way)
+        settings, before, experiment = self._settings, self._clock(), self._experiment
+        grounds, under_mps = experiment.grounds, self._under_mps(way)
         usage = UsageMeter(
             self._host,
             self._device,
-            clients=clients,
-            gpu_instances=instances,
+            clients=grounds.clients if under_mps else None,
+            gpu_instances=grounds.gpu_instances if way.kind == MIG else None,
             seen=self._strangers,
             activity=cell == (settings.alone, 1) and self._device.mig is None,
             clock=self._clock,
         )
-        runner = Copies(
-            self._host,
-            settings.metric,
-            Durations(window=settings.window, limit=self._limit(copies)),
-            clients=clients or set,
-            meter=self._grounds.meter(way),
-            guard=self._grounds.guard,
-            signals=self._signals,
-        )
-        with self._grounds.at_level(way), Slicer(self._host) as slicer:
-            if way.slice_us is not None or self._asks_for_slices(number):
-                runner.slices = Slices(slicer, way.slice_us)
+        durations = Durations(window=settings.window, limit=self._limit(copies))
+        runner = Copies(experiment, settings.metric, durations, signals=self._signals)
+        if way.slice_us is not None or self._asks_for_slices(number):
+            runner.slices = Slices(experiment, way.slice_us)
+        level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
+        with level:
+            launches = self._launches(way, copies)
             result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
+            experiment.restore_slices()
         if runner.slices is not None and runner.slices.microseconds is None:
             self._unsliced = runner.slices.refused
         self._took[cell] = self._clock() - before
         drawn = usage.usage()
-        invalid = self._grounds.lost(way)
+        invalid = grounds.lost() if under_mps else None
         if invalid is None and drawn.outside:
             invalid = f"process {', '.join(map(str, drawn.outside))} ran outside MPS"
         return RunResult(
@@ -329,12 +330,27 @@ class Bench:
             and any(way.kind == SLICES for way, _ in self._settings.cells)
         )
 
+    def _under_mps(self, way: BenchWay) -> bool:
+        """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
+        has_mps = self._experiment is not None and self._experiment.grounds.has_mps
+        return way.kind == MPS or (has_mps and way.kind != MIG and one_at_a_time(self._device))
+
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
-        settings = self._settings
-        if way.kind not in IN_ONE:
-            return self._grounds.launches(way, copies, settings.argv, settings.environment)
-        argv = [*settings.argv, *(word.replace("{}", str(copies)) for word in settings.in_one[way.name])]
-        return self._grounds.launches(way, 1, argv, settings.environment)
+        """Return how to start the copies under a way."""
+        if self._experiment is None:
+            return []
+        settings, grounds = self._settings, self._experiment.grounds
+        argv, number = settings.argv, copies
+        if way.kind in IN_ONE:
+            argv = [*argv, *(word.replace("{}", str(copies)) for word in settings.in_one[way.name])]
+            number = 1
+        if way.kind == MIG:
+            environments = grounds.environments_of_instances(number, settings.environment)
+        else:
+            cap = way.cap(copies) if way.kind == MPS else None
+            limits = Limits(threads_percent=cap) if self._under_mps(way) else None
+            environments = [grounds.environment(limits, settings.environment)] * number
+        return [Launch(argv=argv, environment=environment) for environment in environments]
 
     def _limit(self, copies: int) -> float:
         """Return when a run counts as hung (seconds)."""
@@ -509,7 +525,7 @@ def _too_few(copies: int, instances: int) -> str:
 def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:
     """Return the steps of a benchmark; nothing is set up."""
     settings = prepared.settings
-    return Bench(host, device, Grounds(host, device, settings.argv[0]), settings).steps()
+    return Bench(host, device, settings).steps()
 
 
 def measure(
@@ -525,13 +541,14 @@ def measure(
         wanted = max(wanted, 1)
     started = time.monotonic()
     # Around set-up and clean-up: no signal interrupts either.
-    with Wakeups() as signals, Grounds(host, device, settings.argv[0]) as grounds:
+    with Wakeups() as signals:
+        grounds = Grounds(host, device, settings.argv[0])
         settings, unset = _opened(grounds, settings, wanted)
-        free = len(grounds.instances)
-        settings, more = _with_instances(settings, free)
-        bench = Bench(host, device, grounds, settings, signals, progress)
-        bench.measurement.left_out += [*left, *unset, *more]
-        measurement = bench.go()
+        with Experiment(host, grounds) as experiment:
+            settings, more = _with_instances(settings, len(grounds.instances))
+            bench = Bench(host, device, settings, experiment, signals, progress)
+            bench.measurement.left_out += [*left, *unset, *more]
+            measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, signals.first if measurement.interrupted else None
 

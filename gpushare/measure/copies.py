@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import quoted
+from gpushare.measure.experiment import PASSING, Experiment
 from gpushare.measure.metric import Metric, Printed, hopeless, within
-from gpushare.measure.slicer import PASSING
-from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.several import Group, Program
 
 if TYPE_CHECKING:
-    from gpushare.host.guard import Guard
-    from gpushare.host.host import Host
-    from gpushare.measure.slicer import Slicer
     from gpushare.measure.usage import UsageMeter
-    from gpushare.mps.kill import Meter
     from gpushare.signals import Wakeups
 
 _POLL_SECONDS: Final = 0.05
@@ -48,7 +43,6 @@ class Durations:
 
     window: float | None = None
     limit: float = 600.0
-    grace: float = GRACE_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class Slices:
     ``refused`` is why not.
     """
 
-    slicer: Slicer
+    experiment: Experiment
     microseconds: int | None
     refused: GpushareError | None = None
     _due: float = -math.inf
@@ -98,9 +92,9 @@ class Slices:
                 continue
             try:
                 if self.microseconds is None:
-                    self.slicer.probe(copy.program.pid)
+                    self.experiment.slice_of(copy.program)
                 else:
-                    self.slicer.set(copy.program.pid, self.microseconds)
+                    self.experiment.set_slice(copy.program, self.microseconds)
                 copy.sliced = True
             except GpushareError as error:
                 if error.code not in PASSING:
@@ -126,17 +120,11 @@ class _Copy:
 
 @dataclass
 class Copies:
-    """Runs copies of a command.
+    """Runs copies of a command in a group of programs."""
 
-    ``clients`` and ``meter`` as `end_programs` takes them: how their end breaks no other program.
-    """
-
-    host: Host
+    group: Group
     metric: Metric
     durations: Durations
-    clients: Callable[[], set[int] | None] = set
-    meter: Meter | None = None
-    guard: Guard | None = None
     signals: Wakeups | None = None
     clock: Callable[[], float] = time.monotonic
     # None: each has the driver's default.
@@ -148,15 +136,15 @@ class Copies:
         Raises:
             GpushareError: a copy could not be started, or not be ended; those that run are ended.
         """
-        group = Group(self.host, self.guard, clients=self.clients, meter=self.meter, grace_seconds=self.durations.grace)
         copies: list[_Copy] = []
         try:
             for number, launch in enumerate(launches):
-                copies.append(self._start(group, number, launch))
-            return self._follow(group, copies, usage)
+                copies.append(self._start(number, launch))
+            return self._follow(copies, usage)
         finally:
             # Even if something failed here, no program is left behind.
-            self._end(group, [copy for copy in copies if copy.program.runs])
+            self._end([copy for copy in copies if copy.program.runs])
+            self.group.forget_ended()
 
     def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
         """Run copies in turn; stop after one that hung or was interrupted."""
@@ -172,21 +160,21 @@ class Copies:
                 break
         return CopiesResult(copies=tuple(found), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
 
-    def _start(self, group: Group, number: int, launch: Launch) -> _Copy:
+    def _start(self, number: int, launch: Launch) -> _Copy:
         printed = Printed(self.metric)
 
         def listen(line: str, _at: float) -> None:
             printed.listen(line, self.clock())
 
-        program = group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
+        program = self.group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
         return _Copy(number, program, printed)
 
-    def _follow(self, group: Group, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
+    def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
         first = min((copy.program.started for copy in copies), default=self.clock())
         opened: float | None = None
         hung = interrupted = False
         while True:
-            at = self._look(group, copies, usage)
+            at = self._look(copies, usage)
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
@@ -206,8 +194,8 @@ class Copies:
             usage.stop()
         for copy in copies:
             copy.by_us = copy.program.runs
-        self._end(group, [copy for copy in copies if copy.by_us])
-        self._end_left_behind(group, copies, frozenset() if usage is None else usage.members)
+        self._end([copy for copy in copies if copy.by_us])
+        self._end_left_behind(copies, frozenset() if usage is None else usage.members)
         results = tuple(self._judged(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
@@ -227,9 +215,9 @@ class Copies:
     def _hurried(self) -> bool:
         return self.signals is not None and self.signals.came()
 
-    def _look(self, group: Group, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
+    def _look(self, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
         """Read what was printed, see which copies ended, and return the time."""
-        group.look()
+        self.group.look()
         if usage is not None:
             usage.look([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()
@@ -237,25 +225,25 @@ class Copies:
             self.slices.look(copies, at)
         return at
 
-    def _end(self, group: Group, copies: Sequence[_Copy]) -> None:
+    def _end(self, copies: Sequence[_Copy]) -> None:
         for copy in copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
-        group.end([copy.program for copy in copies], hurry=self._hurried)
+        self.group.end([copy.program for copy in copies], hurry=self._hurried)
 
-    def _end_left_behind(self, group: Group, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
+    def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
         """End what copies that ended by themselves left running: the next run would be measured next to it.
 
         ``seen`` are the run's processes that were on the GPU: the only trace of one in a session of its own.
         """
         programs = {copy.program.pid for copy in copies}
-        elsewhere = [pid for pid in seen - programs if self.host.processes.alive(pid)]
+        elsewhere = [pid for pid in seen - programs if self.group.host.processes.alive(pid)]
         over = [copy for copy in copies if not copy.by_us]
-        left = group.left_behind([copy.program for copy in over], elsewhere)
+        left = self.group.left_behind([copy.program for copy in over], elsewhere)
         for copy in over:
             copy.left_behind = left.get(copy.program.pid, ())
         if left:
-            group.end_left_behind(left, hurry=self._hurried)
+            self.group.end_left_behind(left, hurry=self._hurried)
 
     def _judged(self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool) -> CopyResult:
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)

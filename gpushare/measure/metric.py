@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpushare.measure.statistics import percentile
+from gpushare.measure.statistics import percentile, ratio
 from gpushare.run.numbers import amount, bounded, check_pattern, number
 
 # "latency_ms=0.41" and "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" summarizes many.
@@ -84,9 +84,13 @@ class Printed:
     refusals: int = 0
     # Microseconds in a unit of the latencies; None: the program does not say it.
     latency_us: float | None = None
+    # When each line was seen, if lines are counted.
+    lines: list[float] = field(default_factory=list)
 
     def listen(self, line: str, at: float) -> None:
         """Take in a line; matching takes 5 seconds at most."""
+        if not self.metric.printed:
+            self.lines.append(at)
         with bounded(self.metric.pattern):
             self._listen(line, at)
 
@@ -124,6 +128,129 @@ class Printed:
         latencies = within(self.latencies, since, math.inf)
         own = self.percentiles[percent]
         return percentile(latencies, percent) if latencies else own[-1][1] if own else None
+
+    def moments(self, start: float, end: float) -> list[float]:
+        """Return when rates, or lines, were seen in a window; those seen together, as from a buffer, are one moment."""
+        times = [at for at, _ in self.values] if self.metric.printed else self.lines
+        return sorted(set(times[bisect.bisect_right(times, start) : bisect.bisect_right(times, end)]))
+
+    def window(self, start: float, end: float, *, skip: int = 0) -> Window:
+        """Return what was seen in a window: the mean of the printed rates, or lines per second.
+
+        The first ``skip`` rates are left out: the first one after a pause may include the pause.
+        """
+        if self.metric.printed:
+            # A rate of 0 counts: the program was held up. A time of 0 per step is invalid.
+            rated = self.metric.higher_is_better
+            values = [value for value in within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
+            rate = math.fsum(map(self.metric.speed, values)) / len(values) if values else None
+        else:
+            done = self._done(end) - self._done(start)
+            rate = done / (end - start) if done > 0 and end > start else None
+        p99s = within(self.percentiles[99], start, end)
+        return Window(
+            seconds=end - start,
+            rate=rate,
+            latencies=tuple(within(self.latencies, start, end)),
+            printed_p99=percentile(p99s, 50) if p99s else None,
+        )
+
+    def _done(self, at: float) -> float:
+        """Return how many lines were done at a time, with even progress between two of them."""
+        place = bisect.bisect_right(self.lines, at)
+        if place == 0 or (place < 2 and place == len(self.lines)):
+            return float(place)
+        before = self.lines[place - 1]
+        # The next line is expected after the last gap.
+        gap = self.lines[place] - before if place < len(self.lines) else before - self.lines[place - 2]
+        return place + (min(1.0, (at - before) / gap) if gap > 0 else 0.0)
+
+
+# Of so many latencies the largest is above the 99th percentile, by 95 %.
+_BOUNDED_BY_MAXIMUM: Final = 300
+# Below this number, the 99th percentile is the largest of a handful.
+LEAST_LATENCIES: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A period in which a program was watched: its rate, latencies, and a p99 that it printed itself."""
+
+    rate: float | None
+    latencies: tuple[float, ...] = ()
+    printed_p99: float | None = None
+    seconds: float = 0.0
+
+
+def p99(windows: Sequence[Window]) -> float | None:
+    """Return the 99th percentile over all windows; without latencies, the one that the program printed."""
+    latencies = latencies_of(windows)
+    if len(latencies) >= LEAST_LATENCIES:
+        return percentile(latencies, 99)
+    printed = [window.printed_p99 for window in windows if window.printed_p99 is not None]
+    return percentile(printed, 50) if printed else None
+
+
+def latencies_of(windows: Sequence[Window]) -> list[float]:
+    """Return the latencies of all windows."""
+    return [latency for window in windows for latency in window.latencies]
+
+
+def p99_interval(windows: Sequence[Window]) -> tuple[float, float | None] | None:
+    """Return the 95 % confidence interval of the 99th percentile; None: too few latencies, also for its upper end.
+
+    By the ranks of the latencies: how many of n lie above their 99th percentile is binomial.
+    """
+    latencies = sorted(latencies_of(windows))
+    count = len(latencies)
+    if count < LEAST_LATENCIES:
+        return None
+    middle, width = 0.99 * count, 1.96 * math.sqrt(count * 0.99 * 0.01)
+    low, high = max(1, math.floor(middle - width)), math.ceil(middle + width)
+    # That all of n lie below their 99th percentile has a chance of .99^n.
+    bounded = high <= count or count >= _BOUNDED_BY_MAXIMUM
+    return latencies[low - 1], latencies[min(high, count) - 1] if bounded else None
+
+
+def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float | None] | None:
+    """Return the interval of the p99 together as a factor of the p99 alone; None: too few latencies, as `p99_interval`.
+
+    If the program printed its p99 itself, the interval comes from the spread between windows. Where few latencies alone do
+    not bound their p99 from above, their largest does: alone it hardly differs.
+    """
+    before, now = p99_interval(alone), p99_interval(together)
+    if before is not None and now is not None:
+        base = before[1] or max(latencies_of(alone))
+        return now[0] / base, None if now[1] is None else now[1] / before[0]
+    if max(len(latencies_of(alone)), len(latencies_of(together))) >= LEAST_LATENCIES:
+        return None
+    apart = ratio(*([each.printed_p99 for each in some if each.printed_p99 is not None] for some in (together, alone)))
+    if apart is None or apart.low is None or apart.high is None:
+        return None
+    # The factor is of medians; they scatter around it as around the mean.
+    factor = (p99(together) or 0.0) / (p99(alone) or math.inf)
+    return factor * apart.low / apart.value, factor * apart.high / apart.value
+
+
+def dispersion(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> float | None:
+    """Return how far counts of events scatter, over their mean: 1 for random arrivals, 0 for a steady beat; None: too few.
+
+    Counted in pieces of the time with some ten events each.
+    """
+    whole = math.fsum(end - start for start, end in spans)
+    inside = [at for at in times if any(start < at <= end for start, end in spans)]
+    if len(inside) < 2 * LEAST_LATENCIES:
+        return None
+    piece = 10 * whole / len(inside)
+    counts: list[float] = []
+    for start, end in spans:
+        for place in range(int((end - start) / piece)):
+            low = start + place * piece
+            counts.append(bisect.bisect_right(inside, low + piece) - bisect.bisect_right(inside, low))
+    if len(counts) < 3 or not any(counts):
+        return None
+    middle = math.fsum(counts) / len(counts)
+    return math.fsum((count - middle) ** 2 for count in counts) / (len(counts) - 1) / middle
 
 
 def within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:

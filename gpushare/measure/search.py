@@ -1,24 +1,71 @@
-"""The search for the largest cap that does not harm a production job: the next setting to try, and the answer. Pure.
+"""The search for the setting of opportunistic jobs next to a production job: what to measure next, and the answer. Pure.
 
-The order comes from measurements on an H200: a cap of 60 percent with low priority ends the harm for most pairs, the
-knee is steep and depends on the pair, low priority alone hardly helps, and no property of a GPU predicts the knee.
+Settings lie on lines. Along a line the opportunistic jobs get more, and production keeps less: time-slices of the others
+next to one slice of production, thread caps with low priority, and caps with normal priority. On each line the search
+closes in on the last setting that meets the goal, by the figures on both sides of it.
+
+What was measured on an H200 (driver 580.159.04, 2026-11-22) gives the order. A request waits for one slice of the other
+job and a switch of some 0.25 ms before each of its own slices: production's slice must be longer than its request, and the
+other's short. Below 100 us little is gained. Where production has no gaps, each job gets about its slice's part, and caps
+do better: 60 percent with low priority ends the harm for most pairs, the knee depends on the pair, and no property of a GPU
+predicts it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from gpushare.base.units import format_slice
-from gpushare.measure.statistics import deviation, mean, mean_known
 from gpushare.run.results import CAPS, SLICES
+
+# Microseconds. For production, next to the default slice; longer ones would freeze the neighbours.
+PRODUCTION_US: Final = (4000, 16000, 30000)
+OTHER_US: Final = (50, 100, 200, 500, 1000, 2048)
+DEFAULT_US: Final = 2048
+CAPS_PERCENT: Final = tuple(float(threads) for threads in range(10, 101, 5))
+_FIRST_US: Final = 100
+_FIRST_CAP: Final = 60.0
+# Production's slice is this much longer than its request, which takes longer on some days.
+_LONGER: Final = 1.2
+# Below this part of the goal, a shorter slice of the other meets it neither.
+_WITHIN_REACH: Final = 0.75
+# A gain below this is within the scatter.
+FASTER: Final = 1.03
+# Slices whose p99 differs by less than this are equally good for production.
+_CALM: Final = 1.04
+# A sure setting that gives less than this part of what a likely one gives is not worth the certainty.
+_WORTH: Final = 0.2
+# From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
+DRAM_FULL_PERCENT: Final = 85.0
+# How long a setting is watched next to production while the figures do not decide: at first, and at most (seconds).
+FIRST_SECONDS: Final = 5.0
+MOST_SECONDS: Final = 15.0
+# Figures as certain as this need no more windows: relative standard errors of a rate, and of a p99.
+_RATE_ERROR: Final = 0.005
+_P99_ERROR: Final = 0.015
+# A setting with this margin fails by more than chance.
+_CLEAR_FAILURE: Final = 0.985
+# A p99 this far within its goal meets it, however few the requests; and the error of one that is of too few.
+_CLEARLY: Final = 1.12
+_UNKNOWN_P99_ERROR: Final = 0.08
+# The answer is watched for at least this time.
+_ANSWER_SECONDS: Final = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What production must keep: a share of its rate alone, and its p99 within a factor (None: no goal)."""
+
+    keep: float = 0.97
+    p99_factor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority.
+    """How the opportunistic jobs run: the thread cap of each in percent (100 is none) and priority.
 
     With ``other_slice_us`` and ``production_slice_us``, production runs outside MPS, and the opportunistic jobs share one
     time-slice (`sliced`).
@@ -41,8 +88,7 @@ class Setting:
             own = format_slice(self.production_slice_us or 0)
             return f"slice {format_slice(self.other_slice_us)}, production slice {own}"
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
-        words += ["low priority"] if self.low else []
-        return ", ".join(words)
+        return ", ".join([*words, *(["low priority"] if self.low else [])])
 
 
 def sliced(production_us: int, other_us: int) -> Setting:
@@ -51,248 +97,372 @@ def sliced(production_us: int, other_us: int) -> Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What production must keep: a share of its rate alone, and its p99 within a factor (None: no goal)."""
+class Figures:
+    """What was measured of one setting, relative to the jobs alone in the same minutes.
 
-    keep: float = 0.97
-    p99_factor: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
-
-    ``error`` is the standard error of ``kept``, from the spread of its windows; ``p99_error`` is that of ``p99``, from the
-    number of latencies (None: too few).
+    ``error`` is the standard error of ``kept``; the interval of the p99 is at 95 percent (None: too few latencies). ``share``
+    is the mean of the opportunistic jobs'. ``waits``: production waits for requests, so that its rate is the demand and
+    says little. ``seconds`` is how long all were watched together; ``earlier``: by an earlier search, at that date.
     """
 
     setting: Setting
     kept: float
     error: float = 0.0
     p99: float | None = None
-    p99_error: float | None = None
-    opportunistic: float | None = None
+    p99_low: float | None = None
+    p99_high: float | None = None
+    share: float | None = None
+    share_error: float | None = None
+    waits: bool = False
+    seconds: float = 0.0
+    windows: int = 0
+    earlier: str | None = None
+
+    @property
+    def p99_error(self) -> float | None:
+        """Return the standard error of the p99; None: unknown."""
+        return None if self.p99_low is None or self.p99_high is None else (self.p99_high - self.p99_low) / 4
+
+    def margin(self, goal: Goal) -> float:
+        """Return how far the goal is met: 1 at the goal, more if there is room, less if the setting fails."""
+        return min(self._rate(2.0 if self.waits else 0.0) / goal.keep, self._tail(goal, self.p99))
+
+    def meets(self, goal: Goal) -> bool:
+        """Return whether the goal is met, perhaps by chance."""
+        return self.margin(goal) >= 1
+
+    def safe(self, goal: Goal) -> bool:
+        """Return whether the goal is met by more than the standard errors."""
+        error = _UNKNOWN_P99_ERROR * (self.p99 or 0.0) if self.p99_error is None else self.p99_error
+        late = None if self.p99 is None else self.p99 + error
+        rate = self.waits or self._precise_rate(goal) or self._rate(-1.0) >= goal.keep
+        return self.meets(goal) and rate and self._tail(goal, late) >= 1
+
+    def holds(self, goal: Goal) -> bool:
+        """Return whether the goal is met, as far as that was measured: after the longest time it must be by more than chance."""
+        return self.meets(goal) and (self.seconds < MOST_SECONDS or self.safe(goal))
+
+    def verdict(self, goal: Goal) -> bool | None:
+        """Return whether the goal is met; None: more windows might still change the answer."""
+        if self._rate(2.0) < goal.keep or self._tail(goal, self.p99_low or 0.0) < 1:
+            return False
+        precise = self._precise_rate(goal)
+        if precise and self.kept < goal.keep and not self.waits:
+            return False
+        rate = self.waits or precise or self._rate(-2.0) >= goal.keep
+        return True if rate and self._tail(goal, self.p99_high) >= 1 else None
+
+    def clear(self, goal: Goal) -> bool:
+        """Return whether the goal is met so clearly that the search can go on; the answer needs a `verdict`."""
+        rate = self.waits or self._rate(-2.0) >= goal.keep
+        return self.margin(goal) >= 1 and rate and self._tail(goal, self.p99) >= _CLEARLY
+
+    def precise(self, goal: Goal) -> bool:
+        """Return whether the figures are as certain as an answer should be."""
+        rate = self.waits or self.error <= 2 * _RATE_ERROR
+        error = self.p99_error
+        tail = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
+        return rate and tail and self.seconds >= _ANSWER_SECONDS
+
+    def _precise_rate(self, goal: Goal) -> bool:
+        """Return whether the error of the rate is small beside what production may lose."""
+        return self.error <= max(0.001, min(_RATE_ERROR, (1 - goal.keep) / 6))
+
+    def _rate(self, errors: float) -> float:
+        return self.kept + errors * self.error
+
+    @staticmethod
+    def _tail(goal: Goal, p99: float | None) -> float:
+        if goal.p99_factor is None:
+            return math.inf
+        return 0.0 if p99 is None else goal.p99_factor / p99 if p99 > 0 else math.inf
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """All runs of one setting. ``margin`` is 1 at the goal, larger if there is room, smaller if the setting fails.
-
-    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin if ``kept`` and ``p99`` are worse than measured
-    by their errors.
-    """
+class Wanted(NamedTuple):
+    """The setting to measure next; ``again``: why, if it was measured before."""
 
     setting: Setting
-    trials: int
-    kept: float
-    error: float
-    p99: float | None
-    opportunistic: float | None
-    margin: float
-    safe_margin: float
-
-    @property
-    def meets(self) -> bool:
-        """Return whether the goal is met."""
-        return self.margin >= 1
-
-    @property
-    def safe(self) -> bool:
-        """Return whether the goal is met, and not just by chance."""
-        return self.meets and self.safe_margin >= 1
-
-
-def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
-    """Return the runs by setting, in the order in which the settings were first tried."""
-    found = []
-    for setting in dict.fromkeys(trial.setting for trial in trials):
-        runs = [trial for trial in trials if trial.setting == setting]
-        kept = mean([run.kept for run in runs])
-        tails = [(run.p99, run.p99_error) for run in runs if run.p99 is not None]
-        p99 = mean_known([run.p99 for run in runs])
-        error = _scattered([run.kept for run in runs], _pooled([run.error for run in runs]))
-        tail = safe_tail = math.inf
-        if goal.p99_factor is not None and p99 is not None and p99 > 0:
-            tail = goal.p99_factor / p99
-            late = _late(tails)
-            # A single run of unknown error is never safe.
-            safe_tail = 0.0 if late is None else goal.p99_factor / (p99 + late)
-        found.append(
-            Judged(
-                setting=setting,
-                trials=len(runs),
-                kept=kept,
-                error=error,
-                p99=p99,
-                opportunistic=mean_known([run.opportunistic for run in runs]),
-                margin=min(kept / goal.keep, tail),
-                safe_margin=min((kept - error) / goal.keep, safe_tail),
-            )
-        )
-    return found
-
-
-def _pooled(errors: Sequence[float]) -> float:
-    """Return the standard error of the mean of several."""
-    return math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
-
-
-def _scattered(values: Sequence[float], error: float) -> float:
-    """Return the standard error of the mean of runs, from their own errors or from their scatter if that is larger."""
-    if len(values) < 2:
-        return error
-    return max(error, deviation(values) / math.sqrt(len(values)))
-
-
-def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
-    """Return the standard error of the mean of p99s; None for a single one of unknown error."""
-    known = [error for _, error in tails if error is not None]
-    if len(known) < len(tails) < 2:
-        return None
-    return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
-
-
-GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
-# Tried between two caps of the grid, if the larger one gives the other job much more. An MPS client of an H200 gets its
-# 132 SMs in pairs, 1.5 percent each: finer steps make no difference.
-FINE: Final = tuple(1.25 * step for step in range(80, 7, -1))
-# Runs of one setting that are enough, and the most.
-CONFIRMED: Final = 2
-MOST_TRIALS: Final = 3
-_STEP: Final = 10.0
-# This close to the goal, one run may be wrong.
-_NARROW: Final = 0.015
-# A gain below this is within the scatter.
-FASTER: Final = 1.03
-# Slices whose p99 differs by less than this are equally good for production.
-_CALM: Final = 1.04
-# A sure setting that gives less than this part of what a likely one gives is not worth the certainty.
-_WORTH: Final = 0.2
-# From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
-DRAM_FULL_PERCENT: Final = 85.0
-
-
-START: Final = Setting(threads=60.0)
+    again: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to search. ``fine`` are caps that may be tried between those of ``grid``."""
+    """How to search. ``caps`` are the thread percentages to choose from.
+
+    ``default_us`` is the slice of a job that has none of its own, as the driver says; ``request_us`` is how long a request of
+    production takes alone (None: unknown).
+    """
 
     goal: Goal
-    grid: Sequence[float] = GRID
-    fine: Sequence[float] = ()
-    start: Setting = START
-    confirmed: int = CONFIRMED
-    most: int = 24
+    ways: Sequence[str] = (SLICES, CAPS)
+    caps: Sequence[float] = CAPS_PERCENT
+    default_us: int = DEFAULT_US
+    request_us: float | None = None
+
+    @property
+    def production_us(self) -> list[int]:
+        """Return production's slices in the order in which they are tried.
+
+        First the shortest that is longer than a request; then a longer one, into which more of its work fits.
+        """
+        if self.request_us is None:
+            return [16000, 30000]
+        longer = [each for each in (self.default_us, *PRODUCTION_US) if each >= _LONGER * self.request_us]
+        first = longer[0] if longer else PRODUCTION_US[-1]
+        return [first, *[each for each in PRODUCTION_US[1:] if each > first][:1]]
+
+    def lines(self, way: str) -> list[list[Setting]]:
+        """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
+        if way == SLICES:
+            return [[sliced(own, other) for other in OTHER_US] for own in self.production_us]
+        caps = sorted(self.caps)
+        return [[Setting(threads=threads, low=low) for threads in caps] for low in (True, False)]
+
+
+def next_setting(search: Search, way: str, known: Mapping[Setting, Figures]) -> Wanted | None:
+    """Return the next setting of a way to measure; None: there is an answer."""
+    lines = search.lines(way)
+    for number, line in enumerate(lines):
+        setting = _next_on(search, line, lines[:number], known)
+        if setting is not None:
+            return Wanted(setting)
+    return _unsure(search.goal, [figures for figures in known.values() if figures.setting.way == way])
+
+
+def left_out(way: str, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
+    """Return why no setting of a way can be better than the best one; None: one may be."""
+    best = best_of(goal, known.values())
+    if best is None or best.setting.way == way or not best.safe(goal) or best.share is None:
+        return None
+    return None if best.share * FASTER < 1 else f"{best.setting.way} leave the other {best.share:.2f} of its rate alone"
+
+
+def _next_on(
+    search: Search, line: Sequence[Setting], before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]
+) -> Setting | None:
+    """Return the next setting of a line; None: the last one that meets the goal is known, or cannot be the best one.
+
+    ``before`` are the lines of the same way that were searched before.
+    """
+    goal, best = search.goal, best_of(search.goal, known.values())
+    here = {place: known[setting] for place, setting in enumerate(line) if setting in known}
+    if not here:
+        return _first_on(line, before, known, best, goal)
+    meeting = max((place for place, figures in here.items() if figures.holds(goal)), default=-1)
+    failing = min((place for place in here if place > meeting), default=len(line))
+    if line[0].way == CAPS and before:
+        # Normal priority spares production less: what clearly fails with low priority fails.
+        low = (known.get(replace(setting, low=True)) for setting in line)
+        clear = (
+            place for place, figures in enumerate(low) if figures is not None and figures.margin(goal) < _CLEAR_FAILURE
+        )
+        failing = min(failing, min((place for place in clear if place > meeting), default=len(line)))
+    between = range(meeting + 1, failing)
+    # What fails gives the others more than all below it.
+    most = here[failing].share if failing in here else _most_before(before, known)
+    if not between or not _is_more(most, best):
+        return None
+    if line[0].way == SLICES and (_is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, here, goal)):
+        return None
+    if failing not in here:
+        return line[between[len(between) // 2]]
+    return line[_crossing(meeting, failing, here, goal, halve=meeting >= 0 and len(here) % 2 == 1)]
+
+
+def _is_out_of_reach(meeting: int, here: Mapping[int, Figures], goal: Goal) -> bool:
+    return meeting < 0 and here[min(here)].margin(goal) < _WITHIN_REACH
+
+
+def _is_no_better(
+    line: Sequence[Setting], before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures], goal: Goal
+) -> bool:
+    """Return whether a longer slice of production spares it no more than the one before."""
+    if not before:
+        return False
+    pairs = [(known.get(setting), known.get(other)) for setting, other in zip(line, before[-1], strict=True)]
+    both = [(longer, shorter) for longer, shorter in pairs if longer is not None and shorter is not None]
+    return bool(both) and all(
+        longer.margin(goal) < shorter.margin(goal) + max(0.01, 2 * longer.error) for longer, shorter in both
+    )
+
+
+def _most_before(before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]) -> float | None:
+    """Return the most that the others got on the slices before: next to a longer slice of production they get no more."""
+    if not before or before[-1][0].way == CAPS:
+        return 1.0
+    shares = [known[setting].share or 0.0 for line in before for setting in line if setting in known]
+    return max(shares, default=1.0)
+
+
+def _crossing(low: int, high: int, here: Mapping[int, Figures], goal: Goal, *, halve: bool) -> int:
+    """Return the place between two at which the margin should fall below 1, or every other time the middle.
+
+    A straight line between both ends alone creeps up on a sharp knee. Below the first place the others get nothing, and
+    production loses nothing.
+    """
+    if halve:
+        return (low + high) // 2
+    nothing = min(1 / goal.keep, goal.p99_factor or math.inf)
+    above, below = here[low].margin(goal) if low >= 0 else nothing, here[high].margin(goal)
+    if not math.isfinite(above) or above <= below:
+        return (low + high) // 2
+    place = low + (above - 1) / (above - below) * (high - low)
+    return min(high - 1, max(low + 1, round(place)))
+
+
+def _first_on(
+    line: Sequence[Setting],
+    before: Sequence[Sequence[Setting]],
+    known: Mapping[Setting, Figures],
+    best: Figures | None,
+    goal: Goal,
+) -> Setting | None:
+    """Return the first setting of a line; None: no setting of it can be the best one."""
+    if not _is_more(_most_before(before, known), best):
+        return None
+    slices = line[0].way == SLICES
+    if not before:
+        first = _FIRST_US if slices else _FIRST_CAP
+        return min(line, key=lambda setting: abs((setting.other_slice_us if slices else setting.threads) - first))  # type: ignore[operator]
+    earlier = [known[setting] for setting in before[-1] if setting in known]
+    meeting = [figures.setting for figures in earlier if figures.holds(goal)]
+    if slices:
+        wanted = max((setting.other_slice_us or 0 for setting in meeting), default=_FIRST_US)
+        return min(line, key=lambda setting: abs((setting.other_slice_us or 0) - wanted))
+    if not meeting:
+        # Normal priority spares production less.
+        return None
+    wanted_cap = max(setting.threads for setting in meeting)
+    return min(line, key=lambda setting: abs(setting.threads - wanted_cap))
+
+
+def _is_more(share: float | None, best: Figures | None) -> bool:
+    """Return whether this share of the others is clearly more than that of the best setting, or may be."""
+    return share is None or best is None or best.share is None or share > FASTER * best.share
+
+
+def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+    """Return a setting to be watched for longer before the answer stands, and why; None: none."""
+    best = best_of(goal, measured)
+    if best is not None and best.earlier is not None:
+        return Wanted(best.setting, f"measured on {best.earlier}: does it still hold?")
+    for figures in sorted(measured, key=lambda each: -(each.share or 0.0)):
+        open_ = figures.verdict(goal) is None and figures.earlier is None and figures.seconds < MOST_SECONDS
+        if open_ and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
+            how = "met" if figures.meets(goal) else "missed"
+            return Wanted(figures.setting, f"it {how} the goal by less than the scatter")
+    if best is None or best.seconds >= MOST_SECONDS or (best.verdict(goal) and best.precise(goal)):
+        return None
+    return Wanted(best.setting, "the best so far: its figures become more certain")
+
+
+def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
+    """Return the setting that meets the goal and lets the opportunistic jobs do the most; None when none meets it.
+
+    Their share decides if the difference is clear, else the cap; among equals the one with low priority, which spares
+    production more. Time-slices are better than a cap with the same share, because production keeps its own address space;
+    among slices, those that production notices least. A setting that may meet the goal only by chance is returned if there is
+    no other, or if the sure ones give the others next to nothing: on an H200 slices of 50 us surely kept a production job
+    bound by the CPU, and starved the other, which reached half of its rate with a cap that kept production as well.
+    """
+    figures = list(measured)
+    sure = _most_of([each for each in figures if each.safe(goal)], goal)
+    likely = _most_of([each for each in figures if each.meets(goal)], goal)
+    if sure is None or likely is None:
+        return sure or likely
+    return sure if (sure.share or 0.0) >= _WORTH * (likely.share or 0.0) else likely
+
+
+def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
+    """Return the one that lets the opportunistic jobs do the most, as in `best_of`."""
+    most = max((each.share for each in meeting if each.share is not None), default=None)
+    if most is not None:
+        meeting = [each for each in meeting if each.share is not None and most <= FASTER * each.share]
+    calmest = min((each.p99 for each in meeting if each.setting.way == SLICES and each.p99 is not None), default=0.0)
+    meeting = [each for each in meeting if each.setting.way == CAPS or (each.p99 or 0.0) <= _CALM * calmest]
+    return max(
+        meeting,
+        key=lambda each: (
+            each.setting.way == SLICES,
+            each.setting.threads,
+            each.setting.low,
+            -(each.setting.production_slice_us or 0),
+            each.margin(goal),
+        ),
+        default=None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a search found: the best setting that meets the goal, or None and the nearest one; the curve by cap."""
+    """What a search says: the best setting, or None and the nearest one, and all that were measured, in order.
 
-    best: Judged | None
-    nearest: Judged | None
-    curve: tuple[Judged, ...]
-    stable: bool
-    low_priority_helps: bool | None
+    ``frontier`` are the settings to which no other one is better for both sides. ``stable``: nothing was left to try.
+    """
 
-
-def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
-    """Return the setting to run next, or None when there is an answer (or the most runs were made)."""
-    return None if len(trials) >= search.most else _wanted(search, trials)
-
-
-def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
-    """Return the next setting to run, regardless of the number of runs; None when there is an answer."""
-    if not trials:
-        return search.start
-    judged = judge(search.goal, trials)
-    wanted = _on_the_grid(search, judged) or _other_priority(search, judged)
-    return wanted or unconfirmed(judged, search.confirmed)
+    best: Figures | None = None
+    nearest: Figures | None = None
+    curve: tuple[Figures, ...] = ()
+    frontier: frozenset[Setting] = field(default=frozenset())
+    stable: bool = False
+    low_priority_helps: bool | None = None
 
 
-def unconfirmed(judged: Sequence[Judged], confirmed: int) -> Setting | None:
-    """Return the setting that is run again before it is the answer; None: it has enough runs."""
-    # A better setting that has met the goal only by chance so far may turn out to be safe.
-    for one in (_most_of([one for one in judged if one.meets]), best_of(judged)):
-        if one is not None and one.trials < (min(confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
-            return one.setting
-    return None
-
-
-def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
-    """Return what the runs so far say."""
-    return summed_up(judge(search.goal, trials), stable=_wanted(search, trials) is None)
-
-
-def summed_up(judged: Sequence[Judged], *, stable: bool) -> Outcome:
-    """Return what settings that were tried say; ``stable``: there was nothing left to try."""
-    best = best_of(judged)
-    nearest = None if best is not None or not judged else max(judged, key=lambda one: one.margin)
+def outcome(goal: Goal, measured: Sequence[Figures], *, stable: bool) -> Outcome:
+    """Return what the figures say; those of an earlier search are shown, and are no answer."""
+    fresh = [figures for figures in measured if figures.earlier is None]
+    best = best_of(goal, fresh)
+    nearest = None if best is not None or not fresh else max(fresh, key=lambda each: each.margin(goal))
     order = sorted(
-        judged,
-        key=lambda one: (
-            one.setting.way,
-            one.setting.production_slice_us or 0,
-            -(one.setting.other_slice_us or 0),
-            -one.setting.threads,
-            not one.setting.low,
+        measured,
+        key=lambda each: (
+            each.setting.way != SLICES,
+            each.setting.production_slice_us or 0,
+            not each.setting.low,
+            -(each.setting.other_slice_us or each.setting.threads),
         ),
     )
     return Outcome(
         best=best,
         nearest=nearest,
         curve=tuple(order),
-        stable=stable,
-        low_priority_helps=_low_helps(judged),
-    )
-
-
-def best_of(judged: Sequence[Judged]) -> Judged | None:
-    """Return the setting that meets the goal and lets the opportunistic job do the most; None when none meets it.
-
-    The job's rate decides if the difference is clear, else the cap; among equals the one with low priority, which spares
-    production more. Time-slices are better than a cap with the same rate, because production keeps its own address space;
-    among slices, those that production notices least. A setting with a known rate is better than one in which the job
-    printed nothing. A setting that may meet the goal only by chance is returned if there is no other, or if the sure ones give
-    the job next to nothing: on an H200 slices of 50 us surely kept a production job bound by the CPU, and starved the other,
-    which reached half of its rate with a cap that kept production as well, within the scatter.
-    """
-    sure, likely = _most_of([one for one in judged if one.safe]), _most_of([one for one in judged if one.meets])
-    if sure is None or likely is None:
-        return sure or likely
-    worth = (sure.opportunistic or 0.0) >= _WORTH * (likely.opportunistic or 0.0)
-    return sure if worth else likely
-
-
-def _most_of(meeting: Sequence[Judged]) -> Judged | None:
-    """Return the one that lets the opportunistic job do the most, as in `best_of`."""
-    most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
-    if most is not None:
-        meeting = [one for one in meeting if one.opportunistic is not None and most <= FASTER * one.opportunistic]
-    calmest = min((one.p99 for one in meeting if one.setting.way == SLICES and one.p99 is not None), default=0.0)
-    meeting = [one for one in meeting if one.setting.way == CAPS or (one.p99 or 0.0) <= _CALM * calmest]
-    return max(
-        meeting,
-        key=lambda one: (
-            one.setting.way == SLICES,
-            one.setting.threads,
-            one.setting.low,
-            -(one.setting.production_slice_us or 0),
-            one.margin,
+        frontier=frozenset(
+            each.setting for each in measured if not any(_beats(other, each, goal) for other in measured)
         ),
-        default=None,
+        stable=stable,
+        low_priority_helps=_low_helps(measured),
     )
 
 
-def memory_warning(dram_alone: float | None, dram_production: float | None) -> str | None:
-    """Return the warning if both jobs compete for memory bandwidth (percent, by GPM).
+def _beats(figures: Figures, other: Figures, goal: Goal) -> bool:
+    """Return whether a setting is as good for both sides as another one, and better for one of them."""
+    if figures.share is None or other.share is None:
+        return False
 
-    ``dram_alone`` is the opportunistic job's alone, ``dram_production`` the production job's.
-    """
-    if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
-        what = f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth"
+    def cost(each: Figures) -> float:
+        return each.kept if goal.p99_factor is None or each.p99 is None else -each.p99
+
+    return (figures.share, cost(figures)) != (other.share, cost(other)) and (
+        figures.share >= other.share and cost(figures) >= cost(other)
+    )
+
+
+def _low_helps(measured: Sequence[Figures]) -> bool | None:
+    """Return whether low priority spares production by more than the scatter; None: not compared."""
+    caps = {(each.setting.threads, each.setting.low): each for each in measured if each.setting.way == CAPS}
+    for (threads, low), figures in caps.items():
+        other = caps.get((threads, False))
+        if low and other is not None:
+            better = figures.kept > other.kept + max(0.01, 2 * math.hypot(figures.error, other.error))
+            calmer = figures.p99 is not None and other.p99 is not None and figures.p99 < 0.95 * other.p99
+            return better or calmer
+    return None
+
+
+def memory_warning(dram_others: float | None, dram_production: float | None) -> str | None:
+    """Return the warning if the jobs compete for memory bandwidth (percent, by GPM), each alone."""
+    if dram_others is not None and dram_others >= DRAM_FULL_PERCENT:
+        what = f"the opportunistic job alone draws {dram_others:.0f} % of the memory bandwidth"
         why = "no thread cap protects another job that needs it"
     elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
         what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
@@ -300,130 +470,3 @@ def memory_warning(dram_alone: float | None, dram_production: float | None) -> s
     else:
         return None
     return f"{what}: {why}; pause the other while production works (run --opportunistic --yield pause), or use MIG"
-
-
-def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next cap with the start's priority; None: the knee is found."""
-    line = _grid(search, judged, low=search.start.low)
-    return (
-        _on_a_line(search, line, judged, confirm=True)
-        or _between(search, line, judged)
-        or _better_if_safe(search, judged)
-    )
-
-
-def _better_if_safe(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the cap of a line that would be its best, but has met the goal only by chance so far.
-
-    Later trials depend on the best cap, and would be repeated for another one.
-    """
-    line = _line_of_caps(search, judged)
-    best, most = best_of(line), _most_of([one for one in line if one.meets])
-    return most.setting if most is not None and most is not best and most.trials < MOST_TRIALS else None
-
-
-def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
-    """Return a cap between the best of a line and the next known one, if that gives the other job much more."""
-    best = _best_on_the_grid(search, judged)
-    if best is None:
-        return None
-    known = {one.setting.threads: one.opportunistic for one in judged if one.setting == line.get(one.setting.threads)}
-    above = min((threads for threads in known if threads > best.setting.threads), default=math.inf)
-    gives = known.get(above)
-    # Each half of the step must be a clear gain.
-    if gives is None or gives <= FASTER**2 * (best.opportunistic or 0.0):
-        return None
-    open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
-    return replace(best.setting, threads=open_[(len(open_) - 1) // 2]) if open_ else None
-
-
-def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next cap with the other priority: the best so far, and lower ones while they may give more.
-
-    At the same cap, normal priority takes more and costs more, so a lower cap with normal priority may be better (for
-    jobs that compete for memory bandwidth).
-    """
-    best = _best_on_the_grid(search, judged)
-    if best is None:
-        return None
-    line = _grid(search, judged, low=not search.start.low)
-    known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
-    compared = best.setting.threads in known
-    wanted = _on_a_line(search, line, judged, confirm=False) if compared else line[best.setting.threads]
-    if wanted is None:
-        return None
-    above = min((one for one in known if one >= wanted.threads), default=None)
-    if above is None:
-        return None if compared else wanted
-    # A lower cap gives less than those above it.
-    rate, beaten = known[above].opportunistic, best_of(judged)
-    gains = rate is not None and beaten is not None and rate > FASTER * (beaten.opportunistic or 0.0)
-    return wanted if gains else None
-
-
-def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float, Setting]:
-    """Return the settings by cap: those of the grid, and those tried in between."""
-    tried = {one.setting.threads for one in judged}
-    return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads, *tried})}
-
-
-def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None:
-    return best_of(_line_of_caps(search, judged))
-
-
-def _line_of_caps(search: Search, judged: Sequence[Judged]) -> list[Judged]:
-    line = _grid(search, judged, low=search.start.low)
-    return [one for one in judged if one.setting == line.get(one.setting.threads)]
-
-
-def _on_a_line(
-    search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
-) -> Setting | None:
-    """Return the next setting of a line, which is ordered from the smallest share to the largest; one is known."""
-    by_setting = {one.setting: one for one in judged}
-    known = {share: by_setting[setting] for share, setting in line.items() if setting in by_setting}
-    meeting = [threads for threads in known if known[threads].meets]
-    if meeting:
-        low = max(meeting)
-        if open_ := _above(low, line, known):
-            return line[open_[(len(open_) - 1) // 2]]
-        if confirm and known[low].trials < min(search.confirmed, MOST_TRIALS):
-            return line[low]
-        # The one above failed so narrowly that it is tried again.
-        above = known.get(min((threads for threads in known if threads > low), default=math.inf))
-        if above is not None and _narrow(above, search):
-            return above.setting
-        # It meets the goal only by chance, and a smaller one is safe: the largest safe one is between them.
-        safe = max((threads for threads in known if known[threads].safe), default=low)
-        open_ = _above(safe, line, known) if safe < low else []
-        return line[open_[(len(open_) - 1) // 2]] if open_ else None
-    open_ = [threads for threads in line if threads < min(known)]
-    if not open_:
-        best = max(known.values(), key=lambda one: one.margin)
-        return best.setting if _narrow(best, search) else None
-    if len(known) == 1:
-        # The first step down is small; after that, the rest is halved.
-        return line[max((threads for threads in open_ if threads <= min(known) - _STEP), default=open_[0])]
-    return line[open_[(len(open_) - 1) // 2]]
-
-
-def _above(low: float, line: Mapping[float, Setting], known: Mapping[float, Judged]) -> list[float]:
-    """Return the caps above a known one, up to the next known one."""
-    high = min((threads for threads in known if threads > low), default=math.inf)
-    return [threads for threads in line if low < threads < high]
-
-
-def _narrow(one: Judged, search: Search) -> bool:
-    return not one.meets and one.margin >= 1 - _NARROW and one.trials < min(search.confirmed, MOST_TRIALS)
-
-
-def _low_helps(judged: Sequence[Judged]) -> bool | None:
-    """Return whether low priority spares production by more than the scatter; None: not compared."""
-    found = {(one.setting.threads, one.setting.low): one for one in judged}
-    for (threads, low), one in found.items():
-        other = found.get((threads, False))
-        if low and other is not None:
-            better = one.kept > other.kept + max(0.01, 2 * math.hypot(one.error, other.error))
-            calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
-            return better or calmer
-    return None

@@ -1,86 +1,116 @@
 """`gpushare tune`: a production job runs all the time, next to opportunistic ones under one setting after another.
 
 There are two ways, as `run` applies them: production outside MPS, and the others in one MPS daemon whose server has one
-time-slice; or all under MPS, with thread caps on the others. Each has its own production process. A slice is set while both
-run. A cap is fixed when a context is created, so the opportunistic job restarts for every trial. Within a trial it is paused
-(SIGSTOP) and continued, so that windows alone and together alternate for the same production process: processes of one
-program differ by up to 15 percent, windows of one process do not.
+time-slice; or all under MPS, with thread caps on the others. Each has its own production process, as processes of one program
+differ by up to 15 percent. A slice is set while all run. A cap is fixed when a context is created, so the others are started
+again for each, and caps come last.
+
+Windows together alternate with windows of production alone (the others are stopped), and now and then the others alone
+(production is stopped): what each setting is compared with is of the same seconds. A setting is watched until its figures
+decide, and the best one until they are certain.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Priority
-from gpushare.measure.pair import (
-    OtherAlone,
-    Others,
-    Pair,
-    TuneOptions,
+from gpushare.base.units import counted, quoted
+from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
+from gpushare.measure.experiment import Experiment, Grounds, Running
+from gpushare.measure.metric import (
+    Metric,
     Window,
-    neighbours,
+    dispersion,
+    hopeless,
+    latencies_of,
     p99,
     p99_factor_interval,
-    p99_interval,
-    rates,
 )
 from gpushare.measure.search import (
-    FASTER,
-    Goal,
+    DEFAULT_US as DEFAULT_SERVER_US,
+)
+from gpushare.measure.search import (
+    FIRST_SECONDS,
+    MOST_SECONDS,
+    Figures,
     Outcome,
+    Search,
     Setting,
-    Trial,
-    judge,
+    left_out,
     memory_warning,
     next_setting,
     outcome,
-    summed_up,
 )
-from gpushare.measure.slicer import Slicer
-from gpushare.measure.slices import SliceSearch, next_slices, wanted_slices
-from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, widened
+from gpushare.measure.statistics import deviation, mean, mean_known, paired_ratio, percentile
+from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
-from gpushare.run.plain import PlainShare
 from gpushare.run.results import CAPS, SLICES
-from gpushare.run.several import Several
-from gpushare.run.share import MpsShare, check_program, open_mps_share
+from gpushare.run.several import peak_memory
+from gpushare.run.share import check_program
 from gpushare.run.sliced import check_outside_mps
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.measure.search import Judged
-    from gpushare.run.share import Share
+
+BUDGET_SECONDS: Final = 150.0
+_GRACE_SECONDS: Final = 5.0
+# The queue of a paused program has drained already; this is a margin.
+_DRAINED_SECONDS: Final = 0.25
+_SHORTEST_SECONDS: Final = 0.6
+_LONGEST_SECONDS: Final = 30.0
+# A window alone has at least so many outputs of production, and is so many times as long as its longest gap.
+_LEAST_MOMENTS: Final = 5
+_GAPS: Final = 2
+_LEAST_OF_OTHERS: Final = 3
+_LONGEST_FOR_OTHERS_SECONDS: Final = 6.0
+# Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
+_SILENT_SECONDS: Final = 10.0
+# Of the budget, for slices, before caps are searched.
+_SLICES_PART: Final = 0.4
+# The others alone are measured again after this time.
+_OTHERS_ALONE_SECONDS: Final = 12.0
+# A queue of requests that came while production was stopped is gone by then.
+_CAUGHT_UP_SECONDS: Final = 2.0
+# The p99 alone is of at least so many requests, if the same way has them.
+_REQUESTS_ALONE: Final = 600
+# Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
+_SHARED: Final = 1.2
+# Windows of a second and less scatter at least so much.
+_LEAST_SCATTER: Final = 0.003
+# From here on, requests come at random; and with less than this load, a server waits for them.
+_RANDOM: Final = 0.4
+_WAITING_LOAD: Final = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialReport:
-    """One trial: rates in the jobs' own units, shares of production alone with their intervals."""
+class TuneOptions:
+    """What to run, and how to measure it (times in seconds).
 
-    trial: Trial
-    kept: Ratio
-    rounds: int
-    alone_rate: float
-    together_rate: float
-    alone_p99: float | None
-    together_p99: float | None
-    # Relative to its rate alone; None: unknown.
-    opportunistic_share: float | None = None
-    # The interval of the p99 factor, from 95 % intervals of both p99s; None: too few latencies.
-    p99_interval: tuple[float, float] | None = None
-    # Production's rate in each window, in order: alone (first before the other started), and together.
-    alone_rates: tuple[float | None, ...] = ()
-    together_rates: tuple[float | None, ...] = ()
-    # The standard error of ``kept`` by the interval of its windows.
-    windows_error: float | None = None
+    Of each opportunistic command ``copies`` run. ``budget_seconds`` count from when all have printed. ``window_seconds`` None:
+    by what production prints.
+    """
+
+    production: Sequence[str]
+    opportunistic: Sequence[Sequence[str]]
+    search: Search
+    metric: Metric = field(default_factory=Metric)
+    opportunistic_metric: Metric = field(default_factory=Metric)
+    copies: int = 1
+    budget_seconds: float = BUDGET_SECONDS
     window_seconds: float | None = None
+    settle_seconds: float = 0.4
+    warm_seconds: float = 1.0
+    start_seconds: float = 600.0
+    # How long a pause waits for a queue to drain; the deepest one on an H200 took 0.1 s.
+    drain_seconds: float = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,33 +123,44 @@ class WayResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneResult:
-    """What was found, every trial, and both jobs alone. Rates are per second.
+class Alone:
+    """A job alone: its rate per second (of several, the sum), its memory in bytes, and what it uses of the GPU in percent.
 
-    ``ways`` are in the order in which they were searched; ``outcome`` is that of all of them together.
+    ``spread`` is the standard deviation of its windows, relative to their mean; ``peak`` the memory of the largest copy.
+    """
+
+    rate: float | None = None
+    spread: float | None = None
+    p99: float | None = None
+    memory: int | None = None
+    peak: int | None = None
+    sm: float | None = None
+    dram: float | None = None
+    busy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What was found; ``outcome`` is that of all ways together, which are in the order in which they were searched.
+
+    ``seconds`` count from when all jobs had printed, ``measuring_seconds`` are the windows among them. ``waits``: production
+    waits for requests. ``stopped``: what ended the search early; the end of the budget is ``over``.
     """
 
     outcome: Outcome
     ways: tuple[WayResult, ...]
-    trials: tuple[TrialReport, ...]
-    production_alone: float | None
-    # The standard deviation of its windows alone, relative to their mean.
-    production_spread: float | None
-    production_p99: float | None
-    opportunistic_alone: float | None
-    production_memory_bytes: int | None
-    opportunistic_memory_bytes: int | None
-    # What is kept of each command.
-    production_profile: Profile = field(default_factory=Profile)
-    opportunistic_profile: Profile = field(default_factory=Profile)
+    measured: tuple[Figures, ...]
+    production: Alone
+    others: Alone
     warning: str | None
     seconds: float
-    # Percent of the time in which production alone keeps the GPU busy; None: unknown.
-    production_busy: float | None = None
-    # What ended it before there was an answer: Ctrl-C, or a job that ended. Earlier trials are kept.
+    measuring_seconds: float
+    starting_seconds: float
+    waits: bool = False
+    over: bool = False
     stopped: KeyboardInterrupt | GpushareError | None = None
     # Other processes on the GPU: PID and name.
-    others: Mapping[int, str] = field(default_factory=dict)
+    strangers: Mapping[int, str] = field(default_factory=dict)
 
 
 class TuneReporter:
@@ -128,74 +169,39 @@ class TuneReporter:
     def doing(self, what: str) -> None:
         """Something begins."""
 
-    def measured(self, report: TrialReport) -> None:
-        """A trial was measured."""
+    def measured(self, figures: Figures) -> None:
+        """A setting was measured, for the first time or longer."""
 
-    def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
-        """A trial begins; how many were done, and how many and how long it will be at most."""
-
-
-# Two p99s of a few hundred requests differ by this much by chance.
-_P99_SURE: Final = 0.08
-# An error this small, or this small relative to what production may lose, needs no more windows.
-_PRECISE: Final = 0.005
-_PRECISE_SHARE: Final = 1 / 6
-_FINEST: Final = 0.001
-# An interval that is checked after every window must be wider to be as reliable as it claims (simulated).
-_LOOKED_AT_OFTEN: Final = 1.4
+    def progress(self, what: str, seconds: float, most: float) -> None:
+        """A setting is about to be measured; how much of the budget is used."""
 
 
-def sure(report: TrialReport, goal: Goal) -> bool:
-    """Stopping rule of a trial: return whether more windows would hardly change the verdict.
+class _Over(Exception):
+    """The budget is spent."""
 
-    It fails if either the rate or the p99 surely fails; it passes only if both do.
+
+class _LeftOut(Exception):
+    """A way that cannot be searched here, and why."""
+
+    def __init__(self, error: GpushareError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def tune(
+    host: Host,
+    device: Device,
+    options: TuneOptions,
+    reporter: TuneReporter | None = None,
+    earlier: Sequence[Figures] = (),
+) -> TuneResult:
+    """Search for the setting of the opportunistic jobs, and return what was found.
+
+    ``earlier`` are figures of an earlier search of the same jobs, from which it goes on. If something ends it after the first
+    setting, the result says what, and has what was measured until then.
     """
-    return _fails(report, goal) or (_rate_is_known(report, goal) and _tail_is_known(report, goal))
-
-
-def _fails(report: TrialReport, goal: Goal) -> bool:
-    high = widened(report.kept, _LOOKED_AT_OFTEN).high
-    slow = high is not None and high < goal.keep
-    late = goal.p99_factor is not None and report.p99_interval is not None and report.p99_interval[0] > goal.p99_factor
-    return slow or late
-
-
-def _rate_is_known(report: TrialReport, goal: Goal) -> bool:
-    precise = max(_FINEST, min(_PRECISE, _PRECISE_SHARE * (1 - goal.keep)))
-    if report.windows_error is not None and report.windows_error <= precise:
-        return True
-    low = widened(report.kept, _LOOKED_AT_OFTEN).low
-    return low is not None and low >= goal.keep
-
-
-def _tail_is_known(report: TrialReport, goal: Goal) -> bool:
-    if goal.p99_factor is None or report.trial.p99 is None:
-        return True
-    if report.p99_interval is not None:
-        return report.p99_interval[1] <= goal.p99_factor
-    return abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
-
-
-_GRACE_SECONDS: Final = 5.0
-# The queue of a paused program has drained already; this is a margin.
-_DRAINED_SECONDS: Final = 0.25
-# From here on production has no gaps: its kernels follow each other.
-_ALWAYS_BUSY_PERCENT: Final = 90.0
-# For the time that is left: the other way has hardly ever needed more.
-_OTHER_WAY_TRIALS: Final = 12
-# Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
-_SILENT_SECONDS: Final = 10.0
-# Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
-_SHARED: Final = 1.2
-
-
-def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
-    """Search for the setting of the opportunistic job, and return what was found.
-
-    If something ends it after the first trial, the result says what, and has what was measured until then.
-    """
-    check_program(options.production[0])
-    check_program(options.opportunistic[0])
+    for command in (options.production, *options.opportunistic):
+        check_program(command[0])
     if device.mig is not None:
         raise NotSupported(
             "tune measures on a whole GPU, not in a MIG instance",
@@ -209,475 +215,772 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
             f" gpushare mig disable -g {device.gpu.index}",
             code="mig_mode",
         )
-    return Tuner(host, device, options, reporter).run()
+    return Tuner(host, device, options, reporter or TuneReporter(), earlier).run()
 
 
-def compare(
-    host: Host, share: Share, options: TuneOptions, settings: Sequence[Setting], reporter: TuneReporter
-) -> list[TrialReport]:
-    """Measure given settings in turn next to one production process. Errors as `tune`.
+@dataclass
+class _Seen:
+    """A period in which jobs were watched. ``setting`` None: production alone, or with ``rates`` the others alone.
 
-    Outside MPS caps have no effect: the jobs are time-sliced. For slices, the share is under MPS, and production outside.
+    ``rates`` are the others', each; None where one printed nothing.
     """
-    sliced = any(one.way == SLICES for one in settings)
-    device = share.device
-    with (
-        Several(host, share, grace_seconds=_GRACE_SECONDS) as several,
-        Tuning(host, device, options, reporter, several, _outside(host, device, options) if sliced else None) as tuning,
-    ):
-        tuning.begin()
-        return [tuning.trial(setting) for setting in settings]
 
-
-def _outside(host: Host, device: Device, options: TuneOptions) -> PlainShare:
-    share = PlainShare(host, device)
-    share.check(options.production[0])
-    share.open()
-    return share
-
-
-class _LeftOut(Exception):
-    """A way that cannot be searched here, and why."""
-
-    def __init__(self, error: GpushareError) -> None:
-        super().__init__(error.message)
-        self.error = error
+    start: float
+    end: float
+    window: Window | None = None
+    setting: Setting | None = None
+    rates: tuple[float | None, ...] = ()
 
 
 class Tuner:
-    """The search of both ways, one after the other."""
+    """The search of all ways, one after the other."""
 
-    def __init__(self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> None:
-        self._host, self._device, self._options, self._reporter = host, device, options, reporter
-        self._reports: list[TrialReport] = []
-        self._found: dict[str, WayResult] = {}
-        self._other: OtherAlone | None = None
-        # The first one that was searched tells about production alone.
-        self._first: Tuning | None = None
-        # Whether the order of the ways is decided, which takes a running production job.
-        self._ordered = False
-        self._strangers: dict[int, str] = {}
+    def __init__(
+        self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, earlier: Sequence[Figures] = ()
+    ) -> None:
+        self.host, self.device, self.options, self.reporter = host, device, options, reporter
+        self._known = {figures.setting: figures for figures in earlier}
+        self._search = options.search
+        self._ways: dict[str, WayResult] = {}
+        self._began: float | None = None
+        self._measuring = 0.0
+        self.others_alone: list[_Seen] = []
+        self._stages: list[Stage] = []
+        self._refused: list[GpushareError] = []
 
     def run(self) -> TuneResult:
         """Search, and return what was found; errors as `tune`."""
-        started = time.monotonic()
+        program = self.options.opportunistic[0][0]
+        grounds = Grounds(self.host, self.device, program).open(mps=True)
         stopped: KeyboardInterrupt | GpushareError | None = None
-        left = list(dict.fromkeys(self._options.ways))
-        if len(left) > 1:
-            left.sort(key=lambda way: way != (SLICES if self._asks_for_p99 else CAPS))
-        refused: list[GpushareError] = []
-        while left:
+        over = False
+        with Experiment(self.host, grounds, grace_seconds=_GRACE_SECONDS) as experiment:
+            started = experiment.now()
             try:
-                if not self._stage(left):
-                    left.reverse()
-                    continue
-            except _LeftOut as reason:
-                refused.append(reason.error)
-                self._found[left[0]] = WayResult(way=left[0], left_out=f"{reason.error.message}; {reason.error.hint}")
-                if len(left) > 1:
-                    self._reporter.doing(f"{left[0]} are left out: {reason.error.message}")
+                for way in (SLICES, CAPS):
+                    if way in self._search.ways:
+                        self._try(experiment, way)
+            except _Over:
+                over = True
             except (KeyboardInterrupt, GpushareError) as error:
-                if not self._reports:
+                if not self._fresh():
                     raise
                 stopped = error
-                break
-            del left[0]
-            enough = self._enough()
-            if left and enough is not None:
-                self._found.update({way: WayResult(way=way, left_out=enough) for way in left})
-                break
-        if not self._reports:
-            raise refused[0]
-        return self._result(time.monotonic() - started, stopped)
+            began, ended = self._began or started, experiment.now()
+        if not self._fresh():
+            raise self._nothing(over=over)
+        return self._result(ended - began, began - started, stopped, over=over)
 
-    def _stage(self, left: Sequence[str]) -> bool:
-        """Search the first of the ways that are left; return False if the other one should be the first."""
-        way = left[0]
-        share, outside = self._shares(way)
-        with (
-            Several(self._host, share, grace_seconds=_GRACE_SECONDS) as several,
-            Tuning(self._host, self._device, self._options, self._reporter, several, outside) as tuning,
-        ):
-            with self._perhaps_left_out():
-                if self._other is None:
-                    self._reporter.doing("measuring the opportunistic job alone")
-                    self._other = tuning.measure_other(probe=SLICES in left)
-                tuning.other = self._other
-                if way == SLICES and self._other.unsliced is not None:
-                    raise _LeftOut(self._other.unsliced)
-                tuning.begin()
-            if len(left) > 1 and not self._ordered:
-                self._ordered = True
-                if way != (SLICES if self._asks_for_p99 and not tuning.always_busy else CAPS):
-                    return False
-            self._first = self._first or tuning
+    def _nothing(self, *, over: bool) -> GpushareError:
+        """Return why nothing was measured."""
+        if not over and self._refused:
+            return self._refused[0]
+        return TimedOut(
+            f"nothing was measured in {self.options.budget_seconds:g} s",
+            "give it more time: --budget 10m",
+            code="no_numbers",
+        )
+
+    def _try(self, experiment: Experiment, way: str) -> None:
+        """Search a way, unless it cannot be used here or cannot be better."""
+        reason = left_out(way, self._fresh(), self._search.goal)
+        if reason is None and next_setting(self._search, way, self._known) is None:
+            reason = "an earlier search found nothing better in it"
+        try:
+            if reason is None:
+                self._stage(experiment, way)
+        except _LeftOut as without:
+            self._refused.append(without.error)
+            reason = f"{without.error.message}; {without.error.hint}"
+            if len(self._search.ways) > 1:
+                self.reporter.doing(f"{way} are left out: {without.error.message}")
+        if reason is not None:
+            self._ways[way] = WayResult(way=way, left_out=reason)
+
+    def _fresh(self) -> dict[Setting, Figures]:
+        """Return what this search has measured."""
+        return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
+
+    def _stage(self, experiment: Experiment, way: str) -> None:
+        self._check(way)
+        stage = Stage(self, experiment, way)
+        self._stages.append(stage)
+        try:
             try:
-                self._search(tuning, way, len(left))
-            finally:
-                self._strangers |= tuning.strangers
-                self._found[way] = WayResult(way=way, outcome=tuning.outcome(way, self._of(way)))
-        return True
+                stage.begin()
+            except GpushareError as error:
+                # Let the other way do; what a job itself did wrong ends the search.
+                if error.code != "not_attached" or len(self._search.ways) == 1:
+                    raise
+                raise _LeftOut(error) from None
+            if self._began is None:
+                self._began = experiment.now()
+            if stage.default_us:
+                self._search = replace(self._search, default_us=stage.default_us)
+            if stage.request_us is not None:
+                self._search = replace(self._search, request_us=stage.request_us)
+            self._walk(stage, way)
+        finally:
+            if stage.measured:
+                mine = [figures for figures in self._known.values() if figures.setting.way == way]
+                found = outcome(self._search.goal, mine, stable=stage.finished)
+                self._ways[way] = WayResult(way=way, outcome=found)
+        stage.end()
 
-    @contextlib.contextmanager
-    def _perhaps_left_out(self) -> Iterator[None]:
-        """Let another way do where this one cannot be set up; what a job itself did wrong ends the search."""
+    def _check(self, way: str) -> None:
+        """Raise _LeftOut if a way cannot be used here."""
+        if way == CAPS:
+            return
+        host, device = self.host, self.device
         try:
-            yield
-        except GpushareError as error:
-            if error.code != "not_attached" or len(self._options.ways) == 1:
-                raise
-            raise _LeftOut(error) from None
-
-    def _shares(self, way: str) -> tuple[MpsShare, PlainShare | None]:
-        """Return the open share of the opportunistic job, and where production runs if not there."""
-        host, device, program = self._host, self._device, self._options.opportunistic[0]
-        try:
-            if way == CAPS:
-                return open_mps_share(host, device, program, Limits()), None
             check_outside_mps(device)
             refused = why_not(host, device, None)
             if refused is not None:
                 raise refused
-            MpsShare(host, device, Limits()).check(program)
             GroupSlice(host, device).check()
             if members(host, device):
                 raise InUse(
                     f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",
                     "wait until they have ended: gpushare status",
-                    gpu=device.gpu.index,
+                    gpu=str(device.gpu.index),
                 )
-            outside = _outside(host, device, self._options)
-            return open_mps_share(host, device, program, Limits()), outside
         except GpushareError as error:
-            if len(self._options.ways) == 1:
+            if len(self._search.ways) == 1:
                 raise
             raise _LeftOut(error) from None
 
-    def _search(self, tuning: Tuning, way: str, ways_left: int) -> None:
-        begun, before = time.monotonic(), len(self._reports)
-        while (setting := tuning.next(way, self._of(way))) is not None:
-            done, most = len(self._reports), before + tuning.most(way) + (ways_left - 1) * _OTHER_WAY_TRIALS
-            what = f"trial {done + 1}: {setting.title}"
-            self._reporter.doing(what)
-            each = (time.monotonic() - begun) / (done - before) if done > before else None
-            self._reporter.expected(what, done, most, None if each is None else each * (most - done))
-            self._reports.append(tuning.trial(setting))
+    def _walk(self, stage: Stage, way: str) -> None:
+        while (wanted := next_setting(self._search, way, self._known)) is not None:
+            setting = wanted.setting
+            if wanted.again is not None and self._is_late(stage, way):
+                return
+            before = self._known.get(setting)
+            what = setting.title if wanted.again is None else f"{setting.title} again: {wanted.again}"
+            self.demand(stage.least_seconds(setting))
+            self.reporter.doing(what)
+            self.reporter.progress(what, self._spent(stage.experiment), self.options.budget_seconds)
+            try:
+                stage.measure(setting, longer=before is not None and before.earlier is None)
+            finally:
+                # What was measured counts, also if this setting was not finished.
+                for figures in stage.all_figures():
+                    self._known[figures.setting] = figures
+            now = self._known[setting]
+            self.reporter.measured(now)
+            if before is not None and before.earlier is not None:
+                self._doubt(way, before, now)
+        stage.finished = True
 
-    def _of(self, way: str) -> list[TrialReport]:
-        return [one for one in self._reports if one.trial.setting.way == way]
+    def _is_late(self, stage: Stage, way: str) -> bool:
+        """Return whether the time that is left is better spent on the other way."""
+        if way == CAPS or CAPS not in self._search.ways or left_out(CAPS, self._fresh(), self._search.goal):
+            return False
+        return self._spent(stage.experiment) > _SLICES_PART * self.options.budget_seconds
 
-    @property
-    def _asks_for_p99(self) -> bool:
-        return self._options.search.goal.p99_factor is not None
+    def _doubt(self, way: str, before: Figures, now: Figures) -> None:
+        """Forget earlier figures of a way if one of them does not hold any more."""
+        goal = self._search.goal
+        if before.meets(goal) != now.meets(goal):
+            self.reporter.doing(f"{now.setting.title} is not as it was on {before.earlier}: {way} are searched anew")
+            self._known = {
+                setting: figures
+                for setting, figures in self._known.items()
+                if figures.earlier is None or setting.way != way
+            }
 
-    def _enough(self) -> str | None:
-        """Return why no other way can be better than what was found; None: it can."""
-        best = summed_up(self._judged(), stable=True).best
-        alone = None if self._other is None else self._other.rate
-        if best is None or not best.safe or best.opportunistic is None or not alone:
-            return None
-        share = best.opportunistic / alone
-        return None if share * FASTER < 1 else f"{best.setting.way} leave the other {share:.2f} of its rate alone"
+    def demand(self, seconds: float) -> None:
+        """Raise _Over unless this time is left; production's way to its first window is not counted."""
+        if self._began is None or not self._stages:
+            return
+        if self._spent(self._stages[-1].experiment) + seconds > self.options.budget_seconds:
+            raise _Over
 
-    def _judged(self) -> list[Judged]:
-        return judge(self._options.search.goal, [one.trial for one in self._reports])
+    def _spent(self, experiment: Experiment) -> float:
+        return 0.0 if self._began is None else experiment.now() - self._began
 
-    def _result(self, seconds: float, stopped: KeyboardInterrupt | GpushareError | None) -> TuneResult:
-        searched = [one.outcome for one in self._found.values() if one.outcome is not None]
-        found = summed_up(self._judged(), stable=stopped is None and all(one.stable for one in searched))
-        helps = next((one.low_priority_helps for one in searched if one.low_priority_helps is not None), None)
-        first, other = self._first, self._other
-        if first is None or other is None:
-            raise AssertionError("a trial has both")
-        by_slices = found.best is not None and found.best.setting.way == SLICES
-        alone = rates(first.alone)
+    def note(self, seconds: float) -> None:
+        """Count a window."""
+        if self._began is not None:
+            self._measuring += seconds
+
+    def next_cap(self) -> Setting | None:
+        """Return the cap that is measured next; None: there is an answer."""
+        wanted = next_setting(self._search, CAPS, self._known)
+        return None if wanted is None else wanted.setting
+
+    def _result(
+        self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
+    ) -> TuneResult:
+        goal = self._search.goal
+        measured = list(self._known.values())
+        searched = [way.outcome for way in self._ways.values() if way.outcome is not None]
+        stable = stopped is None and not over and all(each.stable for each in searched)
+        first = next(stage for stage in self._stages if stage.measured)
+        production, others = first.production_alone(), self._others_alone()
+        strangers = {pid: name for stage in self._stages for pid, name in stage.strangers.items()}
+        whole = outcome(goal, measured, stable=stable)
+        sliced = whole.best is not None and whole.best.setting.way == SLICES
         return TuneResult(
-            outcome=replace(found, low_priority_helps=helps),
-            ways=tuple(self._found.values()),
-            trials=tuple(self._reports),
-            production_alone=mean(alone) if alone else None,
-            production_spread=deviation(alone) / mean(alone) if len(alone) > 1 else None,
-            production_p99=p99(first.alone),
-            production_busy=first.busy,
-            opportunistic_alone=other.rate,
-            production_memory_bytes=first.memory,
-            opportunistic_memory_bytes=other.memory,
-            production_profile=_profile(first.memory, first.sm(), first.dram(), first.busy, self._strangers),
-            opportunistic_profile=_profile(
-                other.peak,
-                *((other.sm, other.dram, other.busy) if self._options.copies == 1 else (None,) * 3),
-                self._strangers,
-            ),
-            warning=None if by_slices else memory_warning(other.dram, first.dram()),
+            outcome=whole,
+            ways=tuple(self._ways.values()),
+            measured=tuple(measured),
+            production=production,
+            others=others,
+            warning=None if sliced else memory_warning(others.dram, production.dram),
             seconds=seconds,
+            measuring_seconds=self._measuring,
+            starting_seconds=starting,
+            waits=any(figures.waits for figures in self._fresh().values()),
+            over=over,
             stopped=stopped,
-            others=self._strangers,
+            strangers=strangers,
+        )
+
+    def _others_alone(self) -> Alone:
+        rates = [_sum(seen.rates) for seen in self.others_alone]
+        known = [rate for rate in rates if rate is not None]
+        stages = [stage.others_use for stage in self._stages]
+        memory = [stage.others_memory for stage in self._stages]
+        return Alone(
+            rate=mean(known) if known else None,
+            spread=deviation(known) / mean(known) if len(known) > 1 and mean(known) else None,
+            memory=max((sum(sizes) for sizes in memory if sizes), default=None),
+            peak=max((size for sizes in memory for size in sizes), default=None),
+            sm=mean_known(use[0] for each in stages for use in each),
+            dram=mean_known(use[1] for each in stages for use in each),
+            busy=mean_known(use[2] for each in stages for use in each),
         )
 
 
-def _profile(
-    memory: int | None, sm: float | None, dram: float | None, busy: float | None, strangers: Mapping[int, str]
-) -> Profile:
-    """Return what is known of a job; next to other programs, only its memory is its own."""
-    if strangers:
-        return Profile(memory_bytes=memory or None)
-    sm, dram, busy = (None if one is None else round(min(100.0, max(0.0, one)), 1) for one in (sm, dram, busy))
-    return Profile(memory_bytes=memory or None, sm_percent=sm, dram_percent=dram, busy_percent=busy)
+def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False, use: bool = True) -> Profile:
+    """Return what is kept of a job; next to other programs, only its memory is its own."""
+    memory = (alone.peak if peak else alone.memory) or None
+    if strangers or not use:
+        return Profile(memory_bytes=memory)
+    sm, dram, busy = (
+        None if part is None else round(min(100.0, max(0.0, part)), 1) for part in (alone.sm, alone.dram, alone.busy)
+    )
+    return Profile(memory_bytes=memory, sm_percent=sm, dram_percent=dram, busy_percent=busy)
 
 
-class Tuning:
-    """A production job and the trials next to it in one share, or with ``outside`` next to that: with one process of it.
+def _sum(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return math.fsum(known) if known and len(known) == len(rates) else None
 
-    A context manager, which restores the time-slices.
-    """
 
-    def __init__(
-        self,
-        host: Host,
-        device: Device,
-        options: TuneOptions,
-        reporter: TuneReporter,
-        several: Several,
-        outside: PlainShare | None = None,
-    ) -> None:
-        self._options, self._reporter, self._several = options, reporter, several
-        self._sliced = outside is not None
-        self._pair = Pair(host, device, options, several, outside)
-        self._slicer = Slicer(host)
-        self.other = OtherAlone()
-        # The opportunistic job, paused, which goes on in the next trial of slices.
-        self._kept: Others | None = None
-        self._default_us: int | None = None
-        self._request_us: float | None = None
-        self.alone: list[Window] = []
+class Stage:
+    """One way: a production job, and the opportunistic ones next to it."""
 
-    def __enter__(self) -> Tuning:
-        return self
+    def __init__(self, tuner: Tuner, experiment: Experiment, way: str) -> None:
+        self._tuner, self.experiment, self._way = tuner, experiment, way
+        self._options = tuner.options
+        self._production: Running | None = None
+        self._others: list[Running] = []
+        self._limits = Limits()
+        self._setting: Setting | None = None
+        self._paused = False
+        self._resumed: float | None = None
+        # The slice of the others' server under the setting.
+        self._server_us: int | None = None
+        self._window = self._options.window_seconds or _SHORTEST_SECONDS
+        self._together_seconds = 2 * self._window
+        self._others_seconds = 2 * self._window
+        self._log: list[_Seen] = []
+        self._start_took = 0.0
+        self.default_us: int | None = None
+        self.request_us: float | None = None
+        self.finished = False
+        host, device = tuner.host, tuner.device
+        self._usage = UsageMeter(host, device)
+        self._recorders = [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)]
+        # SMs, DRAM bandwidth and busy time of production and of the others, alone, by window.
+        self._production_use: list[tuple[float | None, float | None, float | None]] = []
+        self.others_use: list[tuple[float | None, float | None, float | None]] = []
+        self._memory: int | None = None
+        self.others_memory: list[int] = []
 
-    def __exit__(self, *error: object) -> None:
-        self._slicer.__exit__(*error)
+    # -- jobs ----------------------------------------------------------------------------------------------------------
 
-    def measure_other(self, *, probe: bool) -> OtherAlone:
-        """Measure the opportunistic job alone; with ``probe`` find out whether the slice of its server can be set."""
-        others = self._pair.start_others(Limits())
-        found = self._pair.alone(others)
-        unsliced: GpushareError | None = None
-        if probe:
+    def begin(self) -> None:
+        """Start all jobs, wait until they print, and find out how long a window must be. Errors as `tune`."""
+        self._tuner.reporter.doing("starting the jobs" + ("" if self._way == SLICES else ", all under MPS"))
+        first = self._first_limits()
+        began = self.experiment.now()
+        outside = self._way == SLICES
+        environment = self.experiment.grounds.environment(None if outside else Limits())
+        self._production = self.experiment.run(
+            "production", self._options.production, environment, self._options.metric, outside=outside
+        )
+        self._start_others(first)
+        self._until_warm(self._production, *self._others)
+        self._start_took = self.experiment.now() - began
+        if outside:
             try:
-                self._set_group(others, DEFAULT_US)
+                self.default_us = self.experiment.slice_of(self._production.program) or None
+                self._set_server(DEFAULT_US)
             except GpushareError as error:
-                unsliced = error
-            self._slicer.restore()
-        if self._sliced and unsliced is None:
-            self._pair.pause(others)
-            self._kept = others
-        else:
-            self._kill(others)
-        return replace(found, unsliced=unsliced)
+                self.end()
+                if len(self._options.search.ways) == 1 or error.code == "job_ended":
+                    raise
+                raise _LeftOut(error) from None
+        self._pause_others()
+        self._fit()
+        if first == Limits() and not self._tuner.others_alone:
+            # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
+            self._measure_others(first=True)
 
-    def _set_group(self, others: Others, microseconds: int) -> None:
-        share = self._several.share
-        if isinstance(share, MpsShare):
-            self._slicer.set_group(share, [program.pid for program in others.programs], microseconds)
+    def _first_limits(self) -> Limits:
+        """Return how the others are started: without a cap where their rate alone is not known yet."""
+        if self._way == SLICES or not self._tuner.others_alone:
+            return Limits()
+        wanted = self._tuner.next_cap()
+        return Limits() if wanted is None else _limits(wanted)
 
-    def _kill(self, others: Others) -> None:
-        self._pair.pause(others)
-        for program in others.programs:
+    def _start_others(self, limits: Limits) -> None:
+        environment = self.experiment.grounds.environment(limits)
+        self._limits, self._paused, self._resumed = limits, False, None
+        self._others = [
+            self.experiment.run("opportunistic", command, environment, self._options.opportunistic_metric)
+            for command in self._options.opportunistic
+            for _ in range(self._options.copies)
+        ]
+
+    def _until_warm(self, *jobs: Running) -> None:
+        """Wait until jobs print what is measured, and a while longer."""
+        options, started = self._options, self.experiment.now()
+
+        def ready() -> bool:
+            self._demand_alive(*jobs)
+            silent = [job for job in jobs if not (job.printed.values or job.printed.lines)]
+            for job in silent:
+                if hopeless(job.printed.refusals, self.experiment.now() - started):
+                    raise OperationFailed(
+                        f"the {job.program.title} job printed {quoted(job.printed.refused or '')} where --metric matches, which is not a rate or time",
+                        "put the brackets around the number: --metric 'rate=([0-9.]+)'",
+                        code="no_numbers",
+                    )
+            return not silent
+
+        if not self.experiment.wait(options.start_seconds, ready):
+            job = next(job for job in jobs if not (job.printed.values or job.printed.lines))
+            what = "a line" if not job.printed.metric.printed else "a number that --metric matches"
+            last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
+            raise TimedOut(
+                f"the {job.program.title} job did not print {what} in {options.start_seconds:g} s{last}",
+                "let it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
+                code="no_numbers",
+            )
+        self.experiment.wait(options.warm_seconds)
+        self._demand_alive(*jobs)
+        for job in jobs:
+            if self.experiment.is_client(job) is False:
+                raise OperationFailed(
+                    f"the {job.program.title} job is not an MPS client: caps have no effect on it",
+                    "check that it uses the GPU and does not change CUDA_MPS_PIPE_DIRECTORY or CUDA_VISIBLE_DEVICES",
+                    code="not_attached",
+                )
+
+    def _demand_alive(self, *jobs: Running | None) -> None:
+        """Raise OperationFailed if a job, or production, has ended."""
+        for job in (*jobs, self._production):
+            if job is not None and not job.runs:
+                raise OperationFailed(
+                    f"the {job.program.title} job ended before it was measured: {job.program.failure or 'exit code 0'}",
+                    "give a command that runs until it is ended, at least for some minutes",
+                    code="job_ended",
+                )
+
+    def _pause_others(self) -> None:
+        """Stop the others, and wait until their queue has drained, for which they get a long slice."""
+        if self._paused:
+            return
+        for job in self._others:
+            self.experiment.stop(job.program)
+        self._paused = True
+        if self._server_us is not None and self._server_us < DEFAULT_SERVER_US:
+            self._set_server(DEFAULT_SERVER_US)
+        self.experiment.wait(self._options.drain_seconds)
+
+    def _resume_others(self) -> None:
+        """Let the others go on, and wait until they work as before."""
+        if self._paused:
+            if self._server_us is not None and self._server_us < DEFAULT_SERVER_US:
+                self._set_server(self._server_us)
+            self._paused, self._resumed = False, self.experiment.now()
+            for job in self._others:
+                self.experiment.resume(job.program)
+            self.experiment.wait(self._options.settle_seconds)
+
+    def _kill_others(self) -> None:
+        self._pause_others()
+        for job in self._others:
             # It is stopped and its queue has drained, so it can be killed.
-            self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
+            self.experiment.kill(job.program, bound_seconds=_DRAINED_SECONDS)
+        self._others = []
 
-    def next(self, way: str, reports: Sequence[TrialReport]) -> Setting | None:
-        """Return the next setting of a way to try; None: there is an answer."""
-        trials = [one.trial for one in reports]
-        return next_slices(self._slices(), trials) if way == SLICES else next_setting(self._options.search, trials)
+    def end(self) -> None:
+        """End all jobs of this way."""
+        if self._others:
+            self._kill_others()
+        if self._production is not None:
+            self.experiment.end([self._production.program])
+            self._production = None
+        self.experiment.forget_ended()
 
-    def most(self, way: str) -> int:
-        """Return the most trials of a way."""
-        return self._slices().most if way == SLICES else self._options.search.most
+    def _set_server(self, microseconds: int) -> None:
+        self.experiment.set_server_slice([job.program for job in self._others], microseconds)
 
-    def outcome(self, way: str, reports: Sequence[TrialReport]) -> Outcome:
-        """Return what the trials of a way say."""
-        trials = [one.trial for one in reports]
-        if way == CAPS:
-            return outcome(self._options.search, trials)
-        return summed_up(judge(self._options.search.goal, trials), stable=wanted_slices(self._slices(), trials) is None)
+    def _apply(self, setting: Setting) -> None:
+        """Set the slices of a setting, or start the others with its cap."""
+        if setting == self._setting:
+            return
+        self._setting = setting
+        if self._way == SLICES:
+            if self._production is not None and setting.production_slice_us is not None:
+                self.experiment.set_slice(self._production.program, setting.production_slice_us)
+            self._server_us = setting.other_slice_us
+            if self._server_us is not None and not self._paused:
+                self._set_server(self._server_us)
+                # Requests that began before are over.
+                self.experiment.wait(self._options.settle_seconds / 2)
+            return
+        limits = _limits(setting)
+        if limits == self._limits and self._others:
+            return
+        began = self.experiment.now()
+        self._kill_others()
+        self.experiment.forget_ended()
+        self._start_others(limits)
+        self._until_warm(*self._others)
+        self._start_took = self.experiment.now() - began
+
+    def least_seconds(self, setting: Setting) -> float:
+        """Return the least time that measuring a setting takes."""
+        starts = self._way == CAPS and _limits(setting) != self._limits
+        return (self._start_took if starts else 0.0) + self._window + self._together_seconds + 1.0
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Read everything printed so far, which belongs to the past, and return the time."""
+        self.experiment.look()
+        self._usage.look([program.pid for program in self.experiment.programs if program.runs])
+        return self.experiment.now()
+
+    def _watch(self, seconds: float) -> tuple[float, float]:
+        self._tuner.demand(seconds)
+        start = self._now()
+        self.experiment.wait(seconds)
+        self._demand_alive(*self._others)
+        end = self.experiment.now()
+        self._tuner.note(end - start)
+        return start, end
+
+    def _fit(self) -> None:
+        """Make the windows long enough for production to print several times in each, and no longer."""
+        if self._production is None:
+            return
+        printed, started = self._production.printed, self._now()
+        while True:
+            self.experiment.wait(max(1.0, self._window))
+            self._demand_alive()
+            ended = self.experiment.now()
+            moments = printed.moments(started, ended)
+            if len(moments) >= _LEAST_MOMENTS:
+                break
+            if ended - started > 3 * _LONGEST_SECONDS:
+                raise TimedOut(
+                    f"the production job printed only {counted(len(moments), 'number')} in {ended - started:.0f} s",
+                    "let it print its rate at least once a second",
+                    code="no_numbers",
+                )
+        if self._options.window_seconds is None:
+            gap = max(after - before for before, after in zip([started, *moments], [*moments, ended], strict=False))
+            wanted = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS * gap)
+            self._window = min(_LONGEST_SECONDS, wanted)
+        self._together_seconds = 2 * self._window
+        alone = [value for at, value in printed.latencies if started < at <= ended]
+        unit = printed.latency_us
+        self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
+
+    def _alone(self) -> None:
+        """Watch production while the others are paused; now and then the others first, while production is."""
+        uncapped = self._limits == Limits()
+        last = self._tuner.others_alone[-1].end if self._tuner.others_alone else -math.inf
+        if uncapped and self.experiment.now() - last > _OTHERS_ALONE_SECONDS:
+            self._measure_others()
+        self._pause_others()
+        for recorder in self._recorders:
+            recorder.since_last()
+        start, end = self._watch(self._window)
+        if self._production is None:
+            return
+        window = self._production.printed.window(start, end)
+        gap = self._silence(end)
+        if gap > max(_SILENT_SECONDS, 2 * self._window):
+            raise _stands_still()
+        if self._options.window_seconds is None and gap > self._window:
+            self._window = min(_SILENT_SECONDS, _GAPS * gap)
+            self._together_seconds = max(2 * self._window, self._together_seconds)
+        self._log.append(_Seen(start, end, window))
+        host, device = self._tuner.host, self._tuner.device
+        sm, dram = (recorder.since_last() for recorder in self._recorders)
+        self._production_use.append((sm, dram, utilization(host.nvml, device.gpu.index)))
+        memory = peak_memory(host, device, self._production.program)
+        self._memory = memory if self._memory is None else max(self._memory, memory or 0)
+
+    def _silence(self, until: float) -> float:
+        printed = None if self._production is None else self._production.printed
+        moments = [] if printed is None else printed.moments(until - 3 * _LONGEST_SECONDS, until)
+        return until - (moments[-1] if moments else until - 3 * _LONGEST_SECONDS)
+
+    def _measure_others(self, *, first: bool = False) -> None:
+        """Watch the others while production is paused, which then catches up with what has come meanwhile."""
+        production = self._production
+        self._resume_others()
+        if production is not None:
+            self.experiment.stop(production.program)
+            self.experiment.wait(self._options.drain_seconds)
+        try:
+            for recorder in self._recorders:
+                recorder.since_last()
+            start = self._now()
+            self.experiment.wait(self._others_seconds)
+            if first:
+                self.experiment.wait(_SILENT_SECONDS, lambda: self._fewest(start) >= _LEAST_OF_OTHERS)
+            self._demand_alive(*self._others)
+            end = self.experiment.now()
+            self._tuner.note(end - start)
+            rates = tuple(self._rate(job, start, end) for job in self._others)
+            sm, dram = (recorder.since_last() for recorder in self._recorders)
+        finally:
+            if production is not None:
+                self.experiment.resume(production.program)
+        if first and rates and all(rate == 0 for rate in rates):
+            raise OperationFailed(
+                "the opportunistic job alone printed only rates of 0: it does no measurable work",
+                "let it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
+                code="no_numbers",
+            )
+        if first:
+            gap = (end - start) / max(1, self._fewest(start))
+            self._others_seconds = max(2 * self._window, min(_LEAST_OF_OTHERS * gap, _LONGEST_FOR_OTHERS_SECONDS))
+            self._together_seconds = max(self._together_seconds, self._others_seconds)
+        host, device = self._tuner.host, self._tuner.device
+        self.others_use.append((sm, dram, utilization(host.nvml, device.gpu.index)))
+        sizes = [peak_memory(host, device, job.program) for job in self._others]
+        if all(size is not None for size in sizes):
+            self.others_memory = [size for size in sizes if size is not None]
+        self._tuner.others_alone.append(_Seen(start, end, rates=rates))
+        self._pause_others()
+        self._catch_up()
+
+    def _fewest(self, start: float) -> int:
+        return min((len(job.printed.moments(start, self.experiment.now())) for job in self._others), default=0)
+
+    def _catch_up(self) -> None:
+        """Wait until production has served the requests that came while it was stopped."""
+        production = self._production
+        if production is None:
+            return
+        began = self.experiment.now()
+        usual = [value for _, value in production.printed.latencies if _ < began]
+        bound = percentile(usual, 90) if usual else None
+
+        def caught_up() -> bool:
+            recent = [value for at, value in production.printed.latencies[-3:] if at > began]
+            return bound is not None and len(recent) == 3 and max(recent) <= bound
+
+        self.experiment.wait(_CAUGHT_UP_SECONDS if bound is not None else self._options.settle_seconds, caught_up)
+
+    def _rate(self, job: Running, start: float, end: float) -> float | None:
+        """Return the rate of one of the others in a window; its first number after a pause may include the pause."""
+        spans = self._resumed is not None and not job.printed.moments(self._resumed, start)
+        clean = job.printed.window(start, end, skip=int(spans)).rate
+        return job.printed.window(start, end).rate if clean is None else clean
+
+    def _together(self, setting: Setting) -> None:
+        self._resume_others()
+        start, end = self._watch(self._together_seconds)
+        if self._production is None:
+            return
+        rates = tuple(self._rate(job, start, end) for job in self._others)
+        self._log.append(_Seen(start, end, self._production.printed.window(start, end), setting, rates))
+
+    def measure(self, setting: Setting, *, longer: bool) -> None:
+        """Watch production under a setting, and alone in turn, until the figures decide; ``longer``: until they are certain."""
+        goal, rounds = self._options.search.goal, 0
+        self._apply(setting)
+        while True:
+            self._alone()
+            self._together(setting)
+            rounds += 1
+            figures = self.figures(setting)
+            if figures is None:
+                if rounds > 3:
+                    raise _nothing_printed()
+                continue
+            if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
+                raise _no_latencies()
+            verdict = figures.verdict(goal)
+            if figures.seconds >= (MOST_SECONDS if longer else FIRST_SECONDS):
+                return
+            if verdict is False or (verdict and (not longer or figures.precise(goal))):
+                return
+            if not longer and figures.clear(goal):
+                return
+
+    # -- figures -------------------------------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> float | None:
-        """Return the percentage of time in which production alone keeps the GPU busy; None: unknown."""
-        return self._pair.busy
-
-    @property
-    def always_busy(self) -> bool:
-        """Return whether production has no gaps for another job."""
-        return self.busy is not None and self.busy >= _ALWAYS_BUSY_PERCENT
-
-    @property
-    def memory(self) -> int | None:
-        """Return production's memory in bytes."""
-        return self._pair.memory
+    def measured(self) -> bool:
+        """Return whether a setting was measured."""
+        return any(seen.setting is not None for seen in self._log)
 
     @property
     def strangers(self) -> Mapping[int, str]:
         """Return the other processes on the GPU, by PID."""
-        return self._pair.strangers
+        return self._usage.usage().other_names
 
-    def dram(self) -> float | None:
-        """Return the DRAM bandwidth that production alone draws, in percent; None: unknown."""
-        return mean(self._pair.dram) if self._pair.dram else None
+    def all_figures(self) -> Iterator[Figures]:
+        """Yield the figures of all settings measured so far."""
+        for setting in dict.fromkeys(seen.setting for seen in self._log if seen.setting is not None):
+            figures = self.figures(setting)
+            if figures is not None:
+                yield figures
 
-    def sm(self) -> float | None:
-        """Return the SMs that production alone keeps busy, in percent; None: unknown."""
-        return mean(self._pair.sm) if self._pair.sm else None
-
-    def _slices(self) -> SliceSearch:
-        given = self._options.search
-        found = SliceSearch(
-            goal=given.goal, confirmed=given.confirmed, request_us=self._request_us, other_alone=self.other.rate
-        )
-        return found if self._default_us is None else replace(found, default_us=self._default_us)
-
-    # -- a trial -------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Start the production job and wait until it prints; its slice must be settable where it has one. Errors as `tune`."""
-        self._reporter.doing("starting the production job")
-        self._pair.start_production()
-        # While it is alone.
-        self._request_us = self._pair.request_us
-        if self._sliced and self._pair.production is not None:
-            try:
-                self._default_us = self._slicer.probe(self._pair.production.pid) or None
-            except GpushareError as error:
-                raise _LeftOut(error) from None
-
-    def trial(self, setting: Setting) -> TrialReport:
-        """Run the opportunistic job under a setting, with windows together and alone in turn; errors as `tune`."""
-        self._pair.begin_trial()
-        alone = [self._pair.alone_window()]
-        others = self._started(setting)
-        together: list[Window] = []
-        other: list[tuple[float | None, float | None]] = []
-        while True:
-            production, clean, known = self._pair.together_window(others)
-            together.append(production)
-            other.append((clean, known))
-            self._pair.pause(others)
-            alone.append(self._pair.alone_window())
-            stands_still = together[-1].rate is None and alone[-1].rate is None
-            if self._pair.silent_seconds > max(_SILENT_SECONDS, 2 * self._pair.window_seconds):
-                raise _stands_still()
-            report = self._judged(setting, alone, together, other)
-            if report is not None and not stands_still and self._enough(report):
-                break
-            tail = any(window.latencies or window.printed_p99 for window in (*alone, *together))
-            no_tail = self._asks_for_p99 and not tail and len(together) >= self._pair.rounds
-            if no_tail or len(together) >= 2 * self._pair.most_rounds:
-                raise _stands_still() if stands_still else self._nothing_printed(report)
-            self._pair.resume(others)
-        if setting.way == CAPS:
-            self._kill(others)
-        self.alone += alone
-        self._reporter.measured(report)
-        return report
-
-    def _started(self, setting: Setting) -> Others:
-        """Start the opportunistic job under a setting; with slices, only if it does not run yet, and set those of both."""
-        if setting.way == CAPS:
-            limits = Limits(
-                threads_percent=None if setting.threads >= 100 else setting.threads,
-                priority=Priority.LOW if setting.low else Priority.NORMAL,
-            )
-            return self._pair.start_others(limits)
-        pair, before = self._pair, self._kept
-        others = self._kept = before or pair.start_others(Limits())
-        pair.demand_alive(*others.programs)
-        if pair.production is not None and setting.production_slice_us is not None:
-            self._slicer.set(pair.production.pid, setting.production_slice_us)
-        if setting.other_slice_us is not None:
-            self._set_group(others, setting.other_slice_us)
-        if before is None:
-            # Requests that began before are over.
-            self._several.wait(self._options.settle_seconds)
-        else:
-            pair.resume(others)
-        return others
-
-    def _judged(
-        self,
-        setting: Setting,
-        alone: Sequence[Window],
-        together: Sequence[Window],
-        other: Sequence[tuple[float | None, float | None]],
-    ) -> TrialReport | None:
-        pairs = neighbours(alone, together)
+    def figures(self, setting: Setting) -> Figures | None:
+        """Return what the windows say of a setting; None: too little was printed."""
+        places = [place for place, seen in enumerate(self._log) if seen.setting == setting]
+        together = [self._log[place] for place in places]
+        pairs = [(_rate_of(self._log[place]), self._base(place)) for place in places]
+        # Where it printed nothing in both, it stood still by itself.
+        pairs = [(rate, base) for rate, base in pairs if rate or base]
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        kept = widened(kept, _SHARED)
-        quiet = self._quiet(alone)
-        before, now = p99(quiet), p99(together)
-        slower = now / before if before and now is not None else None
-        speed = _speed(other)
-        between = p99_factor_interval(quiet, together)
-        trial = Trial(
+        alone = self._quiet(together)
+        windows = [seen.window for seen in together if seen.window is not None]
+        before, now = p99(alone), p99(windows)
+        between = p99_factor_interval(alone, windows)
+        share, share_error = self._share(together)
+        return Figures(
             setting=setting,
             kept=kept.value,
-            error=kept.error or 0.0,
-            p99=slower,
-            # A 95 % interval is four standard errors wide.
-            p99_error=None if between is None else (between[1] - between[0]) / 4,
-            opportunistic=speed,
-        )
-        return TrialReport(
-            trial=trial,
-            kept=kept,
-            rounds=len(together),
-            alone_rate=mean(rates(alone)),
-            together_rate=mean([rate for rate, _ in pairs]),
-            alone_p99=before,
-            together_p99=now,
-            opportunistic_share=None if speed is None or not self.other.rate else speed / self.other.rate,
-            p99_interval=between,
-            alone_rates=tuple(window.rate for window in alone),
-            together_rates=tuple(window.rate for window in together),
-            # A quarter of the 95 % interval; with few windows, more than their scatter.
-            windows_error=None if kept.low is None or kept.high is None else (kept.high - kept.low) / 4,
-            window_seconds=self._pair.window_seconds,
+            error=self._error(kept.error, len(pairs)),
+            p99=now / before if before and now is not None else None,
+            p99_low=None if between is None else between[0],
+            p99_high=None if between is None else between[1],
+            share=share,
+            share_error=share_error,
+            waits=self._waits(),
+            seconds=math.fsum(seen.end - seen.start for seen in together),
+            windows=len(together),
         )
 
-    def _quiet(self, alone: Sequence[Window]) -> Sequence[Window]:
-        """Return the windows alone to compare a p99 with: those of this trial, if they have enough requests.
+    def _base(self, place: int) -> float:
+        """Return the mean rate of the windows alone right before and after one together."""
+        near = [self._log[each] for each in (place - 1, place + 1) if 0 <= each < len(self._log)]
+        alone = [_rate_of(seen) for seen in near if seen.setting is None]
+        return mean(alone) if alone else 0.0
+
+    def _error(self, own: float | None, count: int) -> float:
+        """Return the standard error of a share: by its own windows, or by those alone if they scatter more."""
+        alone = self._rates_alone()
+        spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
+        pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * (1.5 if count == 1 else 1.0)
+        return max(pooled, _SHARED * (own or 0.0))
+
+    def _rates_alone(self) -> list[float]:
+        return [rate for seen in self._log if seen.setting is None and (rate := _rate_of(seen)) > 0]
+
+    def _quiet(self, together: Sequence[_Seen]) -> list[Window]:
+        """Return the windows alone to compare a p99 with: those nearest in time, until they have enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
         """
-        enough = p99_interval(alone) is not None or not any(window.latencies for window in alone)
-        return alone if enough and p99(alone) is not None else [*self.alone, *alone]
+        alone = [seen for seen in self._log if seen.setting is None and seen.window is not None]
+        alone.sort(key=lambda seen: min(abs(seen.start - other.start) for other in together))
+        chosen: list[Window] = []
+        for number, seen in enumerate(alone):
+            if number > len(together) and len(latencies_of(chosen)) >= _REQUESTS_ALONE:
+                break
+            if seen.window is not None:
+                chosen.append(seen.window)
+        return chosen
 
-    @property
-    def _asks_for_p99(self) -> bool:
-        return self._options.search.goal.p99_factor is not None
+    def _share(self, together: Sequence[_Seen]) -> tuple[float | None, float | None]:
+        """Return the share of their rates alone that the others have, as a mean of them, and its standard error."""
+        shares = []
+        for seen in together:
+            alone = sorted(self._tuner.others_alone, key=lambda other: abs(other.start - seen.start))[:2]
+            parts = []
+            for number, rate in enumerate(seen.rates):
+                base = mean_known(each.rates[number] for each in alone if number < len(each.rates))
+                if rate is not None and base:
+                    parts.append(rate / base)
+            if parts and len(parts) == len(seen.rates):
+                shares.append(mean(parts))
+        if not shares:
+            return None, None
+        return mean(shares), deviation(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
-    def _enough(self, report: TrialReport) -> bool:
-        if self._asks_for_p99 and report.trial.p99 is None:
+    def _waits(self) -> bool:
+        """Return whether production waits for requests that come at random: its rate is then the demand."""
+        production = self._production
+        if production is None or not production.printed.latencies or not production.printed.latency_us:
             return False
-        if report.rounds < self._pair.rounds:
+        spans = [(seen.start, seen.end) for seen in self._log if seen.setting is None]
+        scatter = dispersion([at for at, _ in production.printed.latencies], spans)
+        latencies = latencies_of([seen.window for seen in self._log if seen.setting is None and seen.window])
+        seconds = math.fsum(end - start for start, end in spans)
+        if scatter is None or not latencies or not seconds:
             return False
-        return report.rounds >= self._pair.most_rounds or sure(report, self._options.search.goal)
+        load = len(latencies) / seconds * mean(latencies) * production.printed.latency_us / 1e6
+        return scatter >= _RANDOM and load < _WAITING_LOAD
 
-    @staticmethod
-    def _nothing_printed(report: TrialReport | None) -> OperationFailed:
-        if report is None:
-            return OperationFailed(
-                "the production job printed nothing that can be measured",
-                "give --metric a number that it prints at least once a second",
-                code="no_numbers",
-            )
-        return OperationFailed(
-            "the production job prints too few latencies for a p99",
-            "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
-            code="no_latencies",
+    def production_alone(self) -> Alone:
+        """Return what was seen of production alone."""
+        rates = self._rates_alone()
+        use = self._production_use
+        return Alone(
+            rate=mean(rates) if rates else None,
+            spread=deviation(rates) / mean(rates) if len(rates) > 1 else None,
+            p99=p99([seen.window for seen in self._log if seen.setting is None and seen.window is not None]),
+            memory=self._memory,
+            peak=self._memory,
+            sm=mean_known(sm for sm, _, _ in use),
+            dram=mean_known(dram for _, dram, _ in use),
+            busy=mean_known(busy for _, _, busy in use),
         )
+
+
+def _rate_of(seen: _Seen) -> float:
+    # A production job that makes no progress has a rate of 0, not an unknown one, both together and alone.
+    return (seen.window.rate if seen.window is not None else None) or 0.0
+
+
+def _limits(setting: Setting) -> Limits:
+    return Limits(
+        threads_percent=None if setting.threads >= 100 else setting.threads,
+        priority=Priority.LOW if setting.low else Priority.NORMAL,
+    )
+
+
+def _nothing_printed() -> OperationFailed:
+    return OperationFailed(
+        "the production job printed nothing that can be measured",
+        "give --metric a number that it prints at least once a second",
+        code="no_numbers",
+    )
+
+
+def _no_latencies() -> OperationFailed:
+    return OperationFailed(
+        "the production job prints too few latencies for a p99",
+        "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
+        code="no_latencies",
+    )
 
 
 def _stands_still() -> OperationFailed:
@@ -686,10 +989,3 @@ def _stands_still() -> OperationFailed:
         "find out why it makes no progress; give a command that runs until it is ended",
         code="job_silent",
     )
-
-
-def _speed(other: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Return the other's rate; one that may include pauses only if there is no other."""
-    clean = [rate for rate, _ in other if rate is not None]
-    known = clean or [rate for _, rate in other if rate is not None]
-    return mean(known) if known else None

@@ -1,11 +1,9 @@
-"""The ways of sharing that `gpushare bench` compares, which of them can run here, and their set-up."""
+"""The ways of sharing that `gpushare bench` compares, and which of them can run here."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,29 +11,16 @@ from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
-from gpushare.host.host import make_private_directory
-from gpushare.measure.copies import Launch
-from gpushare.mig.places import places_on
-from gpushare.mps.control import MpsControl, max_clients
+from gpushare.mps.control import max_clients
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import client_environment
 from gpushare.mps.limits import Limits
-from gpushare.plan import Plan, Step, carry_out
-from gpushare.run.end import CONVERSATION_SECONDS, client_pids
-from gpushare.run.mig import take_place
-from gpushare.run.plain import pipe_directory, plain_environment
-from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
-from gpushare.timeslice.policy import left_level, lent_level, plan_level
+from gpushare.run.share import MpsShare
+from gpushare.timeslice.policy import plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
-    from gpushare.host.claims import HeldClaim
-    from gpushare.host.guard import Guard
     from gpushare.host.host import Host
-    from gpushare.mig.places import Place
-    from gpushare.mps.kill import Meter
 
 
 QUEUE: Final = "queue"
@@ -324,165 +309,3 @@ def sort_out(
             else:
                 left.append(LeftOut(way=way.name, copies=number, reason=reason))
     return cells, left
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """The copies as the guard sees them: outside MPS their end breaks no others. It keeps their MIG instances."""
-
-    device: Device
-    share: MpsShare | None
-    claims: Sequence[HeldClaim]
-
-    @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told."""
-        base = (INSTANCE, *held(None)) if self.share is None else self.share.guarded
-        return (*base, *claimed(*self.claims))
-
-
-class Grounds:
-    """The set-up for all ways on one device: a context manager, which undoes it at the end."""
-
-    def __init__(self, host: Host, device: Device, program: str) -> None:
-        self._host, self._device, self._program = host, device, program
-        self._share: MpsShare | None = None
-        self._instances: list[tuple[Place, HeldClaim]] = []
-        self.guard: Guard | None = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Grounds:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Stop the daemon if it is unused, and release the instances."""
-        self._stack.close()
-
-    def open(self, *, mps: bool, instances: int) -> None:
-        """Set up what is needed: an MPS daemon, and up to N MIG instances (fewer if fewer are free).
-
-        Raises:
-            GpushareError: the daemon could not be started.
-        """
-        make_private_directory(pipe_directory(self._host, self._device))
-        carry_out(Plan(title=f"the time-slice level of {self._device.title} as it was", steps=self.left_steps()))
-        if mps:
-            self._share = open_mps_share(self._host, self._device, self._program, Limits())
-            self._stack.callback(self._share.close)
-        if instances:
-            self._instances = _take(self._host, self._device, instances)
-            for _, claim in self._instances:
-                self._stack.callback(claim.release)
-        claims = [claim for _, claim in self._instances]
-        guard = self.guard = guard_of(self._host, _Guarded(self._device, self._share, claims))
-        self._stack.callback(lambda: dismiss(guard, lingers=self._share is not None and self._share.close()))
-
-    @property
-    def instances(self) -> Sequence[str]:
-        """Return the titles of the MIG instances that were taken, all of one profile."""
-        return [place.title for place, _ in self._instances]
-
-    @property
-    def profile(self) -> str | None:
-        """Return the profile of the MIG instances that were taken."""
-        return self._instances[0][0].mig.profile if self._instances else None
-
-    def launches(self, way: BenchWay, copies: int, argv: Sequence[str], extra: Mapping[str, str]) -> list[Launch]:
-        """Return how to start the copies under a way; ``extra`` are variables of the command itself."""
-        base = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")} | dict(extra)
-        if self._share is not None and self.under_mps(way):
-            limits = Limits(threads_percent=way.cap(copies) if way.kind == MPS else None)
-            environment = client_environment(base, self._device, self._share.home, limits)
-            return [Launch(argv=argv, environment=environment)] * copies
-        if way.kind == MIG:
-            places = [place for place, _ in self._instances[:copies]]
-            return [
-                Launch(argv=argv, environment=plain_environment(base, self._host, self._device_of(place)))
-                for place in places
-            ]
-        # No daemon of ours listens there.
-        environment = plain_environment(base, self._host, self._device)
-        return [Launch(argv=argv, environment=environment)] * copies
-
-    def under_mps(self, way: BenchWay) -> bool:
-        """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
-        return way.kind == MPS or (self._share is not None and way.kind != MIG and one_at_a_time(self._device))
-
-    def _device_of(self, place: Place) -> Device:
-        make_private_directory(pipe_directory(self._host, place.device))
-        return place.device
-
-    def gpu_instances(self, way: BenchWay) -> set[int] | None:
-        """Return the GPU instances of the copies under a way; None: the device itself."""
-        return {place.instance.id for place, _ in self._instances} if way.kind == MIG else None
-
-    def lost(self, way: BenchWay) -> str | None:
-        """Return what a way needs and has lost, or None."""
-        if self._share is None or not self.under_mps(way):
-            return None
-        try:
-            MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS).servers()
-        except GpushareError as error:
-            return f"the MPS daemon does not answer: {error.message}"
-        return None
-
-    def clients(self, way: BenchWay) -> set[int] | None:
-        """Return the processes whose sudden end breaks others under a way; None: unknown."""
-        if self._share is None or not self.under_mps(way):
-            return set()
-        return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
-
-    def left_steps(self) -> tuple[Step, ...]:
-        """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
-        if self._device.mig is not None or not self._host.root:
-            return ()
-        with contextlib.suppress(GpushareError):
-            level = left_level(self._host, self._device.gpu)
-            return () if level is None else plan_level(self._host, [self._device], level, beside_mps=True).steps
-        return ()
-
-    def level_steps(self, way: BenchWay) -> tuple[Step, ...]:
-        """Return the change of the device's time-slice level that a way needs; none where it has it."""
-        return () if way.level is None else plan_level(self._host, [self._device], way.level, beside_mps=True).steps
-
-    @contextlib.contextmanager
-    def at_level(self, way: BenchWay) -> Iterator[None]:
-        """Set the time-slice level of a way, and set it back at the end.
-
-        Raises:
-            GpushareError: it cannot be set, or not be set back.
-        """
-        with contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level):
-            yield
-
-    def meter(self, way: BenchWay) -> Meter | None:
-        """Return what measures a drained queue under a way; None where a sudden end breaks no others."""
-        return self._share.meter if self._share is not None and self.under_mps(way) else None
-
-
-def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
-    """Take free instances without a name, all of the profile with the most free ones."""
-    try:
-        places = [place for place in places_on(host, device.gpu) if place.name is None]
-    except GpushareError:
-        return []
-    profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
-    best: list[tuple[Place, HeldClaim]] = []
-    for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
-        taken = _take_profile(host, device, profile, most)
-        if len(taken) > len(best):
-            best, taken = taken, best
-        for _, claim in taken:
-            claim.release()
-    return best
-
-
-def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
-    taken: list[tuple[Place, HeldClaim]] = []
-    while len(taken) < most:
-        try:
-            taken.append(take_place(host, profile, str(device.gpu.index)))
-        except GpushareError:
-            break
-    return taken

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, Protocol, TypeVar
+
+from typing_extensions import Self
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.values import dataclass
@@ -26,7 +28,7 @@ from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import MpsShare
+from gpushare.run.share import Guarded, MpsShare
 from gpushare.signals import Wakeups
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain, Meter
     from gpushare.mps.limits import Limits
-    from gpushare.run.plain import PlainShare
     from gpushare.run.share import Share
 
 
@@ -259,6 +260,10 @@ class Group:
             if program.runs and program.look() and self.guard is not None:
                 self.guard.ended(program.pid)
 
+    def forget_ended(self) -> None:
+        """Forget the programs that have ended."""
+        self.programs = [program for program in self.programs if program.runs]
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Look repeatedly for some seconds, or until a condition is true; return whether it is."""
         deadline = time.monotonic() + seconds
@@ -352,36 +357,48 @@ class Group:
             self.guard.started(pid, started)
 
 
-class Several(Group):
-    """Programs in one share of a device; entered, it holds the share and the guard.
+class Held(Guarded, Protocol):
+    """What a group of programs runs in, and gives back at the end."""
 
-    Leaving it ends what still runs, safely, and gives the share back.
+    @property
+    def meter(self) -> Meter | None:
+        """Return what measures a drained queue; None where a program's end breaks nobody."""
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give it back; as `Share.close`."""
+
+
+G = TypeVar("G", bound="HeldGroup")
+
+
+class HeldGroup(Group):
+    """Programs in a place on a device; entered, it holds the place and the guard.
+
+    Leaving it ends what still runs, safely, and gives the place back.
     """
 
-    def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        super().__init__(host, None, clients=self._clients, meter=share.meter, grace_seconds=grace_seconds)
-        self.share = share
-        self._outside: set[int] = set()
-        mig = share.device.mig
+    def __init__(
+        self, host: Host, held: Held, clients: Callable[[], set[int] | None], *, grace_seconds: float = GRACE_SECONDS
+    ) -> None:
+        super().__init__(host, None, clients=clients, meter=held.meter, grace_seconds=grace_seconds)
+        self._held = held
+        mig = held.device.mig
         # Used by a pause, which waits for a drained queue outside MPS too.
-        self._drained = ActivityMeter(host.nvml, share.device.gpu.index, None if mig is None else mig.gpu_instance_id)
+        self._drained = ActivityMeter(host.nvml, held.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
-    def _clients(self) -> set[int] | None:
-        return self.share.watch(os.getpid()).clients()
-
-    def __enter__(self) -> Several:
+    def __enter__(self) -> Self:
         """Start the guard, before any program."""
         try:
-            self.guard = guard_of(self.host, self.share)
+            self.guard = guard_of(self.host, self._held)
         except BaseException:
-            self.share.close()
+            self._held.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs and give the share back; if that fails, the guard goes on with it."""
+        """End what still runs and give the place back; if that fails, the guard goes on with it."""
         lingers: bool | None = None
         try:
             with Wakeups() as signals:
@@ -390,52 +407,14 @@ class Several(Group):
                     # A paused program could not end by itself.
                     self.resume(program)
                 self.end(left, hurry=signals.came)
-                lingers = self.share.close()
+                lingers = self._held.close()
         finally:
             if lingers is None:
-                self.share.close(program_lives=True)
+                self._held.close(program_lives=True)
             if self.guard is not None and lingers is None:
                 self.guard.leave()
             elif self.guard is not None:
                 dismiss(self.guard, lingers=bool(lingers))
-
-    def start(
-        self,
-        title: str,
-        argv: Sequence[str],
-        limits: Limits,
-        *,
-        variables: Mapping[str, str] | None = None,
-        listen: Callable[[str, float], None] = lambda _line, _at: None,
-        log: Log | None = None,
-        redrawn: bool = False,
-        outside: PlainShare | None = None,
-    ) -> Program:
-        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`.
-
-        With ``outside`` it runs there, next to the programs of the share.
-        """
-        if outside is None and isinstance(self.share, MpsShare):
-            base = without_own_limits(os.environ)
-            environment = client_environment(base, self.share.device, self.share.home, limits)
-        else:
-            environment = (outside or self.share).environment(os.environ)
-        environment |= variables or {}
-        program = self.launch(title, argv, environment, listen=listen, log=log, redrawn=redrawn)
-        if outside is not None:
-            self._outside.add(program.pid)
-        return program
-
-    def attached(self, program: Program, clients: set[int] | None = None) -> bool | None:
-        """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer.
-
-        ``clients`` are the daemon's, if the caller has them.
-        """
-        if program.pid in self._outside:
-            return None
-        if clients is None and isinstance(self.share, MpsShare):
-            clients = self._clients()
-        return None if clients is None else bool(clients & set(self.host.processes.descendants(program.pid)))
 
     def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
         """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
@@ -458,6 +437,37 @@ class Several(Group):
         for pid, started in known(self.host.processes, tree).items():
             with contextlib.suppress(NoPermission):
                 signal_known(self.host.processes, pid, started, number)
+
+
+class Several(HeldGroup):
+    """Programs in one share of a device."""
+
+    def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        super().__init__(host, share, lambda: share.watch(os.getpid()).clients(), grace_seconds=grace_seconds)
+        self.share = share
+
+    def start(
+        self,
+        title: str,
+        argv: Sequence[str],
+        limits: Limits,
+        *,
+        variables: Mapping[str, str] | None = None,
+        listen: Callable[[str, float], None] = lambda _line, _at: None,
+        log: Log | None = None,
+        redrawn: bool = False,
+    ) -> Program:
+        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`."""
+        if isinstance(self.share, MpsShare):
+            base = without_own_limits(os.environ)
+            environment = client_environment(base, self.share.device, self.share.home, limits)
+        else:
+            environment = self.share.environment(os.environ)
+        return self.launch(title, argv, {**environment, **(variables or {})}, listen=listen, log=log, redrawn=redrawn)
+
+    def attached(self, program: Program, clients: set[int] | None) -> bool | None:
+        """Return whether a program is one of the ``clients`` of the daemon; None outside MPS, and where they are unknown."""
+        return None if clients is None else bool(clients & set(self.host.processes.descendants(program.pid)))
 
 
 def _members(program: Program) -> list[int]:

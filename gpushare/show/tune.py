@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError
@@ -16,29 +18,105 @@ _WIDTH: Final = 80
 _OWN_COLUMN: Final = re.compile(", (?:production slice)")
 
 
-def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: GpushareError | None = None) -> Result:
-    """Return the result of ``gpushare tune`` from its data: keys as the JSON document has them.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting. Shares and factors are relative to the jobs alone; ``kept_error`` is a standard error.
 
-    ``error`` is what ended it early.
+    ``frontier``: no other setting that was measured is better for both sides. ``earlier`` is the date of figures of an
+    earlier search.
     """
+
+    setting: str
+    way: str
+    production_slice_us: int | None
+    other_slice_us: int | None
+    threads_percent: float
+    low_priority: bool
+    kept: float
+    kept_error: float
+    p99: float | None
+    p99_low: float | None
+    p99_high: float | None
+    opportunistic_share: float | None
+    opportunistic_share_error: float | None
+    windows: int
+    seconds: float
+    meets: bool
+    safe: bool
+    frontier: bool
+    chosen: bool
+    earlier: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayAnswer:
+    """The best setting of one way, or the nearest; or why the way was not searched."""
+
+    way: str
+    best: Row | None = None
+    nearest: Row | None = None
+    left_out: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneAnswer:
+    """The answer of ``gpushare tune``. Rates are per second; ``seconds`` count from when all jobs had printed.
+
+    ``production_waits``: it waits for requests that come at random, so that its rate is the demand and its latency decides.
+    ``ended`` says why the search ended: ``answer``, ``budget``, or ``interrupted``. ``commands`` start the jobs as measured.
+    """
+
+    gpu_name: str | None
+    driver: str | None
+    date: str
+    name: str | None
+    keep: float
+    p99_factor: float | None
+    best: Row | None
+    nearest: Row | None
+    ways: tuple[WayAnswer, ...]
+    stable: bool
+    ended: str
+    low_priority_helps: bool | None
+    production_alone: float | None
+    production_spread: float | None
+    production_p99: float | None
+    production_busy_percent: float | None
+    production_waits: bool
+    production_memory_bytes: int | None
+    opportunistic_alone: float | None
+    opportunistic_spread: float | None
+    opportunistic_memory_bytes: int | None
+    copies: int
+    seconds: float
+    measuring_seconds: float
+    starting_seconds: float
+    warning: str | None
+    curve: tuple[Row, ...]
+    commands: tuple[str, ...] = ()
+    file: str | None = None
+
+
+def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[GpushareError] = ()) -> Result:
+    """Return the result of ``gpushare tune``; ``errors`` are what ended it early, and what could not be written."""
     # It ran as asked; the answer is that no setting meets the goal.
-    exit_code = 0 if data["best"] is not None else 7
+    exit_code = 0 if data.best is not None else 7
     return Result(
         command="tune",
         data=data,
         text=_text(data),
         tables=(
-            Table(name="curve", title="settings of the opportunistic job", columns=COLUMNS, rows=_rows(data["curve"])),
+            Table(
+                name="curve",
+                title="settings of the opportunistic job",
+                columns=COLUMNS,
+                rows=tuple({**vars(row), "setting": _OWN_COLUMN.split(row.setting)[0]} for row in data.curve),
+            ),
         ),
         notes=tuple(notes),
-        errors=() if error is None else (error,),
-        exit_code=exit_code if error is None else error.exit_code,
+        errors=tuple(errors),
+        exit_code=errors[0].exit_code if errors else exit_code,
     )
-
-
-def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the curve for the table, with a separate column for production's slice."""
-    return tuple({**row, "setting": _OWN_COLUMN.split(row["setting"])[0]} for row in curve)
 
 
 def time_slice(value: Any) -> str:
@@ -70,66 +148,124 @@ COLUMNS = (
     Column(key="setting", title="setting", least=22),
     Column(key="production_slice_us", title="prod. slice", right=True, format=time_slice, optional=True),
     Column(key="kept", title="production", right=True, format=share),
-    Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
+    Column(key="kept_error", title="std. error", right=True, rank=4, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),
     Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
-    Column(key="opportunistic_rate", title="its rate", right=True, rank=2, format=rate),
-    Column(key="trials", title="runs", right=True, rank=3),
+    Column(key="opportunistic_share_error", title="its error", right=True, rank=5, format=error_of),
+    Column(key="seconds", title="s", right=True, rank=3),
     Column(key="meets", title="meets", rank=1),
     Column(key="safe", title="safely", rank=2),
+    Column(key="frontier", title="frontier", rank=2),
     Column(key="chosen", title="chosen"),
 )
 
 
 _LEGEND: Final = (
-    (
-        "production, opportunistic: the share of its rate alone that each job has; p99: the latency relative to alone; "
-        "std. error: of production's share; meets: reaches the goal; safely: by more than the scatter of the figures"
-    ),
+    "production, opportunistic: the share of its rate alone that each job has; p99: the latency relative to alone; "
+    "std. error: of production's share; s: seconds watched; meets: reaches the goal; safely: by more than the scatter of the "
+    "figures; frontier: no other setting is better for both"
 )
 
 
-def _text(data: Mapping[str, Any]) -> str:
-    goal = f"production keeps {100 * data['keep']:g} % of its rate alone"
-    if data["p99_factor"] is not None:
-        goal += f", p99 within {data['p99_factor']:g}x"
-    best, nearest = data["best"], data["nearest"]
-    lines = [f"{data['gpu_name'] or '-'}   driver {data['driver'] or '-'}   {data['date']}", f"goal: {goal}"]
+def _text(data: TuneAnswer) -> str:
+    goal = f"production keeps {100 * data.keep:g} % of its rate alone"
+    if data.p99_factor is not None:
+        goal += f", p99 within {data.p99_factor:g}x"
+    best, nearest = data.best, data.nearest
+    lines = [f"{data.gpu_name or '-'}   driver {data.driver or '-'}   {data.date}", f"goal: {goal}"]
     if best is not None:
-        sure = "" if data["stable"] else " (not confirmed)"
-        lines.append(f"found: {best['setting']}{sure}: {_numbers(best)}")
+        sure = "" if data.stable else " (not confirmed)"
+        lines.append(f"found: {best.setting}{sure}: {_numbers(best)}")
     elif nearest is not None:
-        tried = "" if data["stable"] else " (not all were tried)"
-        lines.append(f"no setting meets the goal{tried}; nearest: {nearest['setting']}: {_numbers(nearest)}")
-    lines += [line for one in data["ways"] if (line := _way(one, best)) is not None]
-    if data["low_priority_helps"] is not None:
+        tried = "" if data.stable else " (not all were tried)"
+        lines.append(f"no setting meets the goal{tried}; nearest: {nearest.setting}: {_numbers(nearest)}")
+    lines += [line for way in data.ways if (line := _way(way, best)) is not None]
+    lines += _trade(data)
+    if data.low_priority_helps is not None:
         helps = "low priority spares production"
-        if best is not None and best["way"] == "caps" and not best["low_priority"]:
+        if best is not None and best.way == "caps" and not best.low_priority:
             helps += ", and leaves the other less than a lower cap without it"
-        lines.append(helps if data["low_priority_helps"] else "low priority makes no difference")
-    lines += _LEGEND if data["curve"] else []
+        lines.append(helps if data.low_priority_helps else "low priority makes no difference")
+    lines += [_LEGEND] if data.curve else []
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
 
 
-def _way(one: Mapping[str, Any], best: Mapping[str, Any] | None) -> str | None:
+def _way(way: WayAnswer, best: Row | None) -> str | None:
     """Return what the way that was not chosen gives; None: nothing that was not said yet."""
-    way = one["way"]
-    if one["left_out"] is not None:
-        return f"{way}: not searched: {one['left_out']}"
-    if best is None or way == best["way"]:
+    if way.left_out is not None:
+        return f"{way.way}: not searched: {way.left_out}"
+    if best is None or way.way == best.way:
         return None
-    found, near = one["best"], one["nearest"]
-    if found is not None:
-        apart = [row["opportunistic_share"] for row in (best, found)]
-        less = "" if None in apart else f"; the other does {share(max(0.0, apart[0] - apart[1]))} less"
-        return f"{way}: {found['setting']}: {_numbers(found)}{less}"
-    return f"{way}: none meets the goal" + ("" if near is None else f"; nearest: {near['setting']}: {_numbers(near)}")
+    near = way.nearest
+    if way.best is not None:
+        apart = (best.opportunistic_share, way.best.opportunistic_share)
+        less = (
+            "" if apart[0] is None or apart[1] is None else f"; the other does {max(0.0, apart[0] - apart[1]):.2f} less"
+        )
+        return f"{way.way}: {way.best.setting}: {_numbers(way.best)}{less}"
+    return f"{way.way}: none meets the goal" + ("" if near is None else f"; nearest: {near.setting}: {_numbers(near)}")
 
 
-def _numbers(one: Mapping[str, Any]) -> str:
-    words = [f"production {share(one['kept'])} of alone"]
-    words += [] if one["p99"] is None else [f"p99 {factor(one['p99'])}"]
-    words += (
-        [] if one["opportunistic_share"] is None else [f"opportunistic {share(one['opportunistic_share'])} of alone"]
-    )
+def _trade(data: TuneAnswer) -> list[str]:
+    """Return what the neighbours on the frontier give up, and for what."""
+    best = data.best
+    if best is None or best.opportunistic_share is None:
+        return []
+    line = [row for row in data.curve if row.frontier and row.opportunistic_share is not None]
+    line.sort(key=lambda row: row.opportunistic_share or 0.0)
+    more = next((row for row in line if (row.opportunistic_share or 0.0) > 1.03 * best.opportunistic_share), None)
+    if more is None:
+        return []
+    return [f"for more, {more.setting}: {_numbers(more)}"]
+
+
+def _numbers(row: Row) -> str:
+    words = [f"production {share(row.kept)} of alone"]
+    if row.p99 is not None:
+        between = "" if row.p99_low is None or row.p99_high is None else f" ({row.p99_low:.2f} to {row.p99_high:.2f})"
+        words.append(f"p99 {factor(row.p99)}{between}")
+    if row.opportunistic_share is not None:
+        error = row.opportunistic_share_error
+        scatter = f" ±{error:.2f}" if error is not None and error >= 0.01 else ""
+        words.append(f"opportunistic {share(row.opportunistic_share)}{scatter} of alone")
     return ", ".join(words)
+
+
+def drawn(data: TuneAnswer, form: str) -> bytes:
+    """Return the settings as a picture, ``png`` or ``svg``: what production keeps against what the others get."""
+    import matplotlib as mpl
+
+    # Without a window: there may be no display.
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    by_p99 = data.p99_factor is not None and any(row.p99 is not None for row in data.curve)
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+
+    def cost(row: Row) -> float:
+        return (row.p99 or 0.0) if by_p99 else row.kept
+
+    try:
+        for way, marker in (("slices", "o"), ("caps", "s")):
+            rows = [row for row in data.curve if row.way == way and row.opportunistic_share is not None]
+            if rows:
+                points = [row.opportunistic_share or 0.0 for row in rows], [cost(row) for row in rows]
+                axes.scatter(*points, marker=marker, label=way)
+        line = sorted((row.opportunistic_share or 0.0, cost(row)) for row in data.curve if row.frontier)
+        axes.plot([x for x, _ in line], [y for _, y in line], alpha=0.5, label="frontier")
+        goal = data.p99_factor if by_p99 else data.keep
+        axes.axhline(goal or 0.0, linestyle="--", color="grey", label="goal")
+        if data.best is not None and data.best.opportunistic_share is not None:
+            axes.annotate(data.best.setting, (data.best.opportunistic_share, cost(data.best)))
+        axes.set_xlabel("share of its rate alone that the opportunistic job has")
+        axes.set_ylabel(
+            "production's p99, relative to alone" if by_p99 else "share of its rate alone that production has"
+        )
+        axes.set_title(f"{data.gpu_name or 'GPU'}, driver {data.driver or 'unknown'}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format=form)
+        return picture.getvalue()
+    finally:
+        plt.close(figure)

@@ -61,10 +61,10 @@ class Told:
 class Watched(Copies):
     """Copies that the clock's owner can see."""
 
-    def _look(self, group: Group, copies: Sequence[Any], usage: UsageMeter | None) -> float:
-        assert isinstance(self.guard, Told)
-        self.guard.copies = copies
-        return super()._look(group, copies, usage)
+    def _look(self, copies: Sequence[Any], usage: UsageMeter | None) -> float:
+        assert isinstance(self.signals, Told)
+        self.signals.copies = copies
+        return super()._look(copies, usage)
 
 
 @pytest.fixture
@@ -90,8 +90,9 @@ def together(host: Host) -> Callable[..., CopiesResult]:
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
-        given = Durations(**{"limit": 600.0, "grace": 2.0, **durations})
-        copies = Watched(host, metric or Metric(), given, guard=told, signals=told, clock=told.clock)
+        group = Group(host, told, grace_seconds=durations.pop("grace", 2.0))  # type: ignore[arg-type]
+        given = Durations(**{"limit": 600.0, **durations})
+        copies = Watched(group, metric or Metric(), given, signals=told, clock=told.clock)  # type: ignore[arg-type]
         return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)
 
     return run

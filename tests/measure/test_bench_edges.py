@@ -16,7 +16,6 @@ from gpushare.host.host import Host
 from gpushare.measure.bench import BenchRequest, measure, prepare
 from gpushare.measure.copies import CopiesResult
 from gpushare.measure.metric import Metric, Printed, amount, bounded, number
-from gpushare.measure.pair import Timeline
 from gpushare.measure.ways import parse_ways
 from gpushare.show.bench import _figure
 from tests.cli.drive import alive
@@ -134,7 +133,7 @@ def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
     def refuse(*_: object) -> None:
         raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
 
-    monkeypatch.setattr("gpushare.measure.ways.open_mps_share", refuse)
+    monkeypatch.setattr("gpushare.measure.experiment.open_mps_share", refuse)
     device = select_one(None, host.nvml.sweep())
     found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
     assert {(one.way, one.copies, one.reason) for one in found.left_out} == {
@@ -176,7 +175,7 @@ def test_outside_the_main_thread_nothing_is_bounded() -> None:
 
 
 def test_progress_takes_no_negative_rate() -> None:
-    seen = Timeline(RATE)
+    seen = Printed(RATE)
     for text, at in (("rate=-1", 1.0), ("rate=4", 2.0), ("rate=1,000", 3.0)):
         seen.listen(text, at)
     assert seen.values == [(2.0, 4.0), (3.0, 1000.0)]

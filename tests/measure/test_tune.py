@@ -1,51 +1,51 @@
-"""Tuning a pair of jobs whose needs say the right answer: told ones, and real processes on a simulated GPU."""
+"""Tuning jobs whose needs say the right answer: told ones on a clock of their own, and real ones on a simulated GPU."""
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from gpushare.base.errors import NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import TuneOptions, Window, neighbours
-from gpushare.measure.search import Goal, Search, Setting
-from gpushare.measure.statistics import Ratio, widened
-from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
-from gpushare.run.plain import PlainShare
-from gpushare.run.several import Several
+from gpushare.measure.search import Goal, Search, Setting, sliced
+from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
 from gpushare.sim import admin
-from tests.measure.told_jobs import ToldSeveral, tell
+from gpushare.sim.current import changing
+from gpushare.sim.state import DEFAULT_SLICE_US, StateFile
+from tests.measure.told_jobs import ToldExperiment, ToldJob, tell
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
+# A request of 1 ms every 25 ms; and requests of 5.6 ms at half load.
+SHORT, LONG = ("95", "--busy", "4", "--latency", "1"), ("95", "--busy", "50", "--latency", "5.6")
+REFUSAL = NotSupported("process 7: a sandbox forbids pidfd_getfd", "run it on the host", code="seccomp")
 
 
-def job(need: int, *words: str) -> list[str]:
+def job(*need: object) -> list[str]:
     """Return a job that needs so much of the GPU."""
-    return [sys.executable, "-m", "gpushare.sim.job", "--need", str(need), "--every", "0.02", *words]
+    return [sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need", *map(str, need)]
 
 
-def options(production: list[str], opportunistic: list[str], **search: object) -> TuneOptions:
-    """Return options that are quick."""
-    given = {"goal": Goal(keep=0.97), "grid": (80.0, 60.0), "confirmed": 1, **search}
+def options(production: list[str], *others: list[str], **more: Any) -> TuneOptions:
+    """Return options for these jobs; the goal and the ways are of the search."""
+    search = {"goal": Goal(keep=0.97), "ways": ("caps",), "caps": (20.0, 40.0, 60.0, 80.0)}
+    search |= {name: more.pop(name) for name in ("goal", "ways", "caps") if name in more}
     return TuneOptions(
-        production=production,
-        opportunistic=opportunistic,
-        search=Search(**given),  # type: ignore[arg-type]
-        metric=RATE,
-        opportunistic_metric=RATE,
-        ways=("caps",),
-        window_seconds=0.15,
-        rounds=2,
-        most_rounds=2,
-        settle_seconds=0.1,
-        warm_seconds=0.1,
-        start_seconds=600.0,
-        drain_seconds=0.3,
+        **{
+            "production": production,
+            "opportunistic": others or (job(95),),
+            "search": Search(**search),  # type: ignore[arg-type]
+            "metric": RATE,
+            "opportunistic_metric": RATE,
+            **more,
+        }
     )
 
 
@@ -55,252 +55,280 @@ def host() -> Host:
     return connect("sim:h200")
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure jobs that are no processes: what they print, and when, is known."""
-    tell(monkeypatch)
-
-
 def device_of(host: Host) -> Device:
     """Return its GPU."""
     return select_one(None, host.nvml.sweep())
 
 
-@pytest.mark.usefixtures("told")
-def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(host: Host) -> None:
+Tuned = Callable[..., TuneResult]
+
+
+@pytest.fixture
+def tuned(host: Host, monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    """Return what tunes told jobs."""
+
+    def run(*words: Any, kind: type[ToldExperiment] = ToldExperiment, **more: Any) -> TuneResult:
+        tell(monkeypatch, kind)
+        reporter, earlier = more.pop("reporter", None), more.pop("earlier", ())
+        return tune(host, device_of(host), options(*words, **more), reporter, earlier)
+
+    return run
+
+
+def shares(result: TuneResult) -> dict[Setting, float]:
+    """Return what production kept under each setting."""
+    return {figures.setting: figures.kept for figures in result.measured}
+
+
+def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(tuned: Tuned, host: Host) -> None:
     # 30 beside 60 fits, beside 80 does not: 100/110 is left.
-    result = tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
-    found = result.outcome
-    assert found.best is not None
-    assert found.best.setting.threads == 60.0
-    kept = {one.setting: one.kept for one in found.curve}
-    assert kept[Setting(threads=80.0)] == pytest.approx(100 / 110, abs=0.005)
-    assert kept[Setting(threads=60.0)] == pytest.approx(1.0, abs=0.005)
-    assert result.opportunistic_alone == pytest.approx(100, rel=0.005)
-    assert found.best.opportunistic == pytest.approx(100 * 60 / 95, rel=0.005)
-    assert result.production_alone == pytest.approx(100, rel=0.005)
-    assert result.production_memory_bytes is not None
+    result = tuned(job(30))
+    best = result.outcome.best
+    assert best is not None
+    assert best.setting == Setting(threads=60.0)
+    assert shares(result)[Setting(threads=80.0)] == pytest.approx(100 / 110, abs=0.005)
+    assert best.kept == pytest.approx(1.0, abs=0.005)
+    assert best.share == pytest.approx(60 / 95, rel=0.01)
+    assert result.outcome.stable
+    assert result.production.rate == pytest.approx(100, rel=0.005)
+    assert result.others.rate == pytest.approx(100, rel=0.005)
+    assert result.production.memory is not None
     # Nothing is left: no daemon, no client.
     assert not host.processes.named("nvidia-cuda-mps-control")
 
 
-@pytest.mark.usefixtures("told")
-def test_a_trial_tells_the_share_of_both(host: Host) -> None:
-    heard: list[TrialReport] = []
-
-    class Hearing(TuneReporter):
-        def measured(self, report: TrialReport) -> None:
-            heard.append(report)
-
-    tune(host, device_of(host), options(job(30), job(95), grid=(60.0,)), Hearing())
-    assert [one.opportunistic_share for one in heard] == [pytest.approx(60 / 95, rel=0.005)] * len(heard)
-    assert all(one.kept.error is not None for one in heard)
-    beside = PlainShare(host, device_of(host))
-    (report,) = compare(host, beside, options(job(30), job(95)), [Setting(threads=100.0, low=False)], TuneReporter())
-    # Nobody has measured it alone.
-    assert report.opportunistic_share is None
+def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) -> None:
+    result = tuned(job(*SHORT), goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
+    best = result.outcome.best
+    assert best is not None
+    # A request waits for one slice and a switch: 1 + .25 + .1. Longer ones give the other no more.
+    assert best.setting == sliced(2048, 100)
+    assert (best.p99, best.kept) == (pytest.approx(1.35, abs=0.02), pytest.approx(1.0, abs=0.005))
+    assert best.safe(Goal(keep=0.97, p99_factor=1.5))
+    assert result.seconds < 60
+    assert result.measuring_seconds > 0.6 * result.seconds
 
 
-def windows(*rates: float | None) -> list[Window]:
-    """Return windows with these rates."""
-    return [Window(rate=rate) for rate in rates]
-
-
-def test_each_window_together_is_compared_with_those_alone_beside_it() -> None:
-    alone, together = windows(80.0, 100.0, 120.0, 100.0), windows(99.0, 110.0, 55.0)
-    # The first one alone lies before the start of the other job.
-    assert neighbours(alone, together) == [(99.0, 100.0), (110.0, 110.0), (55.0, 110.0)]
-
-
-def test_windows_in_which_nothing_was_printed() -> None:
-    # It stood still: beside the other as without it.
-    assert neighbours(windows(100.0, 100.0, 100.0), windows(None, 50.0)) == [(0.0, 100.0), (50.0, 100.0)]
-    assert neighbours(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 0.0), (60.0, 60.0)]
-    assert neighbours(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == []
-    assert neighbours(windows(None, None), windows(90.0)) == []
-
-
-def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
-    several = Several(host, PlainShare(host, device_of(host)))
-    tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
-    tuning.alone = [Window(rate=100.0, latencies=(1.0,) * 5000)]
-    for requests, factor in ((150, 1.0), (10, 2.0)):
-        slow = [Window(rate=100.0, latencies=(2.0,) * requests)] * 4
-        report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [])
-        assert report is not None
-        # Too few of them tell no p99: then all windows until now count.
-        assert report.trial.p99 == pytest.approx(factor)
-
-
-def test_a_p99_that_the_job_prints_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
-    several = Several(host, PlainShare(host, device_of(host)))
-    tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
-    tuning.alone = [Window(rate=100.0, printed_p99=1.0)] * 8
-    slow = [Window(rate=100.0, printed_p99=1.3)] * 4
-    report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [])
-    assert report is not None
-    assert report.trial.p99 == pytest.approx(1.0)
-
-
-@pytest.mark.usefixtures("told")
-def test_a_production_job_that_stops_printing_is_no_measurement(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ToldSeveral._print
-
-    def silent(self: ToldSeveral) -> None:
-        # From the second trial on.
-        if len(self.programs) > 3 and self.programs[1].runs:
-            self.programs[1].need = None
-        told(self)
-
-    monkeypatch.setattr(ToldSeveral, "_print", silent)
-    result = tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
-    assert isinstance(result.stopped, OperationFailed)
-    assert result.stopped.code == "job_silent"
-    assert len(result.trials) == 1
-    assert result.trials[0].trial.kept == pytest.approx(1.0, abs=0.005)
-
-
-@pytest.mark.usefixtures("told")
-def test_each_trial_tells_how_many_and_how_long_it_will_be_at_most(host: Host) -> None:
-    heard: list[tuple[str, int, int, float | None]] = []
-
-    class Hearing(TuneReporter):
-        def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
-            heard.append((what, done, most, seconds_left))
-
-    result = tune(host, device_of(host), options(job(30), job(95)), Hearing())
-    assert [done for _, done, _, _ in heard] == list(range(len(result.trials)))
-    assert all(done < most for _, done, most, _ in heard)
-    assert [left is None for *_, left in heard] == [True] + [False] * (len(heard) - 1)
-    assert heard[0][0].startswith("trial 1: cap 60 %")
-
-
-@pytest.mark.usefixtures("told")
-def test_an_opportunistic_job_whose_rate_is_nothing_is_no_measurement(host: Host) -> None:
-    idle = job(95, "--rate", "0")
-    with pytest.raises(OperationFailed, match="only rates of 0"):
-        tune(host, device_of(host), options(job(30), idle), TuneReporter())
-
-
-@pytest.mark.usefixtures("told")
-def test_what_is_never_a_number_is_told_and_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nonsense(self: ToldSeveral) -> None:
-        self.programs[-1].listen("rate=1.2.3", ToldSeveral.now)
-
-    monkeypatch.setattr(ToldSeveral, "_print", nonsense)
-    began = ToldSeveral.now
-    with pytest.raises(OperationFailed, match=r"printed .1\.2\.3. where --metric matches"):
-        tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
-    assert ToldSeveral.now - began < 100
-
-
-@pytest.mark.usefixtures("told")
-def test_who_else_is_on_the_gpu_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpushare.measure.usage._STAYS_SECONDS", 0.0)
-    pid = admin.add_process("sim:h200", "0", name="jupyter")
-    monkeypatch.setattr("gpushare.measure.usage._FIRST_INTERVAL_SECONDS", 0.0)
-    result = tune(host, device_of(host), options(job(30), job(95), grid=(60.0,)), TuneReporter())
-    assert dict(result.others) == {pid: "jupyter"}
-
-
-def test_an_interval_is_widened_around_its_value() -> None:
-    assert widened(Ratio(value=1.0, low=0.9, high=1.1, error=0.05), 2.0) == Ratio(
-        value=1.0, low=pytest.approx(0.8), high=pytest.approx(1.2), error=0.1
-    )
-    assert widened(Ratio(value=0.1, low=0.0, high=0.4), 2.0) == Ratio(value=0.1, low=0.0, high=pytest.approx(0.7))
-    assert widened(Ratio(value=1.0, low=None, high=None), 2.0) == Ratio(value=1.0, low=None, high=None)
-
-
-def test_real_processes_are_measured_and_ended(host: Host) -> None:
-    # Any setting meets this goal: how fast the jobs are here is the machine's affair.
-    given = replace(options(job(30), job(95), goal=Goal(keep=1e-6), grid=(60.0,)), window_seconds=0.2)
-    heard: list[TrialReport] = []
-
-    class Hearing(TuneReporter):
-        def measured(self, report: TrialReport) -> None:
-            heard.append(report)
-
-    result = tune(host, device_of(host), given, Hearing())
+def test_both_ways_are_searched_within_the_budget(tuned: Tuned) -> None:
+    result = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"))
     assert result.outcome.best is not None
-    assert result.outcome.best.setting.threads == 60.0
-    assert list(result.trials) == heard
-    assert all(report.rounds >= 2 and report.alone_rate > 0 for report in heard)
-    assert result.production_memory_bytes is not None
-    assert result.opportunistic_memory_bytes is not None
-    # Nothing is left: no daemon, no client.
-    assert not host.processes.named("nvidia-cuda-mps-control")
-    assert not host.nvml.processes(0)
+    assert result.outcome.best.setting.way == "slices"
+    assert [way.way for way in result.ways] == ["slices", "caps"]
+    assert not result.over
+    assert result.seconds < 150
 
 
-def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
-    production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
-    result = tune(host, device_of(host), options(production, other, goal=Goal(keep=0.8), grid=(60.0,)), TuneReporter())
-    assert result.warning is not None
-    assert "draws 90 % of the memory bandwidth" in result.warning
-    assert "run --opportunistic --yield pause" in result.warning
-    # Together they want 150 percent of what there is.
-    assert all(one.trial.kept == pytest.approx(2 / 3, abs=0.05) for one in result.trials)
-
-
-@pytest.mark.usefixtures("told")
-def test_time_slicing_is_measured_by_the_same_windows(host: Host) -> None:
-    device = device_of(host)
-    (report,) = compare(
-        host, PlainShare(host, device), options(job(30), job(95)), [Setting(threads=100.0, low=False)], TuneReporter()
+def test_what_leaves_the_others_all_makes_caps_needless(tuned: Tuned) -> None:
+    result = tuned(
+        job("95", "--busy", "1", "--latency", "1"), goal=Goal(keep=0.97, p99_factor=1.6), ways=("slices", "caps")
     )
-    assert report.trial.kept == pytest.approx(0.5, abs=0.005)
-    assert report.rounds == 2
+    (caps,) = (way for way in result.ways if way.way == "caps")
+    assert caps.outcome is None
+    assert (caps.left_out or "").startswith("slices leave the other 0.9")
+    assert {figures.setting.way for figures in result.measured} == {"slices"}
+
+
+def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
+    """The other becomes faster after a while: a share of more than all of it would be wrong."""
+
+    class WarmsUp(ToldExperiment):
+        def scatter(self, job: ToldJob) -> float:
+            early = job.title == "opportunistic" and job.lines < 400
+            return super().scatter(job) * (0.8 if early else 1.0)
+
+    result = tuned(job(*SHORT), kind=WarmsUp, goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
+    assert result.outcome.best is not None
+    assert (result.outcome.best.share or 9) <= 1.01
+
+
+def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned) -> None:
+    class AtRandom(ToldExperiment):
+        """Requests come at random, alone and together."""
+
+        source = random.Random(7)  # noqa: S311 - not a secret
+
+        def _print(self) -> None:
+            for each in self.programs:
+                if each.title == "production":
+                    each.need = 95.0 if self.source.random() < 0.4 else None
+            super()._print()
+
+    goal = Goal(keep=0.99, p99_factor=1.5)
+    result = tuned(job(*SHORT), kind=AtRandom, goal=goal, ways=("slices",), metric=Metric())
+    assert result.waits
+    best = result.outcome.best
+    assert best is not None
+    assert (best.setting, best.waits) == (sliced(2048, 100), True)
+    assert best.error > 0.02
+    assert result.seconds < 60
+
+
+def test_copies_and_jobs_of_two_kinds_run_together(tuned: Tuned) -> None:
+    one = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices",))
+    three = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices",), copies=3)
+    two = tuned(job(*LONG), job(95), job(30, "--rate", "7"), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices",))
+    assert one.outcome.best is not None
+    for result, jobs in ((three, 3), (two, 2)):
+        assert result.outcome.best is not None
+        # They share one slice.
+        assert result.outcome.best.setting == one.outcome.best.setting
+        assert result.outcome.best.p99 == pytest.approx(one.outcome.best.p99, abs=0.01)
+        assert result.outcome.best.share == pytest.approx(one.outcome.best.share, abs=0.02)
+        assert sum(each.title == "opportunistic" for each in ToldExperiment.started[-jobs - 1 :]) == jobs
+
+
+# -- any time ----------------------------------------------------------------------------------------------------------
+
+
+class Stopping(TuneReporter):
+    """Ends the search at the n-th setting."""
+
+    def __init__(self, count: int, error: BaseException) -> None:
+        self.count, self.error, self.said = count, error, list[str]()
+
+    def doing(self, what: str) -> None:
+        self.said.append(what)
+        if what.startswith(("cap", "slice")):
+            self.count -= 1
+            if not self.count:
+                raise self.error
 
 
 @pytest.mark.parametrize(
-    ("which", "command", "expected", "code"),
+    "error", [KeyboardInterrupt(), OperationFailed("the production job ended", "let it run", code="job_ended")]
+)
+def test_what_was_measured_until_then_is_the_answer(tuned: Tuned, error: Any) -> None:
+    result = tuned(job(30), reporter=Stopping(3, error))
+    assert result.stopped is error
+    assert len(result.measured) == 2
+    assert result.outcome.best is not None
+    assert not result.outcome.stable
+    with pytest.raises(type(error)):
+        tuned(job(30), reporter=Stopping(1, error))
+
+
+def test_the_end_of_the_budget_is_an_answer(tuned: Tuned) -> None:
+    result = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"), budget_seconds=8.0)
+    assert result.over
+    assert result.stopped is None
+    assert result.seconds <= 8.0
+    assert result.outcome.best is not None
+    with pytest.raises(TimedOut, match="nothing was measured in 1 s"):
+        tuned(job(30), budget_seconds=1.0)
+
+
+def test_a_second_search_goes_on_and_doubts_what_does_not_hold(tuned: Tuned) -> None:
+    first = tuned(job(30))
+    earlier = [replace(figures, earlier="2026-11-25 10:00") for figures in first.measured]
+    heard = Stopping(99, KeyboardInterrupt())
+    second = tuned(job(30), earlier=earlier, reporter=heard)
+    assert second.outcome.best is not None
+    assert second.outcome.best.setting == Setting(threads=60.0)
+    assert sum(figures.earlier is None for figures in second.measured) < len(first.measured)
+    assert any("does it still hold?" in text for text in heard.said)
+    # Production needs more than it did.
+    third = tuned(job(60), earlier=earlier, reporter=heard)
+    assert any("are searched anew" in text for text in heard.said)
+    assert third.outcome.best is not None
+    assert third.outcome.best.setting.threads == 40.0
+
+
+def test_no_setting_is_measured_twice_without_a_reason(tuned: Tuned) -> None:
+    heard = Stopping(999, KeyboardInterrupt())
+    tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"), reporter=heard)
+    settings = [text for text in heard.said if text.startswith(("cap", "slice "))]
+    assert len(settings) == len(set(settings))
+
+
+# -- what cannot be measured -------------------------------------------------------------------------------------------
+
+
+def test_where_slices_cannot_be_set_caps_are_searched(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToldExperiment, "refusal", REFUSAL)
+    result = tuned(job(30), ways=("slices", "caps"))
+    assert {figures.setting.way for figures in result.measured} == {"caps"}
+    (slices,) = (way for way in result.ways if way.left_out)
+    assert slices.left_out == "process 7: a sandbox forbids pidfd_getfd; run it on the host"
+    with pytest.raises(NotSupported, match="pidfd_getfd"):
+        tuned(job(30), ways=("slices",))
+
+
+def test_jobs_that_share_the_slice_already_leave_slices_out(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.measure.tune.members", lambda *_: ("one",))
+    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).measured} == {"caps"}
+    with pytest.raises(InUse, match="other opportunistic jobs"):
+        tuned(job(30), ways=("slices",))
+
+
+def test_a_gpu_for_one_process_at_a_time_has_no_slices(tuned: Tuned, host: Host) -> None:
+    with changing(StateFile(host.spec)) as (state, _):
+        state.gpus[0].compute_mode = 3
+    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).measured} == {"caps"}
+    with pytest.raises(InUse, match="compute mode"):
+        tuned(job(30), ways=("slices",))
+
+
+def test_where_mps_cannot_be_had_nothing_is_searched(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise NotSupported("no MPS in this container", "run it on the host", code="no_mps")
+
+    monkeypatch.setattr("gpushare.measure.experiment.open_mps_share", refused)
+    with pytest.raises(NotSupported, match="no MPS"):
+        tuned(job(30))
+
+
+class FallsSilent(ToldExperiment):
+    """Production prints for a while, and then nothing any more."""
+
+    def _print(self) -> None:
+        for each in self.programs:
+            if each.title == "production" and each.lines > 600:
+                each.need = None
+        super()._print()
+
+
+class PrintsNonsense(ToldExperiment):
+    """The other job prints what is no number."""
+
+    def _print(self) -> None:
+        self.programs[-1].listen("rate=1.2.3", ToldExperiment.clock)
+
+
+@pytest.mark.parametrize(
+    ("kind", "production", "other", "code"),
     [
-        (
-            "opportunistic",
-            [sys.executable, "-c", "import sys; print('no luck'); sys.exit(3)"],
-            OperationFailed,
-            "job_ended",
-        ),
-        ("production", [sys.executable, "-c", "raise SystemExit(4)"], OperationFailed, "job_ended"),
-        ("opportunistic", ["no-such-program"], NotFound, "command_not_found"),
+        (FallsSilent, job(30), job(95), "job_silent"),
+        (PrintsNonsense, job(30), job(95), "no_numbers"),
+        (ToldExperiment, job(30), job(95, "--rate", "0"), "no_numbers"),
+        (ToldExperiment, ["sleep", "600"], job(95), "no_numbers"),
+        (ToldExperiment, job(30), ["sleep", "600"], "no_numbers"),
     ],
 )
-def test_a_job_that_cannot_be_measured_is_named(
-    host: Host, which: str, command: list[str], expected: type[Exception], code: str
+def test_jobs_that_tell_nothing_are_given_up(
+    tuned: Tuned, kind: type[ToldExperiment], production: list[str], other: list[str], code: str
 ) -> None:
-    given = options(job(30), job(50))
-    given = replace(given, production=command) if which == "production" else replace(given, opportunistic=command)
-    with pytest.raises(expected) as caught:
-        tune(host, device_of(host), given, TuneReporter())
-    assert getattr(caught.value, "code", None) == code
-    assert not host.processes.named("nvidia-cuda-mps-control")
-    if code != "command_not_found":
-        assert which in str(caught.value)
+    began = ToldExperiment.clock
+    try:
+        result = tuned(production, other, kind=kind, start_seconds=60.0)
+        assert isinstance(result.stopped, OperationFailed)
+        assert result.stopped.code == code
+    except (OperationFailed, TimedOut) as error:
+        assert error.code == code
+    assert ToldExperiment.clock - began <= 120
 
 
-@pytest.mark.usefixtures("told")
-@pytest.mark.parametrize("which", ["production", "opportunistic"])
-def test_a_job_that_never_prints_is_given_up(host: Host, which: str) -> None:
-    jobs = {"production": job(30), "opportunistic": job(50), which: ["sleep", "600"]}
-    with pytest.raises(TimedOut, match=f"the {which} job did not print a number .* in 600 s") as caught:
-        tune(host, device_of(host), options(**jobs), TuneReporter())
-    assert caught.value.code == "no_numbers"
-    assert not host.processes.named("nvidia-cuda-mps-control")
+def test_a_p99_goal_needs_latencies(tuned: Tuned) -> None:
+    result = tuned(job(30), goal=Goal(keep=0.97, p99_factor=1.1))
+    assert isinstance(result.stopped, OperationFailed)
+    assert result.stopped.code == "no_latencies"
+    assert result.outcome.best is None
 
 
-def test_a_job_outside_mps_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
-    with pytest.raises(OperationFailed) as caught:
-        tune(host, device_of(host), options(job(30), job(50)), TuneReporter())
-    assert caught.value.code == "not_attached"
-
-
-@pytest.mark.usefixtures("told")
-def test_a_p99_goal_needs_latencies(host: Host) -> None:
-    given = options(job(30), job(50), goal=Goal(keep=0.97, p99_factor=1.1))
-    with pytest.raises(OperationFailed) as caught:
-        tune(host, device_of(host), given, TuneReporter())
-    assert caught.value.code == "no_latencies"
+def test_who_else_is_on_the_gpu_is_told(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.measure.usage._STAYS_SECONDS", 0.0)
+    monkeypatch.setattr("gpushare.measure.usage._FIRST_INTERVAL_SECONDS", 0.0)
+    pid = admin.add_process("sim:h200", "0", name="jupyter")
+    assert dict(tuned(job(30)).strangers) == {pid: "jupyter"}
 
 
 def test_a_mig_instance_is_refused(host: Host) -> None:
@@ -308,4 +336,103 @@ def test_a_mig_instance_is_refused(host: Host) -> None:
     host = connect("sim:h200")
     (gpu,) = host.nvml.sweep()
     with pytest.raises(NotSupported):
-        tune(host, Device(gpu=gpu, mig=gpu.mig_instances[0]), options(job(1), job(1)), TuneReporter())
+        tune(host, Device(gpu=gpu, mig=gpu.mig_instances[0]), options(job(1)))
+
+
+# -- real processes on a simulated GPU ---------------------------------------------------------------------------------
+
+# Any setting meets this goal: how fast the jobs are here is the machine's affair.
+EASY = {
+    "goal": Goal(keep=1e-6),
+    "settle_seconds": 0.1,
+    "warm_seconds": 0.1,
+    "drain_seconds": 0.05,
+    "window_seconds": 0.2,
+}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let figures be certain after half a second."""
+    for module, name in (("search", "MOST_SECONDS"), ("tune", "MOST_SECONDS"), ("tune", "FIRST_SECONDS")):
+        monkeypatch.setattr(f"gpushare.measure.{module}.{name}", 0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_real_processes_are_measured_and_ended(host: Host) -> None:
+    result = tune(host, device_of(host), options(job(30), caps=(60.0,), **EASY))
+    assert result.outcome.best is not None
+    assert result.outcome.best.setting.threads == 60.0
+    assert result.production.memory is not None
+    assert result.others.memory is not None
+    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.nvml.processes(0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `run` does it: production outside MPS, the others in the daemon, whose server has the slice."""
+    seen: list[tuple[int | None, ...]] = []
+    together = Stage._together
+
+    def watched(self: Stage, setting: Setting) -> None:
+        together(self, setting)
+        state = StateFile(host.spec).read()
+        assert state is not None
+        (server,) = (server for daemon in state.daemons for server in daemon.servers)
+        (production,) = (each for each in state.processes if each.real and each.mps_server is None and each.request_ms)
+        others = [each for each in state.processes if each.real and each.mps_server is not None]
+        assert len(others) == 2
+        assert not any("compute" in each.slices for each in others)
+        # The driver's own slice needs no entry.
+        slices = [each.slices.get("compute", DEFAULT_SLICE_US) for each in (production, server)]
+        seen.append((setting.production_slice_us, setting.other_slice_us, *slices))
+
+    monkeypatch.setattr(Stage, "_together", watched)
+    result = tune(host, device_of(host), options(job(*SHORT), ways=("slices",), copies=2, **EASY))
+    assert result.outcome.best is not None
+    assert seen
+    assert all(each[:2] == each[2:] for each in seen)
+    assert not host.nvml.processes(0)
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+@pytest.mark.usefixtures("hasty")
+def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
+    production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
+    result = tune(host, device_of(host), options(production, other, caps=(60.0,), **EASY))
+    assert "draws 90 % of the memory bandwidth" in (result.warning or "")
+    assert "run --opportunistic --yield pause" in (result.warning or "")
+
+
+def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host) -> None:
+    with changing(StateFile(host.spec)) as (state, _):
+        state.channel_fault = "seccomp"
+    with pytest.raises(NotSupported) as caught:
+        tune(host, device_of(host), options(job(*SHORT), ways=("slices",), **EASY))
+    assert caught.value.code == "seccomp"
+    assert not host.nvml.processes(0)
+
+
+@pytest.mark.parametrize(
+    ("production", "other", "expected", "code"),
+    [
+        (job(30), [sys.executable, "-c", "raise SystemExit('no luck')"], OperationFailed, "job_ended"),
+        ([sys.executable, "-c", "raise SystemExit(4)"], job(50), OperationFailed, "job_ended"),
+        (job(30), ["no-such-program"], NotFound, "command_not_found"),
+    ],
+)
+def test_a_job_that_cannot_be_measured_is_named(
+    host: Host, production: list[str], other: list[str], expected: type[Exception], code: str
+) -> None:
+    with pytest.raises(expected) as caught:
+        tune(host, device_of(host), options(production, other))
+    assert getattr(caught.value, "code", None) == code
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+def test_a_job_outside_mps_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
+    with pytest.raises(OperationFailed) as caught:
+        tune(host, device_of(host), options(job(30)))
+    assert caught.value.code == "not_attached"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import GIB
 from gpushare.host.host import Host
-from gpushare.mps.limits import Limits
-from gpushare.run.share import MpsShare, Share
+from gpushare.measure.experiment import Grounds, Running
+from gpushare.measure.metric import Metric, Printed
 from gpushare.sim.job import Pace, _in_turn, _parser, _squeeze
 from gpushare.sim.state import SimulatedProcess
+
+if TYPE_CHECKING:
+    from gpushare.run.several import Program
 
 JOB = "gpushare.sim.job"
 # They print so often (seconds), and their rates scatter by this.
@@ -52,92 +54,97 @@ class ToldJob:
         return 0.0 if self.need is None else min(self.need, self.cap)
 
 
-class ToldSeveral:
-    """Stands in for `Several`: the model of gpushare.sim.job, and a clock that only waiting moves."""
+class ToldExperiment:
+    """Stands in for `Experiment`: the model of gpushare.sim.job, and a clock that only waiting moves.
 
-    now = 100.0
-    # All jobs ever, by PID.
-    started: dict[int, ToldJob] = {}  # noqa: RUF012
+    ``scatter`` is by how much rates scatter, as a function of the line's number.
+    """
 
-    def __init__(self, host: Host, share: Share, *, grace_seconds: float = 0.0) -> None:
-        self.share, self.programs = share, list[ToldJob]()
-        self._mps = isinstance(share, MpsShare)
+    clock = 100.0
+    # All jobs ever, by title.
+    started: list[ToldJob] = []  # noqa: RUF012
+    # Why slices cannot be set.
+    refusal: GpushareError | None = None
 
-    def __enter__(self) -> ToldSeveral:
+    def __init__(self, host: Host, grounds: Grounds, *, grace_seconds: float = 0.0) -> None:
+        self.grounds, self.programs = grounds, list[ToldJob]()
+
+    def __enter__(self) -> ToldExperiment:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.share.close()
+        self.grounds.close()
 
-    def start(
+    def now(self) -> float:
+        return ToldExperiment.clock
+
+    def run(
         self,
         title: str,
         argv: Sequence[str],
-        limits: Limits,
+        environment: Mapping[str, str],
+        metric: Metric,
         *,
-        variables: Mapping[str, str] | None = None,
-        listen: Callable[[str, float], None] = lambda _line, _at: None,
-        log: Path | None = None,
-        outside: object = None,
-        **_more: object,
-    ) -> ToldJob:
-        words = list(argv)
+        outside: bool = False,
+    ) -> Running:
+        words, printed = list(argv), Printed(metric)
         given = _parser().parse_args(words[words.index(JOB) + 1 :]) if JOB in words else None
-        cap = 100.0 if limits.threads_percent is None or not self._mps else limits.threads_percent
-        job = ToldJob(title, None, cap, 0.0, listen, server=1 if self._mps and outside is None else None)
+        cap = float(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
+        job = ToldJob(title, None, cap, 0.0, printed.listen, server=None if outside else 1)
         if given is not None:
             job.need, job.rate, job.busy, job.latency = given.need, given.rate, given.busy, given.latency
         self.programs.append(job)
         # Above every real one, so that nobody else has it.
-        job.pid = (1 << 30) + len(ToldSeveral.started)
-        ToldSeveral.started[job.pid] = job
-        return job
+        job.pid = (1 << 30) + len(ToldExperiment.started)
+        ToldExperiment.started.append(job)
+        return Running(cast("Program", job), printed, outside)
 
     def look(self) -> None:
         """Everything has been told already."""
 
+    def forget_ended(self) -> None:
+        self.programs = [job for job in self.programs if job.runs]
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        ends = ToldSeveral.now + seconds
+        ends = ToldExperiment.clock + seconds
         while not until():
-            if ToldSeveral.now >= ends:
+            if ToldExperiment.clock >= ends:
                 return False
-            ToldSeveral.now = min(ends, ToldSeveral.now + EVERY)
+            ToldExperiment.clock = min(ends, ToldExperiment.clock + EVERY)
             self._print()
         return True
 
     def _print(self) -> None:
-        busy = [one for one in self.programs if one.runs and not one.paused]
-        for one in busy:
-            if one.need is None:
+        busy = [job for job in self.programs if job.runs and not job.paused]
+        for job in busy:
+            if job.need is None:
                 continue
-            pace = self._pace(one, busy)
-            one.lines += 1
-            scatter = 1 + NOISE * (one.lines % 3 - 1)
-            latency = "" if one.latency is None else f" latency_ms={one.latency * pace.latency / scatter:.4f}"
-            one.listen(f"rate={one.rate * pace.rate * scatter * self.pace():.3f}{latency}", ToldSeveral.now)
+            pace = self._pace(job, busy)
+            job.lines += 1
+            scatter = self.scatter(job)
+            latency = "" if job.latency is None else f" latency_ms={job.latency * pace.latency / scatter:.4f}"
+            job.listen(f"rate={job.rate * pace.rate * scatter:.3f}{latency}", ToldExperiment.clock)
 
-    def _pace(self, one: ToldJob, busy: Sequence[ToldJob]) -> Pace:
+    def scatter(self, job: ToldJob) -> float:
+        return 1 + NOISE * (job.lines % 3 - 1)
+
+    def _pace(self, job: ToldJob, busy: Sequence[ToldJob]) -> Pace:
         """Return how fast a job is next to others, as gpushare.sim.job says."""
-        known = {id(job): _process(number, job) for number, job in enumerate(busy, 100) if job.need}
-        process, neighbours = known[id(one)], list(known.values())
+        known = {id(each): _process(number, each) for number, each in enumerate(busy, 100) if each.need}
+        process, neighbours = known[id(job)], list(known.values())
         state: Any = SimpleNamespace(servers=[])
-        own = one.wants / (one.need or 1.0) * (1.0 if one.server is None else _squeeze(state, process, neighbours, 0.0))
+        own = job.wants / (job.need or 1.0) * (1.0 if job.server is None else _squeeze(state, process, neighbours, 0.0))
         contexts: dict[int, list[SimulatedProcess]] = {}
         for other in neighbours:
             contexts.setdefault(other.mps_server or other.pid, []).append(other)
         mine = process.mps_server or process.pid
         return _in_turn(state, process, own, [some for key, some in contexts.items() if key != mine])
 
-    def pace(self) -> float:
-        """Return how fast the machine's CPU is now."""
-        return 1.0
+    def is_client(self, running: Running) -> bool | None:
+        return None if running.outside else True
 
-    def attached(self, program: ToldJob) -> bool | None:
-        return None if program.server is None else True
-
-    def pause(self, *programs: ToldJob, bound_seconds: float = 0.0) -> None:
-        for program in programs:
-            program.paused = True
+    def stop(self, program: ToldJob) -> None:
+        program.paused = True
 
     def resume(self, program: ToldJob) -> None:
         program.paused = False
@@ -149,6 +156,20 @@ class ToldSeveral:
     def kill(self, program: ToldJob, **_more: Any) -> None:
         assert program.runs
         program.runs = False
+
+    def slice_of(self, program: ToldJob) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        return program.slice_us or 2048
+
+    def set_slice(self, program: ToldJob, microseconds: int) -> None:
+        assert program.runs
+        program.slice_us = microseconds
+
+    def set_server_slice(self, programs: Sequence[ToldJob], microseconds: int) -> None:
+        for program in programs:
+            assert program.server == 1
+            self.set_slice(program, microseconds)
 
 
 def _process(number: int, job: ToldJob) -> SimulatedProcess:
@@ -168,145 +189,8 @@ def _process(number: int, job: ToldJob) -> SimulatedProcess:
     )
 
 
-class ToldSlicer:
-    """Stands in for `Slicer`. ``refusal``: why slices cannot be set."""
-
-    refusal: GpushareError | None = None
-
-    def __init__(self, *_: object) -> None:
-        self.programs = list[ToldJob]()
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        for program in self.programs:
-            program.slice_us = None
-
-    def probe(self, pid: int) -> int:
-        if ToldSlicer.refusal is not None:
-            raise ToldSlicer.refusal
-        return ToldSeveral.started[pid].slice_us or 2048
-
-    def set(self, pid: int, microseconds: int) -> None:
-        program = ToldSeveral.started[pid]
-        assert program.runs
-        self.programs.append(program)
-        program.slice_us = microseconds
-
-    def set_group(self, _share: object, pids: Sequence[int], microseconds: int) -> None:
-        for pid in pids:
-            assert ToldSeveral.started[pid].server == 1
-            self.probe(pid)
-            self.set(pid, microseconds)
-
-
-def tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tune` and `compare` measure told jobs instead of processes."""
-    clock = SimpleNamespace(monotonic=lambda: ToldSeveral.now)
-    monkeypatch.setattr("gpushare.measure.tune.time", clock)
-    monkeypatch.setattr("gpushare.measure.pair.time", clock)
-    monkeypatch.setattr("gpushare.measure.tune.Several", ToldSeveral)
-    monkeypatch.setattr("gpushare.measure.tune.Slicer", ToldSlicer)
-    monkeypatch.setattr("gpushare.measure.pair.utilization", lambda *_: 100.0)
-    monkeypatch.setattr("gpushare.measure.pair.peak_memory", lambda *_: 2 * GIB)
-
-
-class SlowAtTimes(ToldSeveral):
-    """The machine's CPU is slow for a second and a half now and then, whatever the jobs do."""
-
-    def pace(self) -> float:
-        return 0.6 if ToldSeveral.now % 8.5 > 7.0 else 1.0
-
-
-class SeldomPrints(ToldSeveral):
-    """The other job prints after each second of work what it did per second since the last time, pauses included."""
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title != "production":
-            told, done, since = job.listen, list[float](), [ToldSeveral.now]
-
-            def gather(line: str, at: float) -> None:
-                done.append(EVERY * float(line.removeprefix("rate=")))
-                if len(done) * EVERY >= 1.0:
-                    told(f"rate={sum(done) / (at - since.pop()):.3f}", at)
-                    done.clear()
-                    since.append(at)
-
-            job.listen = gather
-        return job
-
-
-class Bursts(ToldSeveral):
-    """What production prints is held back by a buffer."""
-
-    seconds = 1.0
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title == "production":
-            told, held, since = job.listen, list[str](), [ToldSeveral.now]
-
-            def gather(line: str, at: float) -> None:
-                held.append(line)
-                if at - since[-1] >= self.seconds:
-                    since[:] = [at]
-                    for one in held:
-                        told(one, at)
-                    held.clear()
-
-            job.listen = gather
-        return job
-
-
-class SavesItsState(ToldSeveral):
-    """Production prints nothing for a while, again and again."""
-
-    every, gap = 20.0, 2.0
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title == "production":
-            told = job.listen
-            job.listen = lambda line, at: None if at % self.every < self.gap else told(line, at)
-        return job
-
-
-class EndsEarly(ToldSeveral):
-    """The other job prints once, and ends after five seconds."""
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title != "production":
-            told, began = job.listen, ToldSeveral.now
-
-            def seldom(line: str, at: float) -> None:
-                if at - began < 0.1:
-                    told(line, at)
-                job.runs = at - began < 5.0
-
-            job.listen = seldom
-        return job
-
-
-class Hangs(ToldSeveral):
-    """Production prints for six seconds, and then nothing any more."""
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title == "production":
-            told, began = job.listen, ToldSeveral.now
-            job.listen = lambda line, at: None if at - began > 6.0 else told(line, at)
-        return job
-
-
-class PrintsP99(ToldSeveral):
-    """Production prints a p99 every nine seconds."""
-
-    def start(self, *words: Any, **more: Any) -> ToldJob:
-        job = super().start(*words, **more)
-        if job.title == "production":
-            told = job.listen
-            job.listen = lambda line, at: told(line + " p99=1.0" if at % 9.0 < EVERY else line, at)
-        return job
+def tell(monkeypatch: pytest.MonkeyPatch, kind: type[ToldExperiment] = ToldExperiment) -> None:
+    """Let `tune` measure told jobs instead of processes."""
+    monkeypatch.setattr("gpushare.measure.tune.Experiment", kind)
+    monkeypatch.setattr("gpushare.measure.tune.utilization", lambda *_: 100.0)
+    monkeypatch.setattr("gpushare.measure.tune.peak_memory", lambda *_: 2 * GIB)

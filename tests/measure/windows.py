@@ -19,8 +19,8 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Copies._look
     stages: dict[int, tuple[Any, int]] = {}
 
-    def patient(self: Copies, group: Any, copies: Any, usage: Any) -> float:
-        at = look(self, group, copies, usage)
+    def patient(self: Copies, copies: Any, usage: Any) -> float:
+        at = look(self, copies, usage)
         running = [copy for copy in copies if copy.program.runs]
         if self.durations.window is None or not running or not all(copy.printed.values for copy in running):
             return at
@@ -33,7 +33,7 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             len(copy.printed.values) < count + wanted for copy, count in zip(running, before, strict=True)
         ) and all(copy.program.runs for copy in running):
             time.sleep(0.01)
-            at = look(self, group, copies, usage)
+            at = look(self, copies, usage)
         return at
 
     monkeypatch.setattr(Copies, "_look", patient)

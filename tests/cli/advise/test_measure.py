@@ -94,15 +94,15 @@ def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
 
 
 def test_a_mechanism_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.measure.ways import Grounds
+    from gpushare.measure.bench import Bench
 
-    real, ways = Grounds.launches, set()
+    real, ways = Bench._launches, set()
 
-    def launches(self: Grounds, way: Any, *more: Any) -> Any:
+    def launches(self: Bench, way: Any, *more: Any) -> Any:
         ways.add(way.kind)
         return real(self, way, *more)
 
-    monkeypatch.setattr(Grounds, "launches", launches)
+    monkeypatch.setattr(Bench, "_launches", launches)
     words = ("--processes", "2", "--memory", "1G", "--users", "different", "--saturating", "--repeat", "1")
     data = measured(cli, *words, *WINDOW, *job(40))
     assert ways == {"queue", "timeslice"}
@@ -112,11 +112,11 @@ def test_a_mechanism_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch
 
 def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an exclusive compute mode that an MPS daemon holds, one copy alone could only run under MPS."""
-    from gpushare.measure.ways import Grounds
+    from gpushare.measure.bench import Bench
 
     cli("mps", "start").ok()
     connect(world.spec).nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    monkeypatch.setattr(Grounds, "launches", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(Bench, "_launches", lambda *_: pytest.fail("it was measured"))
     words = ("--processes", "2", "--users", "different", "--saturating")
     answer = cli("-o", "json", "advise", "--measure", *words, *WINDOW, *job(40))
     assert (answer.code, answer.json["status"]) == (3, "partial")

@@ -202,18 +202,18 @@ def test_where_nothing_fits_nothing_has_failed(cli: Cli) -> None:
 
 def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it CUDA would run outside MPS without a word, and time-slicing be measured as MPS."""
-    from gpushare.measure.ways import Grounds
+    from gpushare.measure.bench import Bench
 
-    real = Grounds.launches
+    real = Bench._launches
 
-    def launches(self: Grounds, way: Any, copies: int, *more: Any) -> Any:
+    def launches(self: Bench, way: Any, copies: int, *more: Any) -> Any:
         found = real(self, way, copies, *more)
         if way.kind == "mps":
             state = World().state
             World().send(state.daemons[0].pid, signal.SIGKILL) if state.daemons else None
         return found
 
-    monkeypatch.setattr(Grounds, "launches", launches)
+    monkeypatch.setattr(Bench, "_launches", launches)
     words = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW)
     data = bench(cli, *words, *job(40))
     cells = {cell["way"]: cell for cell in data["cells"]}
@@ -234,15 +234,15 @@ def test_what_does_not_fit_is_left_out(cli: Cli) -> None:
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell copies that run at the same time as others so: BESIDE is set."""
-    from gpushare.measure.ways import Grounds
+    from gpushare.measure.bench import Bench
 
-    real = Grounds.launches
+    real = Bench._launches
 
-    def launches(self: Grounds, way: Any, copies: int, *more: Any) -> Any:
+    def launches(self: Bench, way: Any, copies: int, *more: Any) -> Any:
         beside = {"BESIDE": "1"} if way.kind != "queue" and copies > 1 else {}
         return [replace(one, environment={**one.environment, **beside}) for one in real(self, way, copies, *more)]
 
-    monkeypatch.setattr(Grounds, "launches", launches)
+    monkeypatch.setattr(Bench, "_launches", launches)
 
 
 @pytest.mark.usefixtures("beside")

@@ -1,0 +1,182 @@
+"""The jobs of `benchmarks.colocation`: ``python -m benchmarks.colocation_jobs NAME``. They print what `gpushare tune` reads.
+
+With CuPy on a GPU, and with NumPy, in small, where there is none. Production that waits prints ``latency_ms=``, the others
+print ``rate=`` ten times a second.
+
+- ``random``: a server of 4 ms requests that arrive at random, at a load of .45; a latency counts from the arrival.
+- ``half``: a server of 6 ms requests that come by the clock, at half load.
+- ``decode``: one step of a language model after the other, batch 4; each reads 2.2 GB of weights.
+- ``diffusion``: denoising steps: attention and large products over 4096 positions.
+- ``embedding``: rows of a large table, a product, and a norm.
+- ``fed``: a training whose batches are made by the CPU, in a thread beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+Step = Callable[[], None]
+GPU: Final = importlib.util.find_spec("cupy") is not None
+_LINE_SECONDS: Final = 0.1
+
+
+def _array(xp: Any, *shape: int) -> Any:
+    sized = shape if GPU else tuple(max(4, size // 32) for size in shape)
+    return (xp.random.random(sized, dtype=xp.float32) / 64).astype(xp.float16 if GPU else xp.float32)
+
+
+def _synchronize(xp: Any) -> None:
+    if GPU:
+        xp.cuda.get_current_stream().synchronize()
+
+
+def _server(xp: Any, seconds: float) -> Step:
+    """Return a request that takes about this time alone."""
+    hidden, weights = _array(xp, 2048, 2048), [_array(xp, 2048, 2048) for _ in range(4)]
+
+    def layers(count: int) -> None:
+        found = hidden
+        for number in range(count):
+            found = xp.tanh(found @ weights[number % 4])
+        _synchronize(xp)
+
+    layers(8)
+    began = time.perf_counter()
+    for _ in range(10):
+        layers(8)
+    count = max(1, round(80 * seconds / (time.perf_counter() - began)))
+    return lambda: layers(count)
+
+
+def _decode(xp: Any) -> Step:
+    weights = [_array(xp, 4096, 11008) for _ in range(24)]
+    hidden = _array(xp, 4, 4096)
+
+    def step() -> None:
+        for weight in weights:
+            xp.maximum(hidden @ weight, 0)
+        _synchronize(xp)
+
+    return step
+
+
+def _diffusion(xp: Any) -> Step:
+    hidden, wide, narrow = _array(xp, 4096, 1280), _array(xp, 1280, 5120), _array(xp, 5120, 1280)
+
+    def step() -> None:
+        scores = hidden @ hidden.T
+        scores = xp.exp(scores - scores.max(axis=1, keepdims=True))
+        mixed = (scores / scores.sum(axis=1, keepdims=True)) @ hidden
+        for _ in range(4):
+            mixed = mixed + xp.tanh(mixed @ wide) @ narrow
+        _synchronize(xp)
+
+    return step
+
+
+def _embedding(xp: Any) -> Step:
+    table, weight = _array(xp, 500_000, 768), _array(xp, 768, 768)
+    ids = xp.random.randint(0, table.shape[0], 16384 if GPU else 64)
+
+    def step() -> None:
+        for _ in range(4):
+            rows = table[ids] @ weight
+            rows = rows / xp.sqrt((rows * rows).sum(axis=1, keepdims=True) + 1)
+        _synchronize(xp)
+
+    return step
+
+
+def _fed(xp: Any) -> Step:
+    numpy = importlib.import_module("numpy")
+    source = numpy.random.default_rng(7)
+    rows = 2048 if GPU else 64
+    raw = source.random((rows, 3072), dtype=numpy.float32)
+    first, second = (xp.asarray(source.random(shape, dtype=numpy.float32) / 64) for shape in ((3072, 4096), (4096, 1000)))
+    batches: queue.Queue[Any] = queue.Queue(2)
+
+    def load() -> None:
+        while True:
+            picked = raw[source.permutation(rows)]
+            mean, spread = picked.mean(axis=1, keepdims=True), picked.std(axis=1, keepdims=True)
+            batches.put((picked - mean) / spread)
+
+    threading.Thread(target=load, daemon=True).start()
+
+    def step() -> None:
+        batch = xp.asarray(batches.get())
+        for _ in range(3):
+            hidden = xp.maximum(batch @ first, 0)
+            error = hidden @ second
+            first[...] -= 1e-9 * (batch.T @ ((error @ second.T) * (hidden > 0)))
+        _synchronize(xp)
+
+    return step
+
+
+SERVERS: Final = {"random": 0.004, "half": 0.006}
+CLOSED: Final[dict[str, Callable[[Any], Step]]] = {
+    "decode": _decode,
+    "diffusion": _diffusion,
+    "embedding": _embedding,
+    "fed": _fed,
+}
+
+
+def main(name: str) -> int:
+    """Run a job until it is ended."""
+    ended: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: ended.append(number))
+    xp = importlib.import_module("cupy" if GPU else "numpy")
+    if name in SERVERS:
+        _serve(_server(xp, SERVERS[name]), name, ended)
+    else:
+        _work(CLOSED[name](xp), ended)
+    return 0
+
+
+def _work(step: Step, ended: list[int]) -> None:
+    for _ in range(3):
+        step()
+    last, count = time.perf_counter(), 0
+    while not ended:
+        step()
+        count += 1
+        now = time.perf_counter()
+        if now - last >= _LINE_SECONDS:
+            print(f"rate={count / (now - last):.4f}", flush=True)
+            last, count = now, 0
+
+
+def _serve(step: Step, name: str, ended: list[int]) -> None:
+    took = []
+    for _ in range(30):
+        began = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - began)
+    service = sorted(took)[len(took) // 2]
+    source = random.Random()  # noqa: S311 - not a secret
+    due = time.perf_counter()
+    while not ended:
+        # It sleeps until a request comes, and polls at the end: what has slept is slow at first.
+        while (left := due - time.perf_counter()) > 0 and not ended:
+            time.sleep(left - 0.0005 if left > 0.001 else 0.0)
+        began = time.perf_counter()
+        step()
+        now = time.perf_counter()
+        print(f"latency_ms={1000 * (now - (due if name == 'random' else began)):.4f}", flush=True)
+        due = due + source.expovariate(0.45 / service) if name == "random" else max(due + 2 * service, now)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,307 @@
+"""An experiment: programs that are started on one device under a way of sharing, read, paused, sliced and ended.
+
+`bench` and `tune` differ in what they ask of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.base.errors import GpushareError, OperationFailed
+from gpushare.host.host import make_private_directory
+from gpushare.measure.metric import Metric, Printed
+from gpushare.mig.places import places_on
+from gpushare.mps.control import MpsControl
+from gpushare.mps.home import client_environment
+from gpushare.mps.limits import Limits
+from gpushare.plan import Plan, Step, carry_out
+from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
+from gpushare.run.jobs import find_job, gpu_processes
+from gpushare.run.mig import take_place
+from gpushare.run.plain import pipe_directory, plain_environment
+from gpushare.run.several import HeldGroup, Program
+from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
+from gpushare.timeslice.policy import left_level, plan_level
+from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gpushare.base.selection import Device
+    from gpushare.host.channels import ChannelControl, Channels
+    from gpushare.host.claims import HeldClaim
+    from gpushare.host.host import Host
+    from gpushare.mig.places import Place
+    from gpushare.mps.kill import Meter
+
+
+class Grounds:
+    """The share of all ways on one device: what they need is set up by `open`, and undone by `close`."""
+
+    def __init__(self, host: Host, device: Device, program: str) -> None:
+        self.host, self.device, self._program = host, device, program
+        self._share: MpsShare | None = None
+        self._instances: list[tuple[Place, HeldClaim]] = []
+
+    def open(self, *, mps: bool, instances: int = 0) -> Grounds:
+        """Set up what is needed: an MPS daemon, and up to N MIG instances (fewer if fewer are free); return itself.
+
+        Raises:
+            GpushareError: the daemon could not be started.
+        """
+        make_private_directory(pipe_directory(self.host, self.device))
+        carry_out(Plan(title=f"the time-slice level of {self.device.title} as it was", steps=self.left_steps()))
+        if mps:
+            self._share = open_mps_share(self.host, self.device, self._program, Limits())
+        if instances:
+            self._instances = _take(self.host, self.device, instances)
+        return self
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Stop the daemon if it is unused, and release the instances; as `Share.close`."""
+        claims, self._instances = [claim for _, claim in self._instances], []
+        if not program_lives:
+            for claim in claims:
+                claim.release()
+        return self._share is not None and self._share.close(program_lives=program_lives)
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told. Outside MPS the end of a program breaks no others."""
+        base = (INSTANCE, *held(None)) if self._share is None else self._share.guarded
+        return (*base, *claimed(*(claim for _, claim in self._instances)))
+
+    @property
+    def meter(self) -> Meter | None:
+        """Return what measures a drained queue; None where a sudden end breaks no others."""
+        return None if self._share is None else self._share.meter
+
+    @property
+    def instances(self) -> Sequence[str]:
+        """Return the titles of the MIG instances that were taken, all of one profile."""
+        return [place.title for place, _ in self._instances]
+
+    @property
+    def has_mps(self) -> bool:
+        """Return whether an MPS daemon was set up."""
+        return self._share is not None
+
+    @property
+    def gpu_instances(self) -> set[int]:
+        """Return the GPU instances that were taken."""
+        return {place.instance.id for place, _ in self._instances}
+
+    def environment(self, limits: Limits | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment of a program under MPS with these limits, or with None outside MPS.
+
+        ``extra`` are variables of its own.
+        """
+        own = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
+        base = {**own, **(extra or {})}
+        if self._share is not None and limits is not None:
+            return client_environment(base, self.device, self._share.home, limits)
+        # No daemon of ours listens there.
+        return plain_environment(base, self.host, self.device)
+
+    def environments_of_instances(self, number: int, extra: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the environments of programs in so many of the MIG instances, one each."""
+        places = [place for place, _ in self._instances[:number]]
+        for place in places:
+            make_private_directory(pipe_directory(self.host, place.device))
+        return [plain_environment({**os.environ, **extra}, self.host, place.device) for place in places]
+
+    @property
+    def _control(self) -> MpsControl | None:
+        if self._share is None:
+            return None
+        return MpsControl(self.host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS)
+
+    def lost(self) -> str | None:
+        """Return why MPS cannot be used any more, or None."""
+        control = self._control
+        if control is None:
+            return None
+        try:
+            control.servers()
+        except GpushareError as error:
+            return f"the MPS daemon does not answer: {error.message}"
+        return None
+
+    def clients(self) -> set[int] | None:
+        """Return the processes whose sudden end breaks others; None: unknown."""
+        control = self._control
+        return set() if control is None else client_pids(control)
+
+    def servers(self, pid: int) -> set[int]:
+        """Return the PIDs of the MPS servers that serve a program and its children; none without MPS."""
+        if self._share is None:
+            return set()
+        watch = self._share.watch(pid)
+        watch.look()
+        return watch.servers()
+
+    def left_steps(self) -> tuple[Step, ...]:
+        """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
+        if self.device.mig is not None or not self.host.root:
+            return ()
+        with contextlib.suppress(GpushareError):
+            level = left_level(self.host, self.device.gpu)
+            return () if level is None else plan_level(self.host, [self.device], level, beside_mps=True).steps
+        return ()
+
+
+def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
+    """Take free instances without a name, all of the profile with the most free ones."""
+    try:
+        places = [place for place in places_on(host, device.gpu) if place.name is None]
+    except GpushareError:
+        return []
+    profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
+    best: list[tuple[Place, HeldClaim]] = []
+    for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
+        taken = _take_profile(host, device, profile, most)
+        if len(taken) > len(best):
+            best, taken = taken, best
+        for _, claim in taken:
+            claim.release()
+    return best
+
+
+def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
+    taken: list[tuple[Place, HeldClaim]] = []
+    while len(taken) < most:
+        try:
+            taken.append(take_place(host, profile, str(device.gpu.index)))
+        except GpushareError:
+            break
+    return taken
+
+
+# A program that has made no context yet, or a process of it that comes or goes, may have one at the next look.
+PASSING: Final = frozenset({"no_context", "inherited_context", "process_gone", "stale_channels", "no_job"})
+
+
+@dataclass
+class Running:
+    """A program of an experiment, and what it has printed. ``outside`` MPS."""
+
+    program: Program
+    printed: Printed
+    outside: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it was still running at the last look."""
+        return self.program.runs
+
+
+class Experiment(HeldGroup):
+    """Programs on one device, each under a way of its own; leaving it ends them and gives the grounds back.
+
+    Time-slices that it set are restored when a program goes on without it.
+    """
+
+    def __init__(self, host: Host, grounds: Grounds, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        super().__init__(host, grounds, grounds.clients, grace_seconds=grace_seconds)
+        self.grounds = grounds
+        self._opened: ChannelControl | None = None
+        self._sliced: dict[int, Channels] = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs, and restore the slice of a server that goes on."""
+        with contextlib.ExitStack() as stack:
+            if self._opened is not None:
+                stack.callback(self._opened.close)
+            stack.callback(super().__exit__, kind, error, trace)
+            self.restore_slices()
+
+    def now(self) -> float:
+        """Return the time at which lines are seen now (monotonic seconds)."""
+        return time.monotonic()
+
+    def run(
+        self, title: str, argv: Sequence[str], environment: Mapping[str, str], metric: Metric, *, outside: bool = False
+    ) -> Running:
+        """Start a program whose output is read. Errors as `Group.launch`."""
+        printed = Printed(metric)
+
+        def listen(line: str, _at: float) -> None:
+            printed.listen(line, self.now())
+
+        return Running(self.launch(title, argv, environment, listen=listen, redrawn=True), printed, outside)
+
+    def is_client(self, running: Running) -> bool | None:
+        """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer."""
+        clients = None if running.outside else self.clients()
+        if clients is None:
+            return None
+        return bool(clients & set(self.host.processes.descendants(running.program.pid)))
+
+    # -- time-slices ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _channels(self) -> ChannelControl:
+        if self._opened is None:
+            self._opened = self.host.open_channels()
+        return self._opened
+
+    def restore_slices(self) -> None:
+        """Restore the slices of all processes that still run."""
+        for pid in list(self._sliced):
+            channels = self._sliced.pop(pid)
+            # Most have ended by now.
+            with contextlib.suppress(GpushareError):
+                restore_slice(self.host, self._channels, channels)
+
+    def slice_of(self, program: Program) -> int:
+        """Return the longest slice of a program and its children, in microseconds.
+
+        Raises:
+            GpushareError: a slice cannot be read and set, as `find_channels`; or no process of it is on a GPU.
+        """
+        slices = [group.slice_us for channels in self._channels_of(program) for group in channels.compute]
+        return max((each for each in slices if each is not None), default=0)
+
+    def set_slice(self, program: Program, microseconds: int) -> None:
+        """Set the slice of a program and its children, in all their contexts. Raises as `slice_of`."""
+        for channels in self._channels_of(program):
+            self._sliced[channels.pid] = apply_slice(self.host, self._channels, channels, microseconds)
+
+    def set_server_slice(self, programs: Sequence[Program], microseconds: int) -> None:
+        """Set the slice of the MPS server of these clients, which all clients share. Raises as `ChannelControl.find`."""
+        servers = {pid for program in programs for pid in self.grounds.servers(program.pid)}
+        if not servers:
+            raise OperationFailed(
+                "the MPS daemon names no server of the opportunistic job, which would have its time-slice",
+                "check that it uses the GPU and does not change CUDA_MPS_PIPE_DIRECTORY",
+                code="not_attached",
+            )
+        for pid in servers:
+            # As run does: the read-back is the proof.
+            channels = self._sliced.get(pid) or self._channels.find(pid, probe=False)
+            self._sliced[pid] = apply_slice(self.host, self._channels, channels, microseconds)
+
+    def _channels_of(self, program: Program) -> list[Channels]:
+        """Return the channels of a program's processes that have a context; one is enough."""
+        having: list[Channels] = []
+        lacking: GpushareError | None = None
+        for process in gpu_processes(self.host, find_job(self.host, str(program.pid))):
+            try:
+                channels = self._sliced.get(process.pid) or find_channels(self.host, self._channels, process)
+            except GpushareError as error:
+                if error.code not in PASSING:
+                    raise
+                lacking = error
+                continue
+            self._sliced[process.pid] = channels
+            having.append(channels)
+        if not having and lacking is not None:
+            raise lacking
+        return having

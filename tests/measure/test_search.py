@@ -1,0 +1,241 @@
+"""The search for a setting, on models of two jobs whose right answer is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.measure.search import (
+    FASTER,
+    MOST_SECONDS,
+    Figures,
+    Goal,
+    Search,
+    Setting,
+    best_of,
+    left_out,
+    memory_warning,
+    next_setting,
+    outcome,
+    sliced,
+)
+from gpushare.run.results import CAPS, SLICES
+
+Model = Callable[[Setting], Figures]
+GOAL = Goal(keep=0.9)
+
+
+def searched(search: Search, model: Model, known: dict[Setting, Figures] | None = None) -> list[Setting]:
+    """Measure what the search asks for, in all ways, until it has an answer; return the settings in this order."""
+    known, order = {} if known is None else known, []
+    for way in search.ways:
+        if left_out(way, known, search.goal) is not None:
+            continue
+        while (wanted := next_setting(search, way, known)) is not None:
+            before = known.get(wanted.setting)
+            # Nothing is measured twice without saying why.
+            assert (before is None) == (wanted.again is None)
+            now = model(wanted.setting)
+            longer = now.seconds if before is None or before.earlier else MOST_SECONDS
+            known[wanted.setting] = replace(now, seconds=longer)
+            order.append(wanted.setting)
+            assert len(order) < 60
+    return order
+
+
+def knee(threads: float, *, normal: float = 0.0, error: float = 0.001, steep: float = 0.01) -> Model:
+    """Return a pair under MPS: production loses above a cap; with normal priority, that cap is lower by ``normal``."""
+
+    def model(setting: Setting) -> Figures:
+        over = max(0.0, setting.threads - threads + (0.0 if setting.low else normal))
+        share = setting.threads / 110 * (1.0 if setting.low else 1.1)
+        return Figures(setting=setting, kept=max(0.05, 1 - steep * over), error=error, share=share, seconds=6.0)
+
+    return model
+
+
+@given(st.integers(2, 20), st.floats(0.0, 30.0), st.sampled_from([0.004, 0.01, 0.05]))
+def test_the_largest_cap_that_meets_the_goal_is_found_in_few_steps(step: int, normal: float, steep: float) -> None:
+    search, model = Search(goal=GOAL, ways=(CAPS,)), knee(5.0 * step, normal=normal, steep=steep)
+    known: dict[Setting, Figures] = {}
+    order = searched(search, model, known)
+    grid = [model(setting) for line in search.lines(CAPS) for setting in line]
+    right = best_of(GOAL, grid)
+    best = best_of(GOAL, known.values())
+    assert (best is None) == (right is None)
+    if best is not None and right is not None:
+        assert (right.share or 0.0) <= FASTER * (best.share or 0.0)
+    # Each is a restart.
+    assert len(order) <= 13
+
+
+@given(st.floats(0.3, 8.0), st.floats(0.0, 1.0), st.floats(1.05, 2.5))
+def test_the_best_slices_are_found_for_production_with_gaps(request_ms: float, gain: float, goal: float) -> None:
+    """A request waits for a slice of the other and a switch before each of its own."""
+
+    def model(setting: Setting) -> Figures:
+        own, other = setting.production_slice_us or 0, setting.other_slice_us or 0
+        p99 = 1 + math.ceil(1000 * request_ms / own) * (other + 250) / (1000 * request_ms)
+        share = 0.9 * (1 - gain) + 0.9 * gain * other / 2048
+        return Figures(
+            setting=setting, kept=1.0, p99=p99, p99_low=p99, p99_high=p99, share=share, windows=1, seconds=6.0
+        )
+
+    search = Search(goal=Goal(keep=0.97, p99_factor=goal), ways=(SLICES,), request_us=1000 * request_ms)
+    known: dict[Setting, Figures] = {}
+    order = searched(search, model, known)
+    right = best_of(search.goal, [model(setting) for line in search.lines(SLICES) for setting in line])
+    best = best_of(search.goal, known.values())
+    if right is not None:
+        assert best is not None
+        assert (right.share or 0.0) <= FASTER * (best.share or 0.0)
+    assert len(order) <= 8
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_figures_that_scatter_are_measured_longer_and_not_for_ever(seed: int) -> None:
+    source = random.Random(seed)  # noqa: S311 - not a secret
+    exact = knee(55.0, error=0.006)
+
+    def model(setting: Setting) -> Figures:
+        figures = exact(setting)
+        return replace(figures, kept=figures.kept + source.gauss(0.0, figures.error))
+
+    known: dict[Setting, Figures] = {}
+    order = searched(Search(goal=GOAL, ways=(CAPS,)), model, known)
+    best = best_of(GOAL, known.values())
+    assert best is not None
+    assert abs(best.setting.threads - 65.0) <= 5.0
+    assert len(order) <= 18
+
+
+def test_slices_come_first_and_caps_only_where_they_can_give_more() -> None:
+    search = Search(goal=GOAL)
+
+    def model(setting: Setting) -> Figures:
+        return Figures(
+            setting=setting, kept=1.0, error=0.001, share=0.99 if setting.way == SLICES else 0.5, seconds=6.0
+        )
+
+    known: dict[Setting, Figures] = {}
+    assert {setting.way for setting in searched(search, model, known)} == {SLICES}
+    assert left_out(CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
+
+
+def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
+    """Jobs that compete for bandwidth: on an H200 cap 20 with normal priority kept as much as cap 10 with low priority."""
+
+    def model(setting: Setting) -> Figures:
+        low = {10.0: 0.09, 15.0: 0.1}.get(setting.threads, 0.11)
+        share = low if setting.low else setting.threads / 107
+        kept = 0.902 if setting.threads <= (10.0 if setting.low else 20.0) else 0.88
+        return Figures(setting=setting, kept=kept, error=0.0005, share=share, seconds=6.0)
+
+    known: dict[Setting, Figures] = {}
+    searched(Search(goal=GOAL, ways=(CAPS,)), model, known)
+    result = outcome(GOAL, list(known.values()), stable=True)
+    assert result.best is not None
+    assert not result.best.setting.low
+    assert result.best.setting in result.frontier
+
+
+def test_an_earlier_search_is_gone_on_from() -> None:
+    search, model = Search(goal=GOAL, ways=(CAPS,)), knee(55.0)
+    known: dict[Setting, Figures] = {}
+    first = searched(search, model, known)
+    earlier = {setting: replace(figures, earlier="2026-11-25 10:00") for setting, figures in known.items()}
+    wanted = next_setting(search, CAPS, earlier)
+    assert wanted is not None
+    assert "measured on 2026-11-25 10:00" in (wanted.again or "")
+    again = searched(search, model, earlier)
+    assert set(again) < set(first)
+    assert len(again) <= 2
+    # With another goal, the same figures say where to look.
+    assert len(searched(Search(goal=Goal(keep=0.95), ways=(CAPS,)), model, earlier)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("figures", "meets", "safe", "verdict"),
+    [
+        ({"kept": 0.95, "error": 0.001}, True, True, True),
+        ({"kept": 0.902, "error": 0.02}, True, False, None),
+        ({"kept": 0.80, "error": 0.02}, False, False, False),
+        # It waits for requests: its rate says only whether it keeps pace.
+        ({"kept": 0.85, "error": 0.04, "waits": True}, True, True, True),
+        ({"kept": 0.60, "error": 0.04, "waits": True}, False, False, False),
+    ],
+)
+def test_a_rate_is_judged_by_its_error(
+    figures: dict[str, float], meets: bool, safe: bool, verdict: bool | None
+) -> None:
+    one = Figures(setting=Setting(threads=60.0), **figures)  # type: ignore[arg-type]
+    assert (one.meets(GOAL), one.safe(GOAL), one.verdict(GOAL)) == (meets, safe, verdict)
+
+
+@pytest.mark.parametrize(
+    ("p99", "low", "high", "safe", "verdict"),
+    [
+        (1.1, 1.05, 1.15, True, True),
+        (1.19, 1.1, 1.3, False, None),
+        (1.5, 1.3, 1.7, False, False),
+        # Too few requests for an interval.
+        (1.1, 1.0, None, True, None),
+        (1.15, 1.0, None, False, None),
+        (None, None, None, False, None),
+    ],
+)
+def test_a_p99_is_judged_by_its_interval(
+    p99: float | None, low: float | None, high: float | None, safe: bool, verdict: bool | None
+) -> None:
+    goal = Goal(keep=0.9, p99_factor=1.2)
+    one = Figures(setting=Setting(threads=60.0), kept=1.0, p99=p99, p99_low=low, p99_high=high)
+    assert (one.safe(goal), one.verdict(goal)) == (safe, verdict)
+
+
+def test_production_gets_a_slice_that_is_longer_than_its_request() -> None:
+    assert Search(goal=GOAL, request_us=1000).production_us == [2048, 16000]
+    assert Search(goal=GOAL, request_us=5600).production_us == [16000, 30000]
+    assert Search(goal=GOAL, request_us=90000).production_us == [30000]
+    assert Search(goal=GOAL).production_us == [16000, 30000]
+
+
+def test_among_slices_with_the_same_share_the_calmest_is_the_best() -> None:
+    goal = Goal(keep=0.9, p99_factor=1.5)
+    calm, loud = (
+        Figures(setting=sliced(16000, us), kept=1.0, error=0.001, p99=p99, p99_low=p99, p99_high=p99, share=0.5)
+        for us, p99 in ((100, 1.1), (500, 1.3))
+    )
+    assert best_of(goal, [loud, calm]) == calm
+    # One that surely meets the goal, and starves the other, is worth less than one that may meet it.
+    starved, likely = replace(calm, share=0.02), replace(loud, p99=1.49, p99_high=1.6, p99_low=1.4)
+    assert best_of(goal, [starved, likely]) == likely
+
+
+def test_what_no_other_setting_beats_is_on_the_frontier() -> None:
+    rows = [
+        Figures(setting=Setting(threads=threads), kept=kept, share=share)
+        for threads, kept, share in ((10.0, 0.99, 0.1), (20.0, 0.95, 0.2), (30.0, 0.96, 0.15), (40.0, 0.9, 0.19))
+    ]
+    result = outcome(GOAL, rows, stable=True)
+    assert {setting.threads for setting in result.frontier} == {10.0, 20.0, 30.0}
+
+
+def test_low_priority_is_said_to_help_where_both_were_measured() -> None:
+    low, normal = (
+        Figures(setting=Setting(threads=60.0, low=low), kept=kept) for low, kept in ((True, 0.97), (False, 0.9))
+    )
+    assert outcome(GOAL, [low, normal], stable=True).low_priority_helps
+    assert outcome(GOAL, [replace(low, kept=0.9), normal], stable=True).low_priority_helps is False
+    assert outcome(GOAL, [low], stable=True).low_priority_helps is None
+
+
+def test_jobs_that_need_the_same_bandwidth_are_told_so() -> None:
+    assert "opportunistic job alone draws 90 %" in (memory_warning(90.0, 10.0) or "")
+    assert "production job alone draws 88 %" in (memory_warning(None, 88.0) or "")
+    assert memory_warning(80.0, None) is None
