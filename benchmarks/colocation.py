@@ -109,7 +109,12 @@ class Script:
 
     def pair(self, pair: Pair) -> dict[str, Any]:
         """Measure a pair."""
-        words = ["--production", shlex.join(self.command(pair, 0)), "--opportunistic", shlex.join(self.command(pair, 1))]
+        words = [
+            "--production",
+            shlex.join(self.command(pair, 0)),
+            "--opportunistic",
+            shlex.join(self.command(pair, 1)),
+        ]
         words += ["--keep", f"{pair.keep:g}%", "--ways", pair.ways, "--opportunistic-metric", RATE, "--name", "pair"]
         words += ["--metric", RATE] if pair.p99 is None else ["--p99", f"{pair.p99}x"]
         words += ["--budget", f"{150 * self.seconds:g}s"] if self.options.rehearse else []
@@ -251,7 +256,7 @@ class Bench:
         }
 
 
-def _limits(threads: float, low: bool) -> Limits:
+def _limits(threads: float, low: bool) -> Limits:  # noqa: FBT001 - a point of the grid
     return Limits(
         threads_percent=None if threads >= 100 else threads, priority=Priority.LOW if low else Priority.NORMAL
     )
@@ -269,9 +274,11 @@ def verbs(script: Script) -> list[dict[str, Any]]:
         for verb in [*words * 4, ["status"], ["status"], ["--version"], ["--version"]]:
             named = [str(job.pid)] if verb in words else []
             took, done = script.gpushare(*verb, *named)
-            rows.append({"verb": " ".join(verb), "seconds": round(took, 3), "code": done.returncode, "said": done.stderr[-300:]})
+            rows.append(
+                {"verb": " ".join(verb), "seconds": round(took, 3), "code": done.returncode, "said": done.stderr[-300:]}
+            )
         for name, plain in (("nvidia-smi", ["nvidia-smi"]), ("python", [sys.executable, "-c", "pass"])):
-            for _ in range(3):
+            for _ in range(0 if script.options.rehearse else 3):
                 began = time.monotonic()
                 subprocess.run(plain, stdout=subprocess.DEVNULL, check=False)
                 rows.append({"verb": name, "seconds": round(time.monotonic() - began, 3)})

@@ -31,7 +31,7 @@ _LINE_SECONDS: Final = 0.1
 
 def _array(xp: Any, *shape: int) -> Any:
     sized = shape if GPU else tuple(max(4, size // 32) for size in shape)
-    return (xp.random.random(sized, dtype=xp.float32) / 64).astype(xp.float16 if GPU else xp.float32)
+    return (xp.random.rand(*sized) / 64).astype(xp.float16 if GPU else xp.float32)
 
 
 def _synchronize(xp: Any) -> None:
@@ -101,7 +101,9 @@ def _fed(xp: Any) -> Step:
     source = numpy.random.default_rng(7)
     rows = 2048 if GPU else 64
     raw = source.random((rows, 3072), dtype=numpy.float32)
-    first, second = (xp.asarray(source.random(shape, dtype=numpy.float32) / 64) for shape in ((3072, 4096), (4096, 1000)))
+    first, second = (
+        xp.asarray(source.random(shape, dtype=numpy.float32) / 64) for shape in ((3072, 4096), (4096, 1000))
+    )
     batches: queue.Queue[Any] = queue.Queue(2)
 
     def load() -> None:

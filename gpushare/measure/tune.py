@@ -77,8 +77,10 @@ _SILENT_SECONDS: Final = 10.0
 _SLICES_PART: Final = 0.4
 # The others alone are measured again after this time.
 _OTHERS_ALONE_SECONDS: Final = 12.0
-# A queue of requests that came while production was stopped is gone by then.
-_CAUGHT_UP_SECONDS: Final = 2.0
+# So long all may serve the requests that came while all started, and production those that came while it was stopped.
+_BACKLOG_SECONDS: Final = 15.0
+_FALLING: Final = 0.98
+_CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
 # Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
@@ -482,6 +484,8 @@ class Stage:
         self._resumed: float | None = None
         # The slice of the others' server under the setting.
         self._server_us: int | None = None
+        # Of production alone.
+        self._usual_latency: float | None = None
         self._window = self._options.window_seconds or _SHORTEST_SECONDS
         self._together_seconds = 2 * self._window
         self._others_seconds = 2 * self._window
@@ -680,7 +684,9 @@ class Stage:
         """Make the windows long enough for production to print several times in each, and no longer."""
         if self._production is None:
             return
-        printed, started = self._production.printed, self._now()
+        printed = self._production.printed
+        self._serve_backlog()
+        started = self._now()
         while True:
             self.experiment.wait(max(1.0, self._window))
             self._demand_alive()
@@ -702,6 +708,7 @@ class Stage:
         alone = [value for at, value in printed.latencies if started < at <= ended]
         unit = printed.latency_us
         self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
+        self._usual_latency = percentile(alone, 95) if alone else None
 
     def _alone(self) -> None:
         """Watch production while the others are paused; now and then the others first, while production is."""
@@ -710,6 +717,7 @@ class Stage:
         if uncapped and self.experiment.now() - last > _OTHERS_ALONE_SECONDS:
             self._measure_others()
         self._pause_others()
+        self._catch_up()
         for recorder in self._recorders:
             recorder.since_last()
         start, end = self._watch(self._window)
@@ -772,26 +780,40 @@ class Stage:
         if all(size is not None for size in sizes):
             self.others_memory = [size for size in sizes if size is not None]
         self._tuner.others_alone.append(_Seen(start, end, rates=rates))
-        self._pause_others()
-        self._catch_up()
 
     def _fewest(self, start: float) -> int:
         return min((len(job.printed.moments(start, self.experiment.now())) for job in self._others), default=0)
 
+    def _serve_backlog(self) -> None:
+        """Wait until the latencies of production alone fall no more: it has served what came while all started."""
+        if self._production is None:
+            return
+        printed, before, deadline = self._production.printed, math.inf, self.experiment.now() + _BACKLOG_SECONDS
+        while printed.latencies and self.experiment.now() < deadline:
+            start = self.experiment.now()
+            self.experiment.wait(_SHORTEST_SECONDS)
+            recent = [value for at, value in printed.latencies if at > start]
+            if not recent or percentile(recent, 50) > _FALLING * before:
+                return
+            before = percentile(recent, 50)
+
     def _catch_up(self) -> None:
-        """Wait until production has served the requests that came while it was stopped."""
+        """Wait until production has served the requests that came while it was stopped or too slow for them.
+
+        In the windows alone they would be late, and more than there are.
+        """
         production = self._production
         if production is None:
             return
         began = self.experiment.now()
-        usual = [value for _, value in production.printed.latencies if _ < began]
-        bound = percentile(usual, 90) if usual else None
+        bound = self._usual_latency
 
         def caught_up() -> bool:
-            recent = [value for at, value in production.printed.latencies[-3:] if at > began]
-            return bound is not None and len(recent) == 3 and max(recent) <= bound
+            recent = [value for at, value in production.printed.latencies[-5:] if at > began]
+            return bound is not None and len(recent) == 5 and max(recent) <= bound
 
-        self.experiment.wait(_CAUGHT_UP_SECONDS if bound is not None else self._options.settle_seconds, caught_up)
+        if bound is not None:
+            self.experiment.wait(_CAUGHT_UP_SECONDS, caught_up)
 
     def _rate(self, job: Running, start: float, end: float) -> float | None:
         """Return the rate of one of the others in a window; its first number after a pause may include the pause."""

@@ -14,7 +14,8 @@ from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed,
 from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.metric import Metric
+from gpushare.measure.experiment import Grounds
+from gpushare.measure.metric import Metric, p99
 from gpushare.measure.search import Goal, Search, Setting, sliced
 from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
 from gpushare.sim import admin
@@ -141,26 +142,65 @@ def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
     assert (result.outcome.best.share or 9) <= 1.01
 
 
-def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned) -> None:
-    class AtRandom(ToldExperiment):
-        """Requests come at random, alone and together."""
+class Queue(ToldExperiment):
+    """Production is a server: requests come at random whether it runs or not, and wait for each other."""
 
-        source = random.Random(7)  # noqa: S311 - not a secret
+    source = random.Random(7)  # noqa: S311 - not a secret
 
-        def _print(self) -> None:
-            for each in self.programs:
-                if each.title == "production":
-                    each.need = 95.0 if self.source.random() < 0.4 else None
-            super()._print()
+    def _print(self) -> None:
+        now = ToldExperiment.clock
+        servers = [job for job in self.programs if job.title == "production" and job.runs]
+        for job in servers:
+            state = job.__dict__.setdefault("queue", {"due": now, "free": now, "waiting": []})
+            while state["due"] <= now:
+                state["waiting"].append(state["due"])
+                state["due"] += self.source.expovariate(100 * job.busy / 100 / (job.latency or 1.0) * 10)
+            if job.paused:
+                state["free"] = now
+                continue
+            factor = self._pace(job, [each for each in self.programs if each.runs and not each.paused]).latency
+            while state["waiting"]:
+                ends = max(state["free"], state["waiting"][0]) + (job.latency or 0.0) / 1000 * factor
+                if ends > now:
+                    break
+                state["free"] = ends
+                job.listen(f"latency_ms={1000 * (ends - state['waiting'].pop(0)):.3f}", now)
+        needs = [job.need for job in servers]
+        for job in servers:
+            job.need = None
+        super()._print()
+        for job, need in zip(servers, needs, strict=True):
+            job.need = need
 
-    goal = Goal(keep=0.99, p99_factor=1.5)
-    result = tuned(job(*SHORT), kind=AtRandom, goal=goal, ways=("slices",), metric=Metric())
-    assert result.waits
+
+def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned, host: Host) -> None:
+    """What came while production was stopped, or too slow, is served before it is watched alone."""
+    server = job("95", "--busy", "45", "--latency", "4")
+    goal = Goal(keep=0.97, p99_factor=1.35)
+    result = tuned(server, kind=Queue, goal=goal, ways=("slices",), metric=Metric())
     best = result.outcome.best
+    assert result.waits
     assert best is not None
-    assert (best.setting, best.waits) == (sliced(2048, 100), True)
-    assert best.error > 0.02
-    assert result.seconds < 60
+    assert best.waits
+    assert result.production.rate == pytest.approx(112.5, rel=0.08)
+    # Watched for long, without a stop.
+    with Queue(host, Grounds(host, device_of(host), sys.executable)) as queue:
+        programs = [
+            queue.run(title, argv, {}, Metric(), outside=title == "production")
+            for title, argv in (("production", server), ("opportunistic", job(95)))
+        ]
+        programs[0].program.slice_us = best.setting.production_slice_us  # type: ignore[attr-defined]
+        programs[1].program.slice_us = best.setting.other_slice_us  # type: ignore[attr-defined]
+        spans = []
+        for paused in (True, False):
+            programs[1].program.paused = paused  # type: ignore[attr-defined]
+            queue.wait(3.0)
+            start = queue.now()
+            queue.wait(120.0)
+            spans.append(programs[0].printed.window(start, queue.now()))
+    alone, together = (p99([window]) or 0.0 for window in spans)
+    assert best.p99 == pytest.approx(together / alone, abs=0.12)
+    assert result.seconds < 100
 
 
 def test_copies_and_jobs_of_two_kinds_run_together(tuned: Tuned) -> None:
