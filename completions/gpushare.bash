@@ -282,8 +282,8 @@ _gpushare_node() {
       valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')
-      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --window --rounds --timeout -g --gpu --name --help-all --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --window --rounds --timeout -g --gpu --name --host -o --output'
+      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --budget --window --plot --timeout -g --gpu --name --help-all --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --budget --window --plot --timeout -g --gpu --name --host -o --output'
       ;;
     'savings')
       options='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'

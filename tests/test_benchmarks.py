@@ -10,17 +10,18 @@ import pytest
 
 from benchmarks import colocation, gpu_roles
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROJECT = Path(__file__).parents[1]
+KEPT = PROJECT / "benchmarks" / "results"
 
 
 def document_lines(start: str) -> list[str]:
     """Return the rows of the document's tables that begin with a text."""
-    document = BENCHMARKS.parent.joinpath("docs", "measurements.md").read_text()
+    document = PROJECT.joinpath("docs", "measurements.md").read_text()
     return [line for line in document.splitlines() if line.startswith(f"| {start}")]
 
 
 def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
-    roles = json.loads(BENCHMARKS.joinpath("h100-roles.json").read_text())
+    roles = json.loads(KEPT.joinpath("h100-roles.json").read_text())
     for start, key in (("`run --production web", "next_to_1"), ("the same, next to two", "next_to_2")):
         (line,) = document_lines(start)
         for who in ("root", "user"):
@@ -28,7 +29,7 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
             assert f"{found['p99_relative']:.2f}x" in line
             assert f"{found['others_sum']:.2f}".lstrip("0") in line
             assert found["rate_relative"] == 1
-    paused = json.loads(BENCHMARKS.joinpath("h100-pause.json").read_text())["root"]
+    paused = json.loads(KEPT.joinpath("h100-pause.json").read_text())["root"]
     for start, key in (("the call that pauses, 10,000", "off_in_driver_ms"), ("the same, from the caller", "off_ms")):
         (line,) = document_lines(start)
         times = paused["many"][key]
@@ -41,7 +42,7 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
 
 
 def test_the_document_has_the_figures_of_memory() -> None:
-    second, last = (json.loads((BENCHMARKS / f"memory-h200-{number}.json").read_text()) for number in (2, 7))
+    second, last = (json.loads((KEPT / f"memory-h200-{number}.json").read_text()) for number in (2, 7))
     (line,) = document_lines("`--memory 8G`")
     assert f"at most {max(row['most_gib'] for row in last['limit']['rows']):.2f} GiB" in line
     mps, sliced = (row["seconds_over"] for row in last["limit"]["rows"])
@@ -87,25 +88,25 @@ def test_the_document_has_the_figures_of_memory() -> None:
 def test_the_document_has_the_pauses_and_slices_of_a_plain_user() -> None:
     (line,) = document_lines("`pause` and `resume` as uid 65534")
     for name in ("h200-pause-2", "h200-pause"):
-        found = json.loads(BENCHMARKS.joinpath(f"{name}.json").read_text())["user"]
+        found = json.loads(KEPT.joinpath(f"{name}.json").read_text())["user"]
         pauses, resumes = found["verbs"]["pause_seconds"], found["verbs"]["resume_seconds"]
         assert f"{min(pauses):.2f} to {max(pauses):.2f}" in line
         assert f"{min(resumes):.2f} to {max(resumes):.2f}" in line
         assert found["many"]["wrong_results"] == 0
     (line,) = document_lines("`gpushare timeslice keep`")
-    kept = json.loads(BENCHMARKS.joinpath("h200-keep.json").read_text())
+    kept = json.loads(KEPT.joinpath("h200-keep.json").read_text())
     assert kept["wrong"] == []
     assert f"after {kept['found']['set after']:.2f} and {kept['found']['as a user: set after']:.2f} s" in line
     assert f"process after {kept['found']['a second context, after']:.2f} s" in line
     (line,) = document_lines("`run --slice`, `--weight`")
-    split = json.loads(BENCHMARKS.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
+    split = json.loads(KEPT.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
     assert f"gave {split[0]:.0f}:{split[1]:.0f}" in line
 
 
 def test_the_document_has_what_adapt_kept() -> None:
     (line,) = document_lines("`run --opportunistic --keep 97%`")
     for number in (1, 2):
-        found = json.loads(BENCHMARKS.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]
+        found = json.loads(KEPT.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]
         assert f"{found['kept']:.3f}".lstrip("0") in line
         assert f"{found['train_steps_per_second']:.1f}" in line
 
