@@ -268,10 +268,10 @@ def test_a_copy_that_hangs_is_ended_and_not_tried_again(
     script += f'while [ "$BESIDE" ] && ! [ -e {tried} ]; do sleep 0.02; done; rmdir {lock}'
     look = Copies._look
 
-    def late(self: Copies, group: Any, copies: Any, usage: Any) -> float:
+    def late(self: Copies, copies: Any, usage: Any) -> float:
         # The time is over when one is left of two that hangs, however slow the machine is.
         left = sum(copy.program.runs for copy in copies)
-        return look(self, group, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
+        return look(self, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
 
     monkeypatch.setattr(Copies, "_look", late)
     words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500")
