@@ -208,9 +208,9 @@ function __gpushare_valued
             return 0
         case --caps
             return 0
-        case --window
+        case --budget
             return 0
-        case --rounds
+        case --window
             return 0
         case --load
             return 0
@@ -300,7 +300,7 @@ complete -c gpushare -n '__gpushare_at ' -a reserve -d 'Reserve a GPU for some h
 complete -c gpushare -n '__gpushare_at ' -a advise -d 'Recommend a way of sharing a GPU, say why, and print the commands for this host'
 complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
 complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
-complete -c gpushare -n '__gpushare_at ' -a tune -d 'Find how much of a GPU an opportunistic job may get next to a production job that keeps its speed'
+complete -c gpushare -n '__gpushare_at ' -a tune -d 'Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed'
 complete -c gpushare -n '__gpushare_at ' -a savings -d 'Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise'
 complete -c gpushare -n '__gpushare_at ' -a apply -d 'Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone'
 complete -c gpushare -n '__gpushare_at ' -a diff -d 'Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out'
@@ -931,17 +931,18 @@ complete -c gpushare -n '__gpushare_at bench' -s v -l verbose -d 'Print more: ea
 complete -c gpushare -n '__gpushare_at bench' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at bench' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at tune' -l production -x -d 'The job that must keep its speed; it keeps running between trials.'
-complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'The job that takes what is left; restarted for each cap.'
+complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'A job that takes what is left; restarted for each cap. Several times: they run together.'
 complete -c gpushare -n '__gpushare_at tune' -l keep -x -d 'How much of its rate alone production must keep.'
 complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'How far its p99 latency may rise over alone: 1.1x.'
 complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both print: \'rate=([0-9.]+)\'. [default: lines per second]'
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The same for the opportunistic job, if it differs.'
 complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'
 complete -c gpushare -n '__gpushare_at tune' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.'
-complete -c gpushare -n '__gpushare_at tune' -l copies -x -d 'Run N copies of the opportunistic job; their rates add up.'
-complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10, and finer steps where they gain much]'
-complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of one measuring window. [default: 1.5s; longer for jobs that print seldom; without --p99, down to 0.6s for jobs that print often]'
-complete -c gpushare -n '__gpushare_at tune' -l rounds -x -d 'Fewest windows with both jobs per trial. [default: 3 of 1.5 s to 8 of 0.6 s; up to 3 times as many where the figures scatter, 4 times with --p99]'
+complete -c gpushare -n '__gpushare_at tune' -l copies -x -d 'Run N copies of each opportunistic job.'
+complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10]'
+complete -c gpushare -n '__gpushare_at tune' -l budget -x -d 'How long to search, from when all jobs have printed. The best setting so far is kept then.'
+complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]'
+complete -c gpushare -n '__gpushare_at tune' -l plot -r -F -d 'Draw the frontier to a new .png or .svg file.'
 complete -c gpushare -n '__gpushare_at tune' -l timeout -x -d 'How long a job may take to print for the first time.'
 complete -c gpushare -n '__gpushare_at tune' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'One GPU: index, UUID, PCI bus id.'
 complete -c gpushare -n '__gpushare_at tune' -l name -x -d 'Keep the result for run --opportunistic --for NAME.'
