@@ -32,7 +32,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "tune": {
         "The two jobs": "production opportunistic gpu name",
         "Goal": "keep p99 metric opportunistic-metric latency",
-        "Search": "copies caps window rounds timeout",
+        "Search": "copies caps budget window timeout plot",
     },
 }
 
@@ -234,7 +234,7 @@ MORE: Final[Mapping[str, str]] = {
     ),
     "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
     "run": "bind create movable time restart-on weight strict metric lower-is-better grace",
-    "tune": "opportunistic-metric latency copies caps window rounds timeout",
+    "tune": "opportunistic-metric latency copies caps window timeout plot",
 }
 ALL: Final = "gpushare.help.all"
 
