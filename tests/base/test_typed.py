@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize("kind", [one.kind for one in STORES], ids=[one.d
 
 def test_all_kinds_are_there() -> None:
     assert {
-        "swap", "pause", "slices", "keep", "lent", "mode", "jobs", "group", "opportunistic", "tuned", "tried", "benched",
+        "swap", "pause", "slices", "keep", "lent", "mode", "jobs", "group", "opportunistic", "tuned", "tried", "on-demand", "benched",
         "peaks", "names", "made", "mig", "mps/*", "past",
     } == {one.directory for one in STORES}  # fmt: skip
 
