@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,17 +53,37 @@ _FORMAT = """\
 def pictures() -> dict[str, str]:
     """Return the pictures by their path in the project."""
     shown: dict[str, Callable[[], tuple[str, Text]]] = {
+        "top": _top,
         "status": _status,
         "mig-plan": _mig_plan,
         "advise": _advise,
         "bench": _bench,
     }
-    return {f"docs/pictures/{name}.svg": _svg(name, *draw()) for name, draw in shown.items()}
+    drawn = {f"docs/pictures/{name}.svg": _svg(name, *draw()) for name, draw in shown.items()}
+    path = "docs/pictures/top.svg"
+    return {**drawn, path: _without_seams(drawn[path])}
+
+
+def _without_seams(svg: str) -> str:
+    """Return a picture whose charts are whole: below a block of text a renderer leaves some pixels."""
+    from gpushare.top.draw import THEMES
+
+    colours = "|".join(THEMES["dark"].colours[name] for name in ("util", "memory", "sm", "power"))
+
+    def higher(match: re.Match[str]) -> str:
+        return f"{match[1]}{float(match[2]) - _SEAM:g}{match[3]}{float(match[4]) + _SEAM:g}"
+
+    return re.sub(
+        rf'(<rect fill="(?:{colours})" x="[0-9.]+" y=")([0-9.]+)(" width="[0-9.]+" height=")([0-9.]+)', higher, svg
+    )
+
+
+_SEAM = 2.6
 
 
 def _svg(name: str, title: str, text: Text) -> str:
     console = Console(
-        record=True, file=io.StringIO(), width=_COLUMNS + _MARGIN, force_terminal=True, color_system="truecolor", legacy_windows=False
+        record=True, file=io.StringIO(), width=_MARGIN + max(_COLUMNS, *(line.cell_len for line in text.split())), force_terminal=True, color_system="truecolor", legacy_windows=False
     )  # fmt: skip
     console.print(text, overflow="fold", highlight=False)
     drawn = console.export_svg(title=title, theme=_THEME, code_format=_FORMAT, unique_id=name)
@@ -74,6 +95,13 @@ def _typed(line: str, prepare: Callable[[Terminal], None]) -> tuple[str, Text]:
     with terminal(columns=_COLUMNS, colour=True) as session:
         prepare(session)
         return line, Text.from_ansi(session.type(line).rstrip("\n"))
+
+
+def _top() -> tuple[str, Text]:
+    from tools.cockpit import cockpit
+
+    with terminal(columns=_COLUMNS, colour=True) as session:
+        return "gpushare top", cockpit(session)
 
 
 def _status() -> tuple[str, Text]:

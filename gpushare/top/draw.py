@@ -150,7 +150,8 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     for cell in range(width):
         shares = _cell_shares(cell, edges)
         colour = shares[0][0] if len(shares) == 1 else mixed(shares, theme)
-        shape = _THIN if colour == "reserved" else _CELL
+        shape = _THIN if shares[0][0] == "reserved" else _CELL
+        colour = "reserved" if shape == _THIN else colour
         if pieces and pieces[-1][1] == colour:
             pieces[-1] = (pieces[-1][0] + shape, colour)
         else:

@@ -69,6 +69,14 @@ def layout_of(width: int, longest_name: int) -> Layout:
     return Layout(name, util, memory, past + min(50, max(0, room)) if past else 0, sm, clocks, pcie, fan)
 
 
+def name_in(gpu: Gpu, width: int) -> str:
+    """Return as many words of the model of a GPU as fit."""
+    words = short_name(gpu).split()
+    while len(words) > 1 and len(" ".join(words)) > width:
+        words.pop()
+    return fitted(" ".join(words), width)
+
+
 def short_name(gpu: Gpu) -> str:
     """Return the model of a GPU without what all of them have."""
     name = (gpu.name or "GPU").removeprefix("NVIDIA ")
@@ -94,7 +102,7 @@ def head(layout: Layout) -> list[Piece]:
 
 def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Theme) -> list[Piece]:
     """Return the line of a GPU; of one that does not answer its error."""
-    pieces: list[Piece] = [(f"{gpu.index:>3} ", "text"), (fitted(short_name(gpu), layout.name) + " ", "text")]
+    pieces: list[Piece] = [(f"{gpu.index:>3} ", "text"), (name_in(gpu, layout.name) + " ", "text")]
     if gpu.error is not None:
         word = silent_word(gpu.error)
         return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]

@@ -245,21 +245,30 @@ def _members(row: Row, frame: Frame) -> list[Row]:
     return lines
 
 
-def visible_columns(width: int, first: int) -> list[tuple[Column, int]]:
+# Shown only if a job has a value there.
+_OPTIONAL: Final = frozenset({"role", "limit", "threads", "slice", "container"})
+_LEAST_COMMAND: Final = 10
+
+
+def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[Column, int]]:
     """Return the columns that fit, with their widths: the first one always, then those from ``first`` on.
 
     The last one takes what is left.
     """
+    there = [
+        column
+        for column in COLUMNS[max(1, first) :]
+        if column.key not in _OPTIONAL or any(column.value(row) is not None for row in rows)
+    ]
     chosen = [(COLUMNS[0], COLUMNS[0].width)]
     room = width - COLUMNS[0].width
-    for column in COLUMNS[max(1, first) :]:
-        if room < column.width + 1:
+    for column in there:
+        least = _LEAST_COMMAND if column.key == "command" else column.width
+        if room < least + 1:
             break
-        chosen.append((column, column.width))
-        room -= column.width + 1
-    if chosen[-1][0].key == "command":
-        chosen[-1] = (chosen[-1][0], chosen[-1][1] + room)
-    else:
-        # The name has use for it.
-        chosen[0] = (chosen[0][0], chosen[0][1] + min(room, 12))
+        chosen.append((column, least))
+        room -= least + 1
+    at = len(chosen) - 1 if chosen[-1][0].key == "command" else 0
+    # The name has use for some of it.
+    chosen[at] = (chosen[at][0], chosen[at][1] + (room if at else min(room, 12)))
     return chosen

@@ -353,6 +353,7 @@ class Cockpit(App[None]):
         elif not all_gpus:
             rows, owners = [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
         self._gpu_of_row = owners
+        chosen = chosen if chosen in owners else owners[0] if owners else None
         lines = min(len(rows), room)
         listed = len([job for job in frame.jobs if job.pid is not None])
         # Charts take what the jobs leave.
@@ -361,7 +362,7 @@ class Cockpit(App[None]):
         most = 16 if self.opened is not None else max(7, height // 4)
         self._charts.show(frame, None if charted is None or left < 4 or charted.error else charted, min(left, most))
         self._gpus.styles.height = lines + 1
-        cursor = owners.index(chosen) if chosen in owners else 0
+        cursor = 0 if chosen is None else owners.index(chosen)
         self._gpus.show_rows(
             gpus.head(layout),
             rows,
@@ -371,7 +372,7 @@ class Cockpit(App[None]):
     def _draw_jobs(self, frame: Frame) -> None:
         before = self.chosen
         self._rows = jobs.rows_of(frame, self.view)
-        columns = jobs.visible_columns(self.size.width - 2, self._first_column)
+        columns = jobs.visible_columns(self.size.width - 2, self._first_column, self._rows)
         head: list[Piece] = [(" ", "dim")]
         for column, width in columns:
             mark = ("▼" if column.falls != self.view.reverse else "▲") if column.key == self.view.sort else ""
@@ -493,7 +494,7 @@ class Cockpit(App[None]):
         if panel is not self._jobs:
             return
         at = 1
-        for column, width in jobs.visible_columns(self.size.width - 2, self._first_column):
+        for column, width in jobs.visible_columns(self.size.width - 2, self._first_column, self._rows):
             if at <= x < at + width:
                 self._sort_by(column.key)
             at += width + 1

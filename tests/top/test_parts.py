@@ -132,7 +132,7 @@ def test_unknown_values_are_last_in_every_order() -> None:
             if column.key == "memory":
                 assert rows == ([2, 3, 1] if reverse else [3, 2, 1])
     for width in range(20, 300, 7):
-        columns = visible_columns(width, 1)
+        columns = visible_columns(width, 1, rows_of(shown, View()))
         assert sum(cells + 1 for _, cells in columns) - 1 <= max(width, COLUMNS[0].width)
 
 
