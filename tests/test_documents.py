@@ -105,7 +105,7 @@ def test_no_other_program_is_run_for_a_document(line: str) -> None:
 
 
 def test_there_are_pictures() -> None:
-    assert [path.stem for path in PICTURES] == ["advise", "bench", "mig-plan", "status"]
+    assert [path.stem for path in PICTURES] == ["advise", "bench", "mig-plan", "status", "top"]
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=named)

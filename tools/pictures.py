@@ -65,19 +65,35 @@ def pictures() -> dict[str, str]:
 
 
 def _without_seams(svg: str) -> str:
-    """Return a picture whose charts are whole: below a block of text a renderer leaves some pixels."""
+    """Return a picture of the cockpit with whole charts, and few rectangles: Rich draws one for each piece of a line.
+
+    Below a block of text a renderer leaves some pixels, so what is below it begins a little higher.
+    """
     from gpushare.top.draw import THEMES
 
-    colours = "|".join(THEMES["dark"].colours[name] for name in ("util", "memory", "sm", "power"))
-
-    def higher(match: re.Match[str]) -> str:
-        return f"{match[1]}{float(match[2]) - _SEAM:g}{match[3]}{float(match[4]) + _SEAM:g}"
-
-    return re.sub(
-        rf'(<rect fill="(?:{colours})" x="[0-9.]+" y=")([0-9.]+)(" width="[0-9.]+" height=")([0-9.]+)', higher, svg
+    colours = THEMES["dark"].colours
+    areas = {colours[name] for name in ("util", "memory", "sm", "power")}
+    boxes: list[list[Any]] = []
+    for fill, *numbers in re.findall(_RECTANGLE, svg):
+        x, y, width, height = map(float, numbers)
+        if fill in areas:
+            y, height = y - _SEAM, height + _SEAM
+        if boxes and boxes[-1][0] == fill and boxes[-1][2] == y and abs(boxes[-1][1] + boxes[-1][3] - x) < 0.5:
+            boxes[-1][3] = x + width - boxes[-1][1]
+        else:
+            boxes.append([fill, x, y, width, height])
+    drawn = "".join(
+        f'<path fill="{fill}" d="M{x:g} {y:g}h{width:g}v{height:g}h-{width:g}z"/>'
+        for fill, x, y, width, height in boxes
     )
+    found = list(re.finditer(_RECTANGLE, svg))
+    return f'{svg[: found[0].start()]}<g shape-rendering="crispEdges">{drawn}</g>{svg[found[-1].end() :]}'
 
 
+_RECTANGLE = (
+    r'<rect fill="(#[0-9a-f]{6})" x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)" height="([0-9.]+)" '
+    r'shape-rendering="crispEdges"/>'
+)
 _SEAM = 2.6
 
 
