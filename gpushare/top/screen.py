@@ -417,7 +417,8 @@ class Cockpit(App[None]):
             pieces.append(("   reading the host ...", "dim"))
             return segments(pieces, width, self.colours, "head")
         snapshot = frame.snapshot
-        pieces.append((f"  {snapshot.host}  driver {snapshot.driver_version or '-'}", "dim"))
+        driver = f"  driver {snapshot.driver_version or '-'}" if width >= 100 else ""
+        pieces.append((f"  {snapshot.host}{driver} ", "dim"))
         hangs = self.watch_host.hangs_for()
         right: list[Piece] = []
         if hangs is not None:
@@ -709,6 +710,7 @@ class Cockpit(App[None]):
         document = await self._answer([*words, "-n"])
         while True:
             self._note = None
+            self._last.refresh()
             if failed(document) and not needs_consent(document):
                 await self._told(command_of(words), error_lines(document, words))
                 return
