@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
@@ -134,6 +134,14 @@ class Case:
     workloads: tuple[Workload, ...]
     root: bool | None = None
     destroy: bool = False
+
+    @functools.cached_property
+    def shares(self) -> tuple[float, ...] | None:
+        """Return the unequal shares in percent, one for each process; None if they are not known."""
+        each = [work.shares for work in self.workloads]
+        if len(each) == 1 or None in each:
+            return each[0] if each[0] is None or len(each[0]) > 1 else None
+        return _percentages([share for shares in each if shares is not None for share in shares])
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
@@ -281,7 +289,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         if value is not None:
             values.update(_value(key, value))
     found = Workload(**values)
-    if found.shares is not None:
+    if found.shares is not None and len(found.shares) > 1:
         if found.processes not in {None, len(found.shares)}:
             raise BadUsage(
                 f"{len(found.shares)} shares for {found.processes} processes",
@@ -381,28 +389,44 @@ def _need(text: str) -> dict[str, Any]:
     return {names[name]: needed}
 
 
+def _needs(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for word in words:
+        for name, value in _need(word).items():
+            if values.setdefault(name, value) != value:
+                title = name.replace("_", "-")
+                raise BadCombination(f"{title} and no-{title} cannot be combined", "give one of them")
+    return values
+
+
 _SHARE: Final = r"\d{1,3}(\.\d{1,3})?"
 
 
 def _shares(texts: list[Any]) -> dict[str, Any]:
     """Return unequal shares in percent; one for each process."""
     words = [str(text).strip().removesuffix("%").strip() for text in texts]
-    hint = "give a percentage for each process, together at most 100: weights=30:70"
-    if len(words) < _TWO or not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):
+    hint = "give a number for each process: weights=30:70, or weights=2:1"
+    if not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):
         raise BadUsage(f"'{':'.join(words)[:40]}' are not shares", hint, code="bad_value")
     shares = tuple(float(word) for word in words)
-    if min(shares) <= 0 or sum(shares) > _ALL:
+    if min(shares) <= 0:
         raise BadUsage(f"shares of {':'.join(words)[:40]} are not possible", hint, code="bad_value")
-    return {"weights": True, "shares": shares}
+    return {"weights": True, "shares": _percentages(shares)}
 
 
-_TWO, _ALL = 2, 100
+def _percentages(shares: Sequence[float]) -> tuple[float, ...]:
+    """Return shares as parts of 100; one alone is a part of what others have, which are not known here."""
+    total = sum(shares)
+    return tuple(shares) if len(shares) == 1 else tuple(round(100 * share / total, 1) for share in shares)
 
 
 def _weights(value: Any) -> dict[str, Any]:
     if isinstance(value, list):
         return _shares(value)
-    return _shares(str(value).split(":")) if ":" in str(value) else {"weights": _yes_or_no("weights", value)}
+    text = str(value).strip()
+    if ":" in text or re.fullmatch(_SHARE, text, re.ASCII):
+        return _shares(text.split(":"))
+    return {"weights": _yes_or_no("weights", value)}
 
 
 def _isolation(value: Any) -> frozenset[Isolation]:
@@ -447,7 +471,7 @@ _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "isolation": lambda value: {"isolation": _isolation(value)},
     "latency": _latency,
     "weights": _weights,
-    "needs": lambda value: {name: said for word in _listed(value) for name, said in _need(word).items()},
+    "needs": lambda value: _needs(_listed(value)),
 }
 
 

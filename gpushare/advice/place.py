@@ -150,7 +150,8 @@ def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
         for count in counts:
             processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
             own = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
-            own = own if work.shares is None or count != len(work.shares) else replace(own, shares=work.shares)
+            if work.shares is not None and count == len(work.shares):
+                own = replace(own, shares=work.shares)
             cases.append(replace(case, workloads=(own,)) if count else None)
         return cases
     bins: list[list[Workload]] = [[] for _ in gpus]

@@ -429,7 +429,9 @@ def _run_inside(
     else:
         words = ("mps", "start", "-g", where, *limits.options())
         steps.lines.append(steps.command(f"start MPS in the instance {where}", *words))
-    steps.run(what, work, gpu=where, memory=None if limit is None else limit + CLIENT_BYTES)
+    most = (profile.memory_bytes or 0) * 98 // 100 // MIB * MIB
+    memory = None if limit is None else min(limit + CLIENT_BYTES, most or limit + CLIENT_BYTES)
+    steps.run(what, work, gpu=where, memory=memory)
 
 
 # -- MPS ---------------------------------------------------------------------------------------------
@@ -491,7 +493,7 @@ def _mps(s: Situation) -> Recipe:
     case, steps, turns = s.case, _Steps(s), s.in_turns(Way.MPS)
     works, limits, processes = case.workloads, memory_limits(s), turns or case.processes
     share = None if processes is None or s.before_volta else _threads_for(s, processes)
-    unequal = len(works) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None
+    unequal = bool(case.any("weights")) and processes is not None and processes > 1 and share is not None
     if len(works) == 1 and not unequal:
         given = _limits(share, limits[0])
         _daemons(steps, "start MPS with limits for each process" if given != Limits() else "start MPS", given)
@@ -512,9 +514,9 @@ def _mps(s: Situation) -> Recipe:
     else:
         _daemons(steps, "start MPS", Limits())
         if unequal and processes is not None:
-            for size, what, count in _unequal(works[0], processes):
-                threads = _limits(size, None).threads_percent
-                steps.run(_which(count, what), works[0], threads_percent=threads, memory=_mps_memory(s, works[0]))
+            for number, (size, what, count) in enumerate(_unequal(s, processes)):
+                threads, work = _limits(size, None).threads_percent, works[number if len(works) > 1 else 0]
+                steps.run(_which(count, what), work, threads_percent=threads, memory=_mps_memory(s, work))
         else:
             threads = _limits(share, None).threads_percent
             for work in works:
@@ -533,10 +535,12 @@ def _mps_memory(s: Situation, work: Workload) -> int | None:
     return None if s.before_volta else _job_memory(s, Way.MPS, work)
 
 
-def _unequal(work: Workload, processes: int) -> list[tuple[float, str, int]]:
+def _unequal(s: Situation, processes: int) -> list[tuple[float, str, int]]:
     """Return the unequal shares in percent: those that were given, else one gets twice the share of each other one."""
-    if work.shares is not None and len(work.shares) == processes:
-        return [(share, f"the program with {share:g} %", 1) for share in work.shares]
+    if s.case.shares is not None and len(s.case.shares) == processes:
+        return [(share, f"the program with {share:g} %", 1) for share in s.case.shares]
+    if len(s.case.workloads) > 1:
+        return [(100.0 / processes, _label(work) or "the program", work.processes or 1) for work in s.case.workloads]
     small = 100.0 / (processes + 1)
     larger = "the program with the larger share (any shares that add up to 100)"
     return [(2 * small, larger, 1), (small, "with a smaller share", processes - 1)]
@@ -776,7 +780,7 @@ def _slices(s: Situation) -> Recipe:
     works, steps = s.case.workloads, _Steps(s)
     if not s.pair:
         # Of programs that always have work, each gets about the share of its slice.
-        shares = works[0].shares or (2.0, 1.0)
+        shares = s.case.shares or (2.0, 1.0)
         for number, share in enumerate(shares):
             work = works[number] if len(works) == len(shares) else works[0]
             what, memory = f"the program with {share:g} of {sum(shares):g}", _job_memory(s, Way.SLICES, work)
@@ -937,7 +941,7 @@ def _fix(s: Situation) -> Recipe:
         measure = "how long the first answer after a sleep takes"
     else:
         steps.say("use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data")
-        steps.lines.append(steps.command("see whether the GPU waits", "status", "-g", s.gpu.selector, "--watch", "1"))
+        steps.lines.append(steps.command("see whether the GPU waits", "status", "-g", s.gpu.selector))
         measure = "the rate with synthetic input: if it is much higher, the input is the bottleneck"
     return steps.made(measure=(measure,))
 

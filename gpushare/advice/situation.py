@@ -752,7 +752,11 @@ class Situation:
                 if not ones[0].shares:
                     return (share,) * count
                 return tuple(replace(share, percent=part) for part in ones[0].shares)
-            return tuple(_share(one, 1, CONTEXT_BYTES) for one in ones for _ in range(one.processes or 1))
+            each = [_share(work, 1, CONTEXT_BYTES) for work in ones for _ in range(work.processes or 1)]
+            parts = self.case.shares or ()
+            if len(parts) == len(each):
+                return tuple(replace(share, percent=part) for share, part in zip(each, parts, strict=True))
+            return tuple(each)
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
         if len(ones) > 1:
             return tuple(

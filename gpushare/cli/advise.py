@@ -67,28 +67,32 @@ _PROPERTIES: Final = (
     (
         "--like",
         "KIND",
-        "The usual properties of jupyter, spark, ci, rendering, hpc, serving or training; other options count instead.",
+        "Usual properties of jupyter, spark, ci, rendering, hpc, serving or training.",
     ),
     ("--processes", "N", "Number of processes."),
     ("--gpus", "N", "Number of GPUs that one job has at the same time."),
     (
         "--memory",
         "SIZE",
-        "Peak memory of one process, without its CUDA context, which is added: 6G, 1500M.",
+        "Peak memory of one process, without its CUDA context: 6G; of unequal ones: 34G,17G.",
     ),
     ("--sms", "N", "SMs that one process needs."),
     (
         "--saturating/--no-saturating",
         None,
-        "One process alone fills the GPU (measured); of a pair, the opportunistic job.",
+        "One process alone fills the GPU (measured).",
     ),
-    ("--production-saturating/--no-production-saturating", None, "The production job alone fills the GPU."),
+    (
+        "--production-saturating/--no-production-saturating",
+        None,
+        "The production job alone fills the GPU; --saturating is of the other.",
+    ),
     ("--users", "WHO", "same or different."),
     ("--trusted/--untrusted", None, "The processes trust each other."),
     (
         "--isolation",
         "KIND",
-        "none, quota (memory), fault, or full (memory, faults and SMs of their own); or a list: quota,fault.",
+        "none, quota (memory), fault, full; or a list: quota,fault.",
     ),
     ("--groups", "N", "Number of groups to be kept apart."),
     ("--latency", "TIME", "Latency target per request, like 20ms; or yes, none."),
@@ -109,9 +113,9 @@ _PROPERTIES: Final = (
         "LIST",
         (
             "What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
-            "cuda-graphs, bandwidth-qos, weights (unequal shares; weights=30:70), resizing (shares change often), "
+            "cuda-graphs, bandwidth-qos, weights (unequal shares; weights=2:1), resizing (shares change often), "
             "containment (no use of idle shares), replicas (copies of one model), multi-model (one server, several "
-            "models), gaps (production waits between requests), progress (each has to advance, instead of one after "
+            "models), server (it does not end by itself), gaps (production waits between requests), progress (each has to advance, instead of one after "
             "another), managed-memory (UVM), vms, containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
             "[for example: nccl,no-graphics]"
         ),
@@ -121,7 +125,7 @@ _PROPERTIES: Final = (
 
 
 class _AdviseCommand(AskingCommand):
-    """Adds the properties of a workload as options, and for each word of ``--needs`` a hidden older flag like ``--nccl``."""
+    """Adds the properties of a workload as options; --help shows those that are asked for, --help-all all of them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         options = [
@@ -138,16 +142,6 @@ class _AdviseCommand(AskingCommand):
         program, *others = named["params"]
         self._names = [str(one.name) for one in options]
         super().__init__(*arguments, **{**named, "params": [program, *options, *others]})
-
-    def make_parser(self, ctx: Any) -> Any:
-        from gpushare.advice.case import NEEDS
-
-        parser = super().make_parser(ctx)
-        needs: Any = next(one for one in self.params if one.name == "needs")
-        for name in (name.replace("_", "-") for name in NEEDS):
-            for word in (name, f"no-{name}"):
-                parser.add_option(needs, [f"--{word}"], "needs", action="append_const", const=word)
-        return parser
 
     def invoke(self, ctx: Any) -> Any:
         words = {name: ctx.params.pop(name) for name in self._names}
@@ -185,6 +179,7 @@ def advise(
         str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits or does not.")
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview with --dry-run.")] = False,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Ask no questions.")] = False,
     consolidate: Annotated[
         bool, typer.Option("--consolidate", help="Use as few GPUs as possible, instead of all that are idle.")
     ] = False,
@@ -200,15 +195,10 @@ def advise(
     repeat: Annotated[int | None, typer.Option("--repeat", metavar="N", help="Runs of each way. [default: 3]")] = None,
     timeout: HungAfter = None,
 ) -> Any:
-    """Recommend a way of sharing a GPU, say why, and print the commands for this host.
+    """Recommend a way of sharing, say why, and print the commands for this host.
 
-    Give what you know. On a terminal, gpushare asks for what is missing and decides, unless -y is given. Every
-    way gets a verdict; -v prints every rule with its source. Nothing is changed without --apply.
-
-    --measure runs copies of CMD in each way that no rule excludes, as gpushare bench does, and shows how the
-    result changes the answer: gpushare advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py
-
-    A file uses the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
+    Give what you know; on a terminal, gpushare asks for the rest. The jobs go on all idle GPUs. Nothing is changed
+    without --apply. A file uses the same names: workloads: [{processes: 4, memory: 6G}]
     """
     from gpushare.advice.advise import advise as advised
     from gpushare.advice.case import checked
@@ -222,8 +212,7 @@ def advise(
     root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
     fills = words.pop("production_saturating")
     pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
-    if program and command is None:
-        words["command"] = shlex.join(program)
+    words["command"] = shlex.join(program) if program and command is None else command
     asked_for = {
         "--copies": copies,
         "--metric": metric,
@@ -233,6 +222,10 @@ def advise(
         "--timeout": timeout,
     }
     wanted = _wanted(program, command, asked_for, measure=measure, explained=mechanism is not None)
+    if settings.dry_run and not apply and not measure:
+        raise BadCombination(
+            "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
+        )
     explained = None if mechanism is None else way_of(mechanism)
     if explained is not None and apply:
         raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
@@ -265,13 +258,22 @@ def advise(
     chosen = chosen or _idle_first(case, facts)
     named = gpu is not None or live or recording is not None or measure
     situation = Situation(case, facts, chosen, load_table(), named=named, consolidate=consolidate)
-    if _may_ask(explained=explained is not None):
+    if not no_input and _may_ask(explained=explained is not None):
         situation = asked(with_numbers(situation))
         if not named:
             situation = replace(situation, gpu=_idle_first(situation.case, facts))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
+
+
+def _check_apply(*, apply: bool, measure: bool, explained: bool) -> None:
+    if settings.dry_run and not apply and not measure:
+        raise BadCombination(
+            "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
+        )
+    if explained and apply:
+        raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
 
 
 def _production_fills(case: Case, fills: bool | None) -> Case:
@@ -404,7 +406,7 @@ def _may_ask(*, explained: bool) -> bool:
 
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
     wanted = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
-    return terminal and wanted and not settings.yes and not explained
+    return terminal and wanted and not explained
 
 
 RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
@@ -439,15 +441,18 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
     from gpushare.advice.case import Case, Role, workload_of
 
     production, opportunistic = pair
+    sizes = str(words["memory"]).split(",") if words.get("memory") is not None else []
     if production is None and opportunistic is None:
-        return Case(workloads=(workload_of(words),), root=root)
+        if len(sizes) <= 1:
+            return Case(workloads=(workload_of(words),), root=root)
+        return _of_sizes(words, sizes, root)
     if words.get("processes") is not None or words.get("role") is not None:
         raise BadUsage(
             "--production and --opportunistic already give the number of processes",
             "drop --processes and --role",
             code="two_counts",
         )
-    one = workload_of(words)
+    one = workload_of({**words, "memory": sizes[0] if sizes else None})
     # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
     roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
     if opportunistic is None:
@@ -465,6 +470,31 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
         ),
         root=root,
     )
+
+
+def _of_sizes(words: Mapping[str, Any], sizes: Sequence[str], root: bool | None) -> Case:
+    """Return the case of processes that need different sizes of memory: ``--memory 34G,17G``."""
+    from gpushare.advice.case import Case, workload_of
+
+    base = workload_of({**words, "memory": None, "processes": None})
+    shares = (None,) * len(sizes) if base.shares is None else base.shares
+    if words.get("processes") not in {None, str(len(sizes))} or len(shares) != len(sizes):
+        raise BadUsage(
+            f"{len(sizes)} sizes of memory, and another number of processes or shares",
+            "give one size for each process: --memory 34G,17G --needs weights=2:1",
+            code="bad_count",
+        )
+    works = (
+        replace(
+            base,
+            processes=1,
+            name=f"job{number}",
+            memory=workload_of({"memory": size}).memory,
+            shares=None if share is None else (share,),
+        )
+        for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1)
+    )
+    return Case(workloads=tuple(works), root=root)
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
@@ -488,6 +518,11 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
     from gpushare.advice.case import workload_of
+
+    if len(case.workloads) > 1 and words.get("processes") is not None:
+        raise BadCombination(
+            "--processes cannot be combined with several workloads", "give the number of each in the file: processes: 4"
+        )
 
     said = workload_of({key: value for key, value in words.items() if value is not None})
     changes = {name: value for name, value in vars(said).items() if value is not None}

@@ -11,11 +11,12 @@ COMMON_LINE: Final = "Common options: --host -o -q -v --debug (gpushare --help)"
 # The groups of a command with many options. Options that no group names are listed last, as "Options".
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "advise": {
-        "Workload": "like processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
-        "Users and protection": "users trusted isolation groups",
-        "Roles": "production opportunistic role production-saturating",
-        "What is possible": "root destroy one-application cooperating code running",
+        "What is asked": "processes memory users isolation latency saturating pattern root",
+        "More about the work": "like gpus sms bandwidth-bound io-bound needs command one-application cooperating code running",
+        "Users and protection": "trusted groups",
+        "Production and another job": "production opportunistic role production-saturating",
         "Instead of options": "file live from",
+        "The answer": "gpu consolidate destroy mechanism apply no-input",
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
@@ -229,8 +230,8 @@ def path_of(ctx: Any) -> str:
 # What `--help` of a command with many options leaves to `--help-all` and to the manual page.
 MORE: Final[Mapping[str, str]] = {
     "advise": (
-        "sms pattern bandwidth-bound io-bound needs command groups production-saturating role one-application cooperating "
-        "code running root destroy from gpus consolidate mechanism latency measure copies metric lower-is-better for repeat timeout"
+        "gpus sms production-saturating trusted groups role one-application cooperating code running bandwidth-bound "
+        "io-bound needs destroy command from mechanism copies metric lower-is-better for repeat timeout consolidate live"
     ),
     "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
     "run": "bind create movable time restart-on weight strict metric lower-is-better grace",
@@ -248,7 +249,8 @@ def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write arguments and options in groups. The common options are one line, except in the help of the program."""
     path = path_of(ctx)
     left_out = {f"--{name}" for name in MORE[path].split()} if is_short(ctx) else set()
-    groups = GROUPS.get(path, {})
+    # Where all options are one screen, only the first group has a title of its own.
+    groups = dict([*GROUPS.get(path, {}).items()][: 1 if path == "advise" and left_out else None])
     group_of = {f"--{name}": title for title, names in groups.items() for name in names.split()}
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in groups}, "Options": []}
     common = sections.setdefault("Common options, before or after the command", [])

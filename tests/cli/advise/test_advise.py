@@ -102,6 +102,22 @@ def test_the_order_of_flags_does_not_matter(cli: Any) -> None:
     assert len(answers) == 1
 
 
+def test_unequal_memory_and_shares_together(cli: Any) -> None:
+    words = ("--memory", "20G,10G", "--needs", "weights=2:1", "--users", "different", "--saturating")
+    data = cli("advise", *words, host="sim:l40s", output="json").ok().data
+    assert data["winner"] == "slices"
+    assert [line.split(" --weight ")[1] for line in commands(data)] == [
+        "2 --memory 20980M -- CMD",
+        "1 --memory 10740M -- CMD",
+    ]
+
+
+def test_a_file_of_several_workloads_has_their_numbers(refused: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("[{processes: 1}, {processes: 2}]\n")
+    refused("advise", "-f", str(file), "--processes", "3", code="bad_combination", exit_code=2)
+
+
 def test_a_file_says_the_same_as_flags(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "w.yaml"
     file.write_text("workloads:\n- {processes: 4, memory: 2G, users: same, saturating: no}\n")
@@ -270,7 +286,7 @@ def test_instances_that_exist_come_back(cli: Any, instances: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("users", ["same", "different"])
 def test_the_line_that_measures_is_one(cli: Any, users: str) -> None:
-    words = ("--processes", "2", "--cuda-graphs", "--users", users, "--command", "true")
+    words = ("--processes", "2", "--needs", "cuda-graphs", "--users", users, "--command", "true")
     data = cli("advise", *words, output="json").ok().data
     assert data["winner"] == "measure"
     (line,) = commands(data)
@@ -523,7 +539,7 @@ def test_what_is_known_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "belong to the same user" not in asked
 
 
-@pytest.mark.parametrize("words", [("-y",), ("-o", "json"), ("--mechanism", "mps")])
+@pytest.mark.parametrize("words", [("--no-input",), ("-o", "json"), ("--mechanism", "mps")])
 def test_nothing_is_asked_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     _, asked = on_a_terminal(monkeypatch, "", "--processes", "4", *words)
     assert "?" not in asked
@@ -548,6 +564,11 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--isolation", "quota,bad"), "bad_value", 2),
         (("--needs", "nccl,gpu"), "bad_value", 2),
         (("--needs", ""), "bad_value", 2),
+        (("--needs", "nccl,no-nccl"), "bad_combination", 2),
+        (("--latency", "20"), "bad_value", 2),
+        (("--memory", "34G,17G", "--processes", "3"), "bad_count", 2),
+        (("--memory", "34G,17G", "--needs", "weights=1:2:3"), "bad_count", 2),
+        (("--processes", "2", "--dry-run"), "bad_combination", 2),
         (("--pattern", "often"), "bad_value", 2),
         (("--latency", "fast"), "bad_duration", 2),
         (("--production", "x"), "bad_count", 2),
@@ -618,11 +639,11 @@ def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch
 def test_help_names_every_property(cli: Any) -> None:
     from gpushare.advice.case import KEYS, NEEDS
 
-    out = cli("advise", "--help", host=None).out
+    assert cli("advise", "--help", host=None).out.count("\n") <= 45
+    out = cli("advise", "--help-all", host=None).out
     names = {key: key.replace("_", "-") for key in KEYS if key not in {"name", "user"}}
     said = {key: name if key in NEEDS else f"--{name}" for key, name in names.items()}
     assert [key for key, name in said.items() if name not in re.sub(r"-\s+", "-", out)] == []
-    assert "--nccl" not in out
 
 
 @pytest.mark.parametrize(
@@ -630,12 +651,9 @@ def test_help_names_every_property(cli: Any) -> None:
     [
         ("--needs", "nccl,no-p2p,cuda-graphs"),
         ("--needs", "nccl", "--needs", "NO-P2P, cuda_graphs"),
-        # The flags of before, which the help does not show any more.
-        ("--nccl", "--no-p2p", "--cuda-graphs"),
-        ("--no-nccl", "--needs", "cuda-graphs,no-p2p", "--nccl"),
     ],
 )
-def test_needs_are_a_list_and_the_last_word_counts(cli: Any, words: tuple[str, ...]) -> None:
+def test_needs_are_a_list(cli: Any, words: tuple[str, ...]) -> None:
     data = cli("advise", "--processes", "2", *words, host="sim:t4", output="json").ok().data
     (one,) = data["case"]["workloads"]
     assert (one["nccl"], one["p2p"], one["cuda_graphs"], one["ipc"]) == (True, False, True, None)
@@ -650,7 +668,7 @@ def test_a_file_lists_needs_too(cli: Any, tmp_path: Path) -> None:
 
 
 def test_what_belongs_to_the_measured_command_is_no_need(refused: Any) -> None:
-    refused("advise", "--processes", "2", "true", "--nccl", code="bad_combination", exit_code=2)
+    refused("advise", "--processes", "2", "true", "--needs", "nccl", code="bad_combination", exit_code=2)
 
 
 def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:

@@ -145,6 +145,6 @@ def test_cores_of_one_multiprocessor(capability, cores):
 def test_a_board_without_vgpu_is_passed_through_whole(cli: Any) -> None:
     verdicts = {}
     for model in ("t4", "rtx4090"):
-        data = cli("advise", "--processes", "2", "--vms", host=f"sim:{model}", output="json").ok().data
+        data = cli("advise", "--processes", "2", "--needs", "vms", host=f"sim:{model}", output="json").ok().data
         verdicts[model] = data["winner"], next(row["outcome"] for row in data["verdicts"] if row["way"] == "vgpu")
     assert verdicts == {"t4": ("vgpu", "fits with a condition"), "rtx4090": ("whole-gpu", "refused")}

@@ -123,7 +123,7 @@ def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypat
 
 
 def test_copies_alone_say_how_many_processes_there_are(cli: Cli) -> None:
-    words = ("--copies", "3", "--users", "same", "--no-saturating", "--graphics", "--repeat", "1")
+    words = ("--copies", "3", "--users", "same", "--no-saturating", "--needs", "graphics", "--repeat", "1")
     data = measured(cli, *words, *WINDOW, *job(20))
     assert data["case"]["workloads"][0]["processes"] == 3
     assert {cell["copies"] for cell in data["measurement"]["cells"]} == {3}

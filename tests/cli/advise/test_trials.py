@@ -29,7 +29,7 @@ def lines(data: Any) -> list[str]:
 
 
 def test_ranks_that_wait_for_each_other_get_a_gpu_each_and_no_queue(cli: Any) -> None:
-    data = advice(cli, "--processes", "3", "--nccl", "--users", "same", host="sim:4xa100-80gb")
+    data = advice(cli, "--processes", "3", "--needs", "nccl", "--users", "same", host="sim:4xa100-80gb")
     (line,) = lines(data)
     assert line == "gpushare run -g 0-2 --gpus 3 --wait --memory 90% -- CMD"
     assert data["commands"][0]["what"] == "start it once: each of its 3 processes gets a GPU"
@@ -53,12 +53,12 @@ def test_a_gpu_that_somebody_uses_is_not_given_to_a_rank(cli: Any) -> None:
     from gpushare.sim.admin import add_process
 
     add_process("sim:3xa100-80gb", "1", memory_bytes=1024**3)
-    data = advice(cli, "--processes", "3", "--nccl", "--users", "same", host="sim:3xa100-80gb")
+    data = advice(cli, "--processes", "3", "--needs", "nccl", "--users", "same", host="sim:3xa100-80gb")
     assert data["commands"][0]["what"] == "one process per GPU: 3 are requested, and 2 GPUs are free here"
 
 
 def test_virtual_machines_get_no_lock_of_the_host(cli: Any) -> None:
-    data = advice(cli, "--processes", "2", "--vms", "--bandwidth-qos", host="sim:t4")
+    data = advice(cli, "--processes", "2", "--needs", "vms", "--needs", "bandwidth-qos", host="sim:t4")
     assert data["winner"] == "whole-gpu"
     assert lines(data) == []
     assert "PCI passthrough" in data["commands"][0]["what"]
@@ -114,7 +114,7 @@ def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
 
 
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
-    data = advice(cli, "--processes", "2", "--containment", host="sim:t4")
+    data = advice(cli, "--processes", "2", "--needs", "containment", host="sim:t4")
     (verdict,) = (one for one in data["verdicts"] if one["way"] == "mps-static")
     assert "this host has an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
 

@@ -1,0 +1,83 @@
+"""Every line that ``gpushare advise`` prints works at once, in this order, and its undo leaves the host as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shlex
+from typing import Any
+
+import pytest
+
+from tests.cli.advise.test_advise import commands, pasted
+
+HOSTS = ("t4", "a100-80gb", "h200", "a30", "rtx-4090", "p100", "2xa30", "4xl4", "2xt4,a30", "8xh100")
+# Each property with its values, and how often it is given.
+WORDS: tuple[tuple[float, tuple[tuple[str, ...], ...]], ...] = (
+    (0.8, tuple(("--users", who) for who in ("same", "same", "different"))),
+    (0.7, (("--saturating",), ("--no-saturating",))),
+    (0.7, tuple(("--memory", size) for size in ("500M", "2G", "6G", "9G", "14G"))),
+    (0.3, tuple(("--isolation", kind) for kind in ("none", "quota", "fault", "full"))),
+    (0.3, tuple(("--pattern", kind) for kind in ("interactive", "bursty", "steady"))),
+    (0.2, (("--latency", "20ms"), ("--latency", "none"))),
+    (0.1, (("--untrusted",),)),
+    (0.1, (("--io-bound",), ("--bandwidth-bound",), ("--no-code",), ("--consolidate",))),
+    (
+        0.3,
+        tuple(
+            ("--needs", need)
+            for need in ("nccl", "ipc", "profiler", "cuda-graphs", "weights", "progress", "containment", "server",
+                         "kubernetes", "replicas", "bandwidth-qos", "containers", "gaps", "graphics")
+        ),
+    ),
+)  # fmt: skip
+COUNTS = (
+    *(("--processes", str(number)) for number in (1, 2, 3, 4, 6, 12, 30)),
+    ("--processes", "6", "--groups", "2"),
+    ("--production", "1", "--opportunistic", "1"),
+    ("--production", "1", "--opportunistic", "2"),
+)
+
+
+def question(seed: int) -> tuple[str, list[str]]:
+    """Return a host and the words of a random question."""
+    chance = random.Random(seed)  # noqa: S311 - it only chooses
+    given = [chance.choice(values) for often, values in WORDS if chance.random() < often]
+    return f"sim:{chance.choice(HOSTS)}", [*chance.choice(COUNTS), *itertools.chain(*given)]
+
+
+def state(cli: Any, spec: str) -> list[Any]:
+    looks = (("mig", "status"), ("mps", "status"), ("timeslice", "show"))
+    return [cli(*words, host=spec, output="json").json["data"] for words in looks]
+
+
+def check(cli: Any, seed: int, program: str) -> None:
+    """Ask, run what is printed, undo it, and compare the host."""
+    spec, words = question(seed)
+    before = state(cli, spec)
+    data = cli("advise", "-y", *words, "--command", program, host=spec, output="json").ok().data
+    what = f"seed {seed}: {spec} {shlex.join(words)}: {data['winner']}"
+    assert (data["winner"] is None) == (not data["commands"]), what
+    for lines in (commands(data), commands(data, "undo")):
+        for line in lines:
+            if "gpushare " in line:
+                done = pasted([line], spec)
+                assert done.returncode == 0, f"{what}: {line}: {done.stderr}"
+    assert state(cli, spec) == before, what
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_printed_lines_work_and_are_undone(cli: Any, seed: int) -> None:
+    check(cli, seed, "sleep 0.05")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tens", range(10))
+def test_a_hundred_answers_work_and_are_undone(cli: Any, tens: int) -> None:
+    for seed in range(10 * tens, 10 * tens + 10):
+        check(cli, seed, "sleep 1")
