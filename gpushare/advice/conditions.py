@@ -226,7 +226,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "in_instance": lambda s, _: s.gpu.instance is not None,
     "mig_capable": lambda s, _: s.gpu.mig_capable,
     "mig_enabled": lambda s, _: s.gpu.mig_enabled,
-    "vgpu_capable": lambda s, _: s.vgpu_capable,
+    "vgpu_capable": lambda s, _: s.gpu.vgpu_capable,
     "mps_program": lambda s, _: s.host.mps_program,
     "processes_now": lambda s, _: bool(s.gpu.processes),
     "profiles_listed": lambda s, _: s.gpu.layout is not None and bool(s.gpu.layout.profiles),

@@ -689,13 +689,6 @@ class Situation:
         return max(1, self.mps_clients * smallest // total) if smallest and total else None
 
     @cached_property
-    def vgpu_capable(self) -> bool | None:
-        """Return whether the board can have vGPU: as the driver says, else no GeForce (NVIDIA vGPU, supported GPUs)."""
-        if self.gpu.vgpu_capable is None and "GeForce" in (self.gpu.name or ""):
-            return False
-        return self.gpu.vgpu_capable
-
-    @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:
         """Return the MIG instances that must stay.
 
