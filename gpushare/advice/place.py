@@ -150,6 +150,9 @@ def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
         for count in counts:
             processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
             own = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
+            if processes == 1 and (work.processes or 1) > 1:
+                # It shares with nobody: not with other users either.
+                own = replace(own, same_user=True)
             if work.shares is not None and count == len(work.shares):
                 own = replace(own, shares=work.shares)
             cases.append(replace(case, workloads=(own,)) if count else None)

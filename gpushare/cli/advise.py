@@ -452,7 +452,10 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
             "drop --processes and --role",
             code="two_counts",
         )
+    if len(sizes) not in {0, 1, 2}:
+        raise BadUsage(f"{len(sizes)} sizes of memory for two jobs", "give --memory 60G,40G", code="bad_count")
     one = workload_of({**words, "memory": sizes[0] if sizes else None})
+    memory = {Role.OPPORTUNISTIC: workload_of({"memory": sizes[-1]}).memory if sizes else None}
     # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
     roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
     if opportunistic is None:
@@ -463,6 +466,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
                 one,
                 role=role,
                 processes=count or 1,
+                memory=memory.get(role, one.memory),
                 saturating=one.saturating if role is Role.OPPORTUNISTIC or opportunistic is None else None,
                 bandwidth_bound=one.bandwidth_bound if role is Role.OPPORTUNISTIC else None,
             )

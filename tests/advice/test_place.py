@@ -1,0 +1,79 @@
+"""Which jobs go to which GPU of the host, and in which way there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare.advice.advise import Advice, advice_answer, advise
+from gpushare.advice.case import Case, workload_of
+from gpushare.advice.situation import Situation
+from gpushare.advice.ways import Way
+from tests.advice.conftest import facts_of, table
+
+APART = {"users": "different", "isolation": "full", "memory": "4G"}
+FARM = {"users": "same", "saturating": False}
+
+
+def placed(host: str, *works: dict[str, Any], **more: Any) -> Advice:
+    facts = facts_of(host)
+    case = Case(workloads=tuple(map(workload_of, works)), root=True)
+    return advise(Situation(case, facts, facts.gpus[0], table(), **more))
+
+
+def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
+    """Return the GPUs, the way and the number of processes of each part."""
+    return [(place.gpus, place.way, place.processes) for place in advice_answer(advice).placement]
+
+
+@pytest.mark.parametrize(
+    ("host", "works", "expected"),
+    [
+        # As many idle GPUs as processes: nothing is shared, whatever was asked.
+        ("5xv100-32gb", [{"processes": 3, "users": "different", "pattern": "bursty"}], [([0, 1, 2], "whole-gpu", 3)]),
+        ("2xa30", [{"processes": 2, **APART}], [([0, 1], "whole-gpu", 2)]),
+        # More: evenly over all of them.
+        ("4xh100", [{"processes": 28, "memory": "1G", **FARM}], [([0, 1, 2, 3], "mps", 28)]),
+        ("2xa30", [{"processes": 12, "users": "different", "pattern": "interactive"}], [([0, 1], "timeslice", 12)]),
+        # A GPU that cannot is no reason against one that can.
+        ("2xt4,a30", [{"processes": 4, **APART}], [([2], "mig", 2), ([0, 1], "whole-gpu", 2)]),
+        # Production has a GPU of its own as long as there is one.
+        (
+            "2xa30",
+            [{"role": "production", "users": "same"}, {"role": "opportunistic", "processes": 2, **FARM}],
+            [([1], "mps", 2), ([0], "whole-gpu", 1)],
+        ),
+        # Ranks of one job are on GPUs of one kind.
+        ("8xh100", [{"processes": 4, "needs": "nccl", "users": "same"}], [([0, 1, 2, 3], "whole-gpu", 4)]),
+        # One process needs one GPU.
+        ("4xl4", [{"processes": 1, "memory": "4G"}], [([0], "whole-gpu", 1)]),
+    ],
+)
+def test_jobs_are_placed_on_the_host(host: str, works: list[dict[str, Any]], expected: list[Any]) -> None:
+    assert where(placed(host, *works)) == expected
+
+
+def test_consolidated_jobs_use_as_few_gpus_as_possible() -> None:
+    work = {"processes": 4, "memory": "2G", **FARM}
+    assert where(placed("8xh100", work)) == [([0, 1, 2, 3], "whole-gpu", 4)]
+    assert where(placed("8xh100", work, consolidate=True)) == [([0], "mps", 4)]
+
+
+def test_a_named_gpu_is_the_only_one() -> None:
+    assert where(placed("8xh100", {"processes": 4, "memory": "2G", **FARM}, named=True)) == [([0], "mps", 4)]
+
+
+def test_the_memory_line_is_about_the_gpus_of_the_verdict() -> None:
+    answer = advice_answer(placed("4xh100", {"processes": 28, "memory": "1G", **FARM}))
+    assert answer.memory.sentence is not None
+    assert answer.memory.sentence.startswith("on each GPU, 7.0 GiB + 7 x ")
+    assert advice_answer(placed("8xh100", {"processes": 8, "memory": "47G", **FARM})).memory.sentence is None
+
+
+def test_each_has_its_own_gpu_for_certain() -> None:
+    advice = placed("4xl4", {"processes": 4, "memory": "2G", **FARM})
+    answer = advice_answer(advice)
+    assert (answer.answer, answer.confidence) == ("a GPU for each", "high")
+    assert "own-gpu" in {reason.rule for reason in advice.of(Way.WHOLE).reasons}
+    assert [line.command for line in answer.commands] == ["gpushare run -g 0-3 --slice 2ms --wait --memory 90% -- CMD"]
