@@ -500,10 +500,10 @@ def _mps(s: Situation) -> Recipe:
         memory, total = _mps_memory(s, works[0]), s.counts_of_all[0]
         if memory is None and turns is not None and works[0].memory is not None and not s.before_volta:
             # One less at a time, and each has a limit: not if that costs more than a tenth.
-            size = -(-works[0].memory // MIB) * MIB + CLIENT_BYTES
-            fewer = (s.under_mps.usable_bytes or 0) // size
+            least = -(-works[0].memory // MIB) * MIB + CLIENT_BYTES
+            fewer = (s.under_mps.usable_bytes or 0) // least
             if fewer >= turns * 0.9:
-                memory, processes = size, min(fewer, turns)
+                memory, processes = least, min(fewer, turns)
         farm = total is not None and total > 1 and case.same_user and not s.together and not s.servers
         if farm and s.gpu.instance is None:
             parallel = None if processes is None else processes * len(s.spread)
