@@ -28,7 +28,7 @@ from gpushare.sim.state import StateFile, parse_spec
 
 CASES = Path(__file__).parents[1] / "tests" / "advice" / "held_out.yaml"
 # Per cent of the cases.
-GOALS = {"acceptable": (95.0, 100.0), "harmful": (0.0, 0.0), "preferred": (85.0, 100.0)}
+GOALS = {"acceptable": (95.0, 100.0), "harmful": (0.0, 0.0), "preferred": (88.0, 100.0)}
 PROGRAMS = {"nvidia-smi", "nvidia-cuda-mps-control"}
 NEEDS_ROOT = r"mig (create|destroy|apply|enable|disable|grant|revoke)|timeslice set (default|short|medium|long)|--exclusive|sudo|nvidia-smi.* -c"
 CHANGES_MIG = r"gpushare mig (apply|create|destroy|disable|enable)\b.*"

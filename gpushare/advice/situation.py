@@ -576,26 +576,8 @@ class Situation:
 
     @cached_property
     def fit_together(self) -> bool | None:
-        """Return whether all fit at the same time, here or with the other idle GPUs of the host; None if unknown."""
-        found = any_of([self.plain.may_fit, self.under_mps.may_fit])
-        return True if found is False and self._fit_apart else found
-
-    @property
-    def _fit_apart(self) -> bool:
-        """Return whether all fit at the same time, spread over the idle GPUs."""
-        ones = [(one.memory, count) for one, count in zip(self.case.workloads, self.case.counts, strict=True)]
-        if len(self.gpus_to_have) < 2 or any(None in one for one in ones):
-            return False
-        rooms = [(gpu.memory_total_bytes or 0) * (100 - HEADROOM_PERCENT) // 100 for gpu in self.gpus_to_have]
-        for memory, count in sorted(ones, key=lambda one: one[0] or 0, reverse=True):
-            size, left = (memory or 0) + LEAST_CONTEXT_BYTES, count or 0
-            for number, room in enumerate(rooms):
-                placed = min(room // size, left)
-                rooms[number] -= placed * size
-                left -= placed
-            if left:
-                return False
-        return True
+        """Return whether all fit on this GPU at the same time; None if unknown."""
+        return any_of([self.plain.may_fit, self.under_mps.may_fit])
 
     def leavers(self, way: Way) -> list[tuple[Workload, int | None]]:
         """Return the workloads that leave the GPU, with the number of their processes: of a pair, one that can wait."""
@@ -615,7 +597,7 @@ class Situation:
         largest = max(size for size, _ in leavers)
         out, back = moved(largest).out_seconds, moved(largest).in_seconds
         turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
-        one_place = self.plain.most == 1 and len(self.gpus_to_have) == 1
+        one_place = self.plain.most == 1
         alone = turn is not None and one_place and self.case.processes is not None
         return LeavingCost(
             memory_bytes=largest,

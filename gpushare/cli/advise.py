@@ -848,22 +848,11 @@ def _set_up(advice: Advice) -> Recipe:
         )
     if advice.recipe.several_shells:
         raise NotSupported(
-            f"{advice.best.way.label}: what is done in each instance depends on its UUID, which exists only after it was "
-            "created, so --apply cannot plan it as a whole",
-            f"create the instances: {_first_lines(advice.recipe)}; then, in a shell per group, the lines of `gpushare advise`",
+            f"{advice.best.way.label}: its lines name the instances that earlier ones create, so --apply cannot plan it as a whole",
+            f"run them in order: {'; '.join(line.command for line in advice.recipe.lines if line.command)}",
             code="several_shells",
         )
     return advice.recipe
-
-
-def _first_lines(recipe: Recipe) -> str:
-    """Return the commands of a recipe that need no shell of their own, in order."""
-    found = []
-    for line in recipe.lines:
-        if line.command is not None and line.command.startswith("eval "):
-            break
-        found += [line.command] if line.command is not None else []
-    return "; ".join(found)
 
 
 _MOST_REPEATS = 100

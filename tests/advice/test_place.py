@@ -46,6 +46,12 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
         ),
         # Ranks of one job are on GPUs of one kind.
         ("8xh100", [{"processes": 4, "needs": "nccl", "users": "same"}], [([0, 1, 2, 3], "whole-gpu", 4)]),
+        # What does not fit on its GPU leaves it there, also if another GPU has room for less.
+        (
+            "2xa30",
+            [{"processes": 3, "memory": "16G", "users": "same", "saturating": True, "progress": True}],
+            [([0, 1], "turns", 3)],
+        ),
         # One process needs one GPU.
         ("4xl4", [{"processes": 1, "memory": "4G"}], [([0], "whole-gpu", 1)]),
     ],
