@@ -30,7 +30,7 @@ def test_the_sample_mig_parted_file_is_applied(config: str, instances: int, cli:
 
 def test_the_sample_workload_gets_an_answer(cli: Cli) -> None:
     answer = cli("advise", "-f", str(EXAMPLES / "workload.yaml"), "--yes", host="sim:h100").ok()
-    assert "gpushare run -g 0 --production serve -- ./serve" in answer.out
+    assert "gpushare run -g 0 --memory 21760M --name serve -- ./serve" in answer.out
     assert "gpushare run -g 0 --opportunistic --for serve --yield slices -- python batch.py" in answer.out
 
 
