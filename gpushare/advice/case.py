@@ -282,7 +282,8 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         words = {**LIKE[kind], **{key: value for key, value in words.items() if value is not None}, "like": kind}
         needs = LIKE[kind].get("needs")
         if needs is not None and words["needs"] != needs:
-            words["needs"] = [needs, *_listed(words["needs"])]
+            given = _listed(words["needs"])
+            words["needs"] = given if f"no-{needs}" in given else [needs, *given]
     for key, value in words.items():
         if key not in KEYS:
             raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key, KEYS), code="unknown_key")
