@@ -614,10 +614,10 @@ class Situation:
     def in_turns(self, way: Way) -> int | None:
         """Return how many run at a time if not all fit at once and the rest can wait; None: all at once, or at most one.
 
-        Only for equal, independent processes that leave room for each other.
+        Only for equal, independent processes that are known to leave room for each other.
         """
         case, processes = self.case, self.case.processes
-        waits = len(case.workloads) == 1 and self.saturating is not True and case.same_user is not False
+        waits = len(case.workloads) == 1 and self.saturating is False and case.same_user is not False
         needed = self.together or self.apart or self.idle_often or any(map(case.any, ("latency", "running", "weights")))
         if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
