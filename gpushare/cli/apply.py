@@ -294,7 +294,7 @@ def _followed(host: Host, wanted: HostFile) -> list[str]:
 
     record = keep_record(host)
     if record is not None and record.runs:
-        how = f"gpushare timeslice keep runs (process {record.pid}); let it read the file: kill -HUP {record.pid}, or, as a unit, systemctl reload {KEEP_UNIT}"
+        how = f"gpushare timeslice keep runs (process {record.pid}); to read the file again: kill -HUP {record.pid}, or, as a unit, systemctl reload {KEEP_UNIT}"
     else:
         how = "run gpushare timeslice keep; as a unit: gpushare export systemd"
     return [f"the rules for time-slices are followed by another command: {how}"]
@@ -306,7 +306,7 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
 
     if not wanted.memory:
         gone = host.root and changed_limits(host, wanted)
-        return ["no limits of users (memory) are in force any more: this file has none"] if gone else []
+        return ["limits of users (memory) are no longer in force: this file has none"] if gone else []
     if not host.root:
         return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
     return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory"]

@@ -150,12 +150,16 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
         OperationFailed: as `recover`, and `MigLedger.locked`.
     """
     from gpushare.host.records import sweep_leftovers
-    from gpushare.mig.on_demand import remove_left
     from gpushare.mig.recover import recover
 
     with ledger.locked():
         sweep_leftovers(host)
-        notes = (*recover(host, ledger), *remove_left(host, ledger))
+        notes = recover(host, ledger)
+        # Where no job has had an instance of its own, nothing of it is loaded.
+        if (host.run_directory / "on-demand").is_dir():
+            from gpushare.mig.on_demand import remove_left
+
+            notes = (*notes, *remove_left(host, ledger))
         try:
             yield notes
         except GpushareError:

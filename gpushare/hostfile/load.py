@@ -117,7 +117,7 @@ def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> Gp
 
 
 def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], GpushareError | None]:
-    """Return the entries of the kept gpushare.yaml, and why it, or a part of it, does not fit this host any more.
+    """Return the entries of the kept gpushare.yaml, and why it, or a part of it, no longer fits this host.
 
     Both are empty if none was kept, or if this user may not read it.
     """

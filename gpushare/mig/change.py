@@ -467,7 +467,7 @@ class _Instances:
         self._host, self._change, self._ledger = host, change, ledger
         self._made: dict[int, int] = {}
         self._begun = False
-        # What a rollback left, in words, because it was created by somebody else.
+        # What a rollback left, in words, because another program created it.
         self.left_alone: tuple[str, ...] = ()
 
     def steps(self) -> list[Step]:
@@ -582,6 +582,6 @@ def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], N
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
     but = ["the processes that --evict ended"] if any(one.begun for one in change.evictions) else []
     others = [one for work in change.instances for one in work.left_alone]
-    but += [f"{one}, which somebody else created and which stays" for one in others]
+    but += [f"{one}, which another program created and which stays" for one in others]
     exceptions = f", except {' and '.join(but)}" if but else ""
     return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

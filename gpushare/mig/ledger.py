@@ -338,7 +338,7 @@ class MigLedger:
             self._write(self._change)
 
     def refused(self) -> None:
-        """Write that nothing was created: an instance that appears there belongs to somebody else."""
+        """Write that nothing was created: an instance that appears there is another program's."""
         if self._change is not None:
             self._change = replace(self._change, proof=replace(self.proof, begun=None))
             # The rollback that follows knows it from memory.

@@ -1,4 +1,4 @@
-"""An instance for one job: made for it, and destroyed after it unless somebody else came in (`run --mig PROFILE --create`).
+"""An instance for one job: made for it, and destroyed after it unless another program came in (`run --mig PROFILE --create`).
 
 Its record is written before the instance is made. If gpushare dies, the guard of the job destroys the instance; if that
 dies too, the next change of MIG, or `gpushare mig recover`, does.
@@ -155,7 +155,7 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     why = None
     # One without the note is not what was made: another has been put in its place.
     if instance is not None and instance.made:
-        why = "it has a name" if instance.name else "somebody else is in it" if instance.busy else None
+        why = "it has a name" if instance.name else "another program is in it" if instance.busy else None
         if why is None:
             plan = plan_destroy([layout], [Target(layout.gpu, instance.id)])
             if isinstance(plan, NoPlan):

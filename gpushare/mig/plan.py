@@ -51,7 +51,7 @@ class InstanceChange:
 
     @property
     def busy(self) -> bool:
-        """Return whether somebody is, or may be, in what is destroyed."""
+        """Return whether a process is, or may be, in what is destroyed."""
         return self.instance.held or any(one.busy for one in self.compute)
 
     @property

@@ -156,7 +156,7 @@ NOTHING: Final = Proof(made=(), begun=None)
 def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan, tuple[str, ...]]:
     """Return the plan from what exists to a shape, and in words what cannot be had.
 
-    Only what ``proof`` proves to be made by the change that is undone is taken away. What somebody else made meanwhile
+    Only what ``proof`` proves to be made by the change that is undone is destroyed. What others made meanwhile
     stays, and so does what is busy.
     """
     places = {one.place: one for one in wanted.instances}
@@ -236,13 +236,13 @@ def _taken(parts: list[ComputeInstance], compute: ComputeInstance) -> bool:
 
 
 def _offered(profile: Profile, parts: Sequence[ComputeInstance], lost: list[str]) -> tuple[ComputeInstance, ...]:
-    """Return compute instances to create in a GPU instance of a profile; what it does not offer any more is lost."""
+    """Return compute instances to create in a GPU instance of a profile; what it no longer offers is lost."""
     found = []
     for part in sorted(parts, key=_rank):
         slices = part.profile.slices
         offered = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
         if offered is None or offered.id is None:
-            lost.append(f"{slices}c.{profile.name} is not offered any more")
+            lost.append(f"{slices}c.{profile.name} is no longer offered")
         else:
             found.append(ComputeInstance(profile=offered, placement=part.placement))
     return tuple(found)

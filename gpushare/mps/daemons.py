@@ -366,7 +366,7 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
 
     ``deep`` asks each for limits, servers and clients. Those of other users (except root) are asked only with
     ``strangers``: they may report anything, or hang. A record whose daemon is gone is returned with an error:
-    `gpushare mps stop` clears it away. A daemon in a home of ours is ours even without a record.
+    `gpushare mps stop` cleans up. A daemon in a home of ours is ours even without a record.
     """
     directories = host.run_directories
     running = _running(host)

@@ -132,9 +132,9 @@ def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> Found
     chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
     if chosen is None or not chosen.trusted:
         names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
-        who = "it is unknown which listens" if listener is None else f"process {listener.pid} listens"
+        who = "its listener could not be identified" if listener is None else f"process {listener.pid} listens there"
         raise InUse(
-            f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
+            f"{len(same)} processes name the pipe directory {directory}: {names}; {who}",
             f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
             code="several_daemons",
         )
@@ -278,7 +278,7 @@ class Stop:
             # Last: until then the record tells the next command what is still to be done.
             steps.append(
                 Step(
-                    what=f"clear away the files of {'a dead' if dead else 'the'} MPS daemon{where}",
+                    what=f"clean up the files of {'a dead' if dead else 'the'} MPS daemon{where}",
                     command=f"rm -f {shlex.quote(str(home.directory / 'daemon.json'))}",
                     do=home.clear,
                 )
@@ -526,8 +526,8 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
         if force:
             return False
         raise InUse(
-            f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
-            "and it is unknown which process listens there",
+            f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
+            "but its listener could not be identified",
             f"look at it: ps -fp {found.daemon.pid}; end that process: {found.stop_command} --force",
             code="other_daemon",
         )

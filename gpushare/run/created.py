@@ -129,7 +129,7 @@ class Creator:
             *shown_steps(found),
             step_of_run(f"run {command[0]} in {new} of GPU {plan.gpu}", shlex.join(command)),
             step_of_run(
-                f"destroy {new} on GPU {plan.gpu}, unless somebody else is in it",
+                f"destroy {new} on GPU {plan.gpu}, unless another program is in it",
                 f"gpushare mig destroy {new} -g {plan.gpu}",
             ),
         )

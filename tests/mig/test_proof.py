@@ -66,7 +66,7 @@ def test_what_another_made_where_the_step_failed_stays_and_is_said(
     assert said.code == 1
     ((profile, start),) = host.look()[0].places
     assert (profile, start) in {("1g.10gb", 5), ("1g.10gb", 6)}
-    assert f"1g.10gb:{start} on GPU 0, which somebody else created and which stays" in said.error["message"]
+    assert f"1g.10gb:{start} on GPU 0, which another program created and which stays" in said.error["message"]
     assert "everything is as before, except" in said.error["message"]
     assert not host.journal.exists()
     # The undo was complete as far as it was ours.
@@ -82,7 +82,7 @@ def test_what_another_made_beside_it_stays(host: World, monkeypatch: pytest.Monk
     said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
     assert said.code == 1
     assert host.look()[0].places == {("1g.10gb", 2)}
-    assert "1g.10gb:2 on GPU 0, which somebody else created" in said.error["message"]
+    assert "1g.10gb:2 on GPU 0, which another program created" in said.error["message"]
 
 
 def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: World, monk
     said = host.run("mig", "create", "1g.10gb:6 1g.10gb:5")
     assert said.code == 1
     assert len(host.look()[0].places) == 1
-    assert "which somebody else created" in said.error["message"]
+    assert "which another program created" in said.error["message"]
 
 
 @pytest.mark.parametrize("bare", [False, True])

@@ -868,7 +868,7 @@ def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> No
     cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
     path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
     assert "memory: other users: limit none, now 20G" in cli("apply", "-n", "-f", path, host=TWO).ok().err
-    assert "no limits of users (memory) are in force any more" in cli("apply", "-f", path, host=TWO).ok().err
+    assert "limits of users (memory) are no longer in force" in cli("apply", "-f", path, host=TWO).ok().err
     assert "memory" not in cli("diff", "-f", path, host=TWO).ok().out
     assert "any more" not in cli("apply", "-f", path, host=TWO).ok().err
 

@@ -80,7 +80,7 @@ def test_a_dry_run_shows_the_steps_that_are_carried_out(
     monkeypatch.setattr(stop, "carry_out", noted)
     cli("mps", "stop").ok()
     assert [step["what"] for step in planned["steps"]] == done
-    assert [what.split()[0] for what in done] == ["wait", "end", "restore", "clear"]
+    assert [what.split()[0] for what in done] == ["wait", "end", "restore", "clean"]
 
 
 @pytest.mark.usefixtures("daemon")
@@ -168,7 +168,7 @@ def test_dead_daemon_is_cleared_away(cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     steps = cli("mps", "stop", "-n", output="json").ok().data["steps"]
-    assert [step["what"].split()[0] for step in steps] == ["end", "restore", "clear"]
+    assert [step["what"].split()[0] for step in steps] == ["end", "restore", "clean"]
     answer = cli("mps", "stop").ok()
     assert answer.out == "removed the files of a dead MPS daemon of GPU 0; compute mode default restored\n"
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT

@@ -49,7 +49,7 @@ def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
     (uuid,) = until(lambda: [one.uuid for one in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
     admin.add_process(on.spec, "0", mig=uuid)
-    assert "stays: somebody else is in it" in started.result().err
+    assert "stays: another program is in it" in started.result().err
     assert len(instances(on)) == 1
     assert ON_DEMAND.all(on.host) == []
 
