@@ -156,6 +156,7 @@ SLOW = (
     "security/",
     "sim/test_mig_changes_walk.py",
     "test_hostile_input.py",
+    "top/test_cockpit.py",
 )
 
 

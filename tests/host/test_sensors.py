@@ -1,0 +1,72 @@
+"""What a GPU measures of itself, what a process uses of the host, and who descends from whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpushare.base.errors import GpuLost
+from gpushare.base.model import GpuSensors
+from gpushare.base.units import GIB
+from gpushare.connect import connect
+from gpushare.host.machine import Machine
+from gpushare.host.process import Processes
+from gpushare.sim import admin
+from tests.cli.drive import World
+
+
+def test_sensors_follow_the_load() -> None:
+    world = World("sim:h100")
+    nvml = connect(world.spec).nvml
+    idle = nvml.sensors(0)
+    admin.add_process(world.spec, "0", memory_bytes=GIB, sm_percent=100)
+    busy = nvml.sensors(0)
+    assert (idle.power_watts or 0) < (busy.power_watts or 0) <= (busy.power_limit_watts or 0) == 700
+    assert (idle.temperature_celsius or 0) < (busy.temperature_celsius or 0)
+    assert (busy.sm_clock_mhz, busy.fan_percent, busy.slowed_by) == (busy.sm_clock_max_mhz, None, ())
+    assert nvml.pcie_traffic(0)[0]
+    # Power and heat; an idle GPU (1) is no harm.
+    world.fault("slowed", 0x04 | 0x20 | 0x40 | 0x01, gpu=0)
+    assert nvml.sensors(0).slowed_by == ("power limit", "heat")
+
+
+def test_what_a_gpu_does_not_tell_is_unknown() -> None:
+    world = World("sim:h100")
+    nvml = connect(world.spec).nvml
+    for name in ("PowerUsage", "EnforcedPowerLimit", "Temperature", "ClockInfo", "MaxClockInfo", "EncoderUtilization",
+                 "DecoderUtilization", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons", "PcieThroughput"):  # fmt: skip
+        world.fault("not-supported", f"nvmlDeviceGet{name}", gpu=0)
+    assert nvml.sensors(0) == GpuSensors()
+    assert nvml.pcie_traffic(0) == (None, None)
+    world.fault("lost", gpu=0)
+    with pytest.raises(GpuLost):
+        nvml.sensors(0)
+
+
+def test_the_use_of_the_host_and_the_family_of_a_process() -> None:
+    processes = Processes()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        own = processes.usage(os.getpid())
+        assert own is not None
+        assert own.cpu_seconds > 0
+        assert own.memory_bytes > 1 << 20
+        families = processes.families([os.getpid(), child.pid, 1 << 30])
+        assert families[os.getpid()][0] == os.getpid()
+        assert child.pid in families[os.getpid()]
+        assert list(families[child.pid]) == [child.pid]
+        assert 1 << 30 not in families
+    finally:
+        child.communicate()
+    assert processes.usage(child.pid) is None
+
+
+def test_the_load_of_the_machine() -> None:
+    load = Machine().load()
+    assert load is not None
+    assert 0 < load.busy_seconds < load.all_seconds
+    assert 0 < load.memory_free <= load.memory_total
+    assert Machine("/nonexistent").load() is None
