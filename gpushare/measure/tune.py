@@ -305,6 +305,9 @@ class Tuner:
 
     def _stage(self, experiment: Experiment, way: str) -> None:
         self._check(way)
+        if self._stages:
+            # The jobs of this way start, too.
+            self.demand(self._stages[-1].start_took + FIRST_SECONDS)
         stage = Stage(self, experiment, way)
         self._stages.append(stage)
         try:
@@ -392,10 +395,14 @@ class Tuner:
 
     def demand(self, seconds: float) -> None:
         """Raise _Over unless this time is left; production's way to its first window is not counted."""
-        if self._began is None or not self._stages:
-            return
-        if self._spent(self._stages[-1].experiment) + seconds > self.options.budget_seconds:
+        if seconds > self.left():
             raise _Over
+
+    def left(self) -> float:
+        """Return how much of the budget is left; all of it until all jobs have printed."""
+        if self._began is None:
+            return math.inf
+        return self.options.budget_seconds - self._spent(self._stages[-1].experiment)
 
     def _spent(self, experiment: Experiment) -> float:
         return 0.0 if self._began is None else experiment.now() - self._began
@@ -490,7 +497,7 @@ class Stage:
         self._together_seconds = 2 * self._window
         self._others_seconds = 2 * self._window
         self._log: list[_Seen] = []
-        self._start_took = 0.0
+        self.start_took = 0.0
         self.default_us: int | None = None
         self.request_us: float | None = None
         self.finished = False
@@ -517,7 +524,7 @@ class Stage:
         )
         self._start_others(first)
         self._until_warm(self._production, *self._others)
-        self._start_took = self.experiment.now() - began
+        self.start_took = self.experiment.now() - began
         if outside:
             try:
                 self.default_us = self.experiment.slice_of(self._production.program) or None
@@ -656,12 +663,12 @@ class Stage:
         self.experiment.forget_ended()
         self._start_others(limits)
         self._until_warm(*self._others)
-        self._start_took = self.experiment.now() - began
+        self.start_took = self.experiment.now() - began
 
     def least_seconds(self, setting: Setting) -> float:
         """Return the least time that measuring a setting takes."""
         starts = self._way == CAPS and _limits(setting) != self._limits
-        return (self._start_took if starts else 0.0) + self._window + self._together_seconds + 1.0
+        return (self.start_took if starts else 0.0) + self._window + self._together_seconds + 1.0
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
@@ -745,6 +752,7 @@ class Stage:
     def _measure_others(self, *, first: bool = False) -> None:
         """Watch the others while production is paused, which then catches up with what has come meanwhile."""
         production = self._production
+        self._tuner.demand(self._others_seconds)
         self._resume_others()
         if production is not None:
             self.experiment.stop(production.program)
@@ -813,7 +821,7 @@ class Stage:
             return bound is not None and len(recent) == 5 and max(recent) <= bound
 
         if bound is not None:
-            self.experiment.wait(_CAUGHT_UP_SECONDS, caught_up)
+            self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.left())), caught_up)
 
     def _rate(self, job: Running, start: float, end: float) -> float | None:
         """Return the rate of one of the others in a window; its first number after a pause may include the pause."""
