@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from gpushare.cli import main
-from gpushare.connect import connect
+from gpushare.gpu_models import model_of
 from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
+from gpushare.sim.current import changing
+from gpushare.sim.mig import place
+from gpushare.sim.state import StateFile
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -82,8 +85,24 @@ def test_an_exact_layout_keeps_what_is_busy(cli: Cli) -> None:
 def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: Cli) -> None:
     cli("--host", "sim:h100", "sim", "mig", "1g.10gb:0", "3g.40gb:4")
 
-    def run(command: str) -> int:
-        return connect("sim:h100").programs.run(command.split()).exit_code
+    def run(command: str) -> None:
+        """Do what NVIDIA's program does by this command."""
+        words = tuple(command.split())
+        assert words[:4] == ("nvidia-smi", "mig", "-i", "0"), command
+        with changing(StateFile("sim:h100")) as (state, _):
+            (gpu,) = state.gpus
+            here = {one.gpu_instance_id: f"{one.profile}:{one.start}" for one in gpu.mig}
+            if words[4] in {"-dci", "-cci"}:
+                # Each instance comes with its compute instance here.
+                assert int(words[words.index("-gi") + 1]) in here
+            elif words[4] == "-dgi":
+                del here[int(words[6])]
+            else:
+                assert (words[4], words[6:]) in {("-cgi", ("-C",)), ("-cgi", ())}
+                number, _, start = words[5].partition(":")
+                name = next(one.name for one in model_of(gpu.model).profiles if one.id == int(number))
+                here[-1] = f"{name}:{start}"
+            state.gpus = [place(gpu, model_of(gpu.model), list(here.values()))]
 
     def places() -> list[tuple[str, int]]:
         return sorted((one["profile"], one["start"]) for one in admin.describe("sim:h100")["gpus"][0]["mig"])
@@ -91,11 +110,15 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
     plan = ("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
     before, steps = places(), cli(*plan).json["data"]["steps"]
     gone = [step for step in steps if "-cgi" not in step["command"]]
-    assert [run(step["command"]) for step in gone] == [0, 0]
-    assert [run(step["undo"]) for step in reversed(gone)] == [0, 0]
+    for step in gone:
+        run(step["command"])
+    assert places() != before
+    for step in reversed(gone):
+        run(step["undo"])
     assert places() == before
     steps = cli(*plan).json["data"]["steps"]
-    assert [run(step["command"]) for step in steps] == [0] * len(steps)
+    for step in steps:
+        run(step["command"])
     assert cli(*plan).json["data"]["steps"] == []
 
 

@@ -233,6 +233,8 @@ FAULTS = {
     "mps-version": ("13020", lambda world: world.state.mps_binary == 13020),
     "memory-limits": ("mib", lambda world: world.state.memory_limits_fault == "mib"),
     "unlisted-memory": ("2147483648", lambda world: world.state.gpus[0].unlisted_bytes == 2 << 30),
+    "slowed": ("8", lambda world: world.state.gpus[0].slowed == 8),
+    "power-cap": ("300", lambda world: world.state.gpus[0].power_cap_watts == 300),
     "xid": ("79", lambda world: world.state.gpus[0].xids == [79]),
 }
 
