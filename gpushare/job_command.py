@@ -40,8 +40,13 @@ class JobCommand:
     slice: str | None = None
     weight: float | None = None
     wait: bool = False
+    # How long it runs at most: ``2h``.
+    time: str | None = None
     requeue: bool = False
+    # ``mps-fault``.
+    restart_on: str | None = None
     swap: str | None = None
+    movable: bool = False
     threads_percent: float | None = None
     # Rounded up to whole MiB; a part of the GPU's (``90%``), or "SIZE" where the reader is to choose it.
     memory: int | str | None = None
@@ -72,8 +77,11 @@ class JobCommand:
             ("--slice", self.slice),
             ("--weight", None if self.weight is None else f"{self.weight:.3g}"),
             ("--wait", self.wait),
+            ("--time", self.time),
             ("--requeue", self.requeue),
+            ("--restart-on", self.restart_on),
             ("--swap", self.swap),
+            ("--movable", self.movable),
             ("--threads", None if self.threads_percent is None else f"{self.threads_percent:g}"),
             ("--memory", size_option(-(-memory // MIB) * MIB) if isinstance(memory, int) else memory),
             ("--over", self.over),

@@ -23,7 +23,7 @@ from gpushare.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpushare.base.model import Gpu
     from gpushare.base.selection import Device
@@ -60,6 +60,9 @@ def farm(
         str | None,
         typer.Option("-g", "--gpu", metavar="SET", help="The GPUs or instances: 0, 0-3, 0,2, any (all)."),
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="How many of them each copy has. [default: 1]")
+    ] = None,
     threads: ClientThreads = None,
     memory: Annotated[
         str | None,
@@ -95,12 +98,13 @@ def farm(
 
     GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; after each start
     the farm goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
+    With --gpus N, each copy runs outside MPS on N GPUs that are connected well, and reserves its memory on each.
     """
     from gpushare.base.units import parse_seconds
     from gpushare.hostfile.kept import kept_limits
     from gpushare.memory.limit import parse_budget
     from gpushare.mps.limits import Limits
-    from gpushare.run.farm import FarmOptions
+    from gpushare.run.farm import FarmOptions, sets_of
     from gpushare.run.jobs import check_job_name
     from gpushare.run.program import RunOptions
 
@@ -109,6 +113,7 @@ def farm(
             "there is no program to run", "give one: gpushare farm --copies 8 -- python train.py {}", code="no_command"
         )
     _check_numbers(copies, each, parallel, restart)
+    count = _count_of(gpus, {"--threads": threads, "--priority": priority, "--like": like})
     if over is not None and memory is None:
         raise BadCombination(
             "--over needs --memory: it says what happens above the limit",
@@ -128,11 +133,12 @@ def farm(
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
     caps = None if like is None else _caps_of(like)
     host = settings.connect_to_change()
-    devices = _devices(gpu, gpus_of(host))
+    devices = _devices(gpu, gpus_of(host), instances=count == 1)
+    # An error comes before the farm is a job.
+    sets = sets_of(host, devices, count)
     if budget is not None:
-        # An error comes before the farm is a job.
-        for device in devices:
-            budget.on([device])
+        for some in sets:
+            budget.on(some)
     lines = None if each is None else _lines_of(each)
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
@@ -149,6 +155,7 @@ def farm(
         stall_seconds=stall_seconds,
         user_limits=kept_limits(host),
         name=title,
+        gpus=count,
     )
     return _farmed(host, devices, command, options)
 
@@ -167,15 +174,29 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
         raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
 
 
-def _devices(gpu: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
-    """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the instances."""
+def _count_of(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
+    """Return how many GPUs each copy has; of several it runs outside MPS, whose options have no meaning then."""
+    count = 1 if gpus is None else gpus
+    if count < 1:
+        raise BadUsage(f"--gpus {count} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+    given = next((option for option, value in of_mps.items() if value is not None), None)
+    if count > 1 and given is not None:
+        raise BadCombination(
+            f"--gpus cannot be combined with {given}: an MPS daemon has one GPU",
+            "for example: gpushare farm --copies 4 --gpus 2 --memory 20G -g any -- CMD",
+        )
+    return count
+
+
+def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
+    """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the ``instances``."""
     from gpushare.base.selection import candidates, is_any, usable
 
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named(len(gpus), "say on which to run", hint)
     found = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
-    return usable(found, instances=True) if is_any(gpu) else found
+    return usable(found, instances=instances) if is_any(gpu) else found
 
 
 def _lines_of(each: str) -> tuple[str, ...]:
@@ -304,7 +325,7 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
         "memory_bytes": result.memory_bytes,
         "memory_source": result.source,
         "memory_limit_bytes": None
-        if budget is None or given is None or budget.action != "end"
+        if budget is None or given is None or budget.action != "end" or options.gpus > 1
         else client_memory(given),
         "job_memory_bytes": given,
         "copies": [
@@ -315,7 +336,7 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
                 "exit_code": _as_of_run(copy.exit_code),
                 "seconds": round(copy.seconds, 2),
                 "tries": copy.tries,
-                "gpu": copy.gpu,
+                "gpu_indexes": list(copy.gpus),
                 "threads_percent": copy.threads_percent,
                 "memory_peak_bytes": copy.peak_bytes,
                 "attached": copy.attached,

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed
+from gpushare.base.selection import titles
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
+from gpushare.memory.harm import best_together
 from gpushare.memory.ledger import Lapses, Line, Patience, Place, Request, not_around, position, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
@@ -35,6 +37,7 @@ from gpushare.memory.room import check_ever, check_limit, client_limit, read_lin
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
+from gpushare.run.plain import PlainShare
 from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs
 from gpushare.run.share import MpsShare
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.memory.limit import MemoryAction, MemoryBudget
+    from gpushare.run.share import Share
 
 
 MOST_COPIES: Final = 10_000
@@ -59,9 +63,9 @@ class FarmOptions:
     """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
 
     ``parallel`` bounds how many run at the same time on all GPUs together (None: as many as fit). ``budget`` is the
-    memory of a copy, as given (None: not given). ``cap`` returns the thread percentage of each of N copies on one GPU (None:
+    memory of a copy on each of its ``gpus``, as given (None: not given); on several GPUs it runs outside MPS. ``cap`` returns the thread percentage of each of N copies on one GPU (None:
     no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy may print nothing (None: no limit). ``user_limits`` are what users may
-    reserve on a GPU, by uid. ``done`` are the copies that an earlier farm has completed.
+    reserve on a GPU, by uid. ``gpus`` is how many GPUs each copy has; of several it runs outside MPS. ``done`` are the copies that an earlier farm has completed.
     """
 
     copies: int
@@ -78,6 +82,7 @@ class FarmOptions:
     stall_seconds: float | None = None
     user_limits: UserLimits | None = None
     name: str | None = None
+    gpus: int = 1
 
 
 @dataclass(kw_only=True)
@@ -93,7 +98,7 @@ class Copy:
     state: str = "waiting"
     tries: int = 0
     pid: int | None = None
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
     threads_percent: float | None = None
     exit_code: int | None = None
     failure: str | None = None
@@ -305,7 +310,7 @@ def text_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
         "state": copy.state,
         "exit_code": copy.exit_code,
         "seconds": round(copy.seconds, 2),
-        "gpu": copy.gpu,
+        "gpu_indexes": list(copy.gpus),
         "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended_at)),
     }
     return json.dumps(value).encode() + b"\n"
@@ -497,46 +502,95 @@ def plan_farm(
     return tuple(planned.plan())
 
 
+def sets_of(host: Host, devices: Sequence[Device], count: int) -> list[tuple[Device, ...]]:
+    """Return the sets of ``count`` devices on which copies run: those that are connected best first; a rest is left out.
+
+    Raises:
+        BadUsage: a copy needs more GPUs than there are (code ``too_few_gpus``).
+        NotSupported: it needs several, and one of them is in MIG mode (code ``mig_enabled``).
+    """
+    if count == 1:
+        return [(device,) for device in devices]
+    from gpushare.run.start import check_enough, check_not_mig
+
+    check_not_mig(devices, whole=True)
+    check_enough(devices, count)
+
+    def closeness(first: int, second: int) -> int:
+        with contextlib.suppress(GpushareError):
+            return host.nvml.closeness(rest[first].gpu.index, rest[second].gpu.index)
+        return 0
+
+    sets, rest = [], list(devices)
+    while len(rest) >= count:
+        chosen = best_together([()] * len(rest), count, functools.cache(closeness))
+        sets.append(tuple(rest[number] for number in chosen))
+        rest = [device for number, device in enumerate(rest) if number not in chosen]
+    return sets
+
+
 class _FarmLine:
     """The farm's place in the line of waiting jobs, in which it is behind all jobs that are no farms.
 
-    A place has one size: on GPUs of several sizes, of which a copy gets a part, the farm has one for each size.
+    A place has one size: on GPUs of several sizes, of which a copy gets a part, the farm has one for each size. So it has
+    one for each set of GPUs.
     """
 
-    def __init__(self, host: Host, name: str | None, limits: UserLimits, devices: Sequence[Device]) -> None:
+    def __init__(self, host: Host, name: str | None, limits: UserLimits, sets: Sequence[tuple[Device, ...]]) -> None:
+        self._count = len(sets[0])
         self._host, self._name, self._limits = host, name, limits
-        self._devices = {device.uuid: device for device in devices}
-        self._clients = {device.uuid: client_limit(host, device) for device in devices}
-        self._places: dict[int, Place] = {}
+        self._sets = {some[0].uuid: tuple(device.uuid for device in some) for some in sets}
+        self._devices = {device.uuid: device for some in sets for device in some}
+        self._clients = {uuid: client_limit(host, device) for uuid, device in self._devices.items()}
+        self._places: dict[Request, Place] = {}
         self._patience, self._lapses = Patience(), Lapses()
         self._reasons: Sequence[str] = ()
 
+    def requests(self, sizes: Mapping[str, int]) -> list[Request]:
+        """Return what a copy asks for: a device of each size, or one of the sets.
+
+        ``sizes`` are what it reserves, by UUID of the devices that it may have; of a set, by that of the first one.
+        """
+        if self._count > 1:
+            wanted = [(size, self._sets[uuid]) for uuid, size in sizes.items()]
+        else:
+            keys: dict[int, list[str]] = defaultdict(list)
+            for uuid, size in sizes.items():
+                keys[size].append(uuid)
+            wanted = [(size, tuple(uuids)) for size, uuids in keys.items()]
+        client = self._count == 1
+        return [
+            Request(memory_bytes=size, keys=uuids, client=client, count=self._count, name=self._name)
+            for size, uuids in wanted
+        ]
+
     def take(
         self, sizes: Mapping[str, int], order: Callable[[Sequence[str]], Sequence[str]]
-    ) -> tuple[Device, Place] | None:
-        """Return a device that has room for a copy, and the place there that it holds; None: it waits.
+    ) -> tuple[str, Place] | None:
+        """Return the UUID of a device, or of the first of a set, that has room for a copy, and the place that it holds.
 
-        ``sizes`` are what a copy reserves, by UUID of the devices that it may have; ``order`` is best first.
+        None: it waits. ``sizes`` as `requests`; ``order`` is best first.
 
         Raises:
             GpushareError: the ledger cannot be written.
         """
-        keys: dict[int, list[str]] = defaultdict(list)
-        for uuid, size in sizes.items():
-            keys[size].append(uuid)
-        for size in [size for size, place in self._places.items() if place.request.keys != tuple(keys.get(size, ()))]:
-            self._places.pop(size).leave()
-        for size, uuids in keys.items():
-            if size not in self._places:
-                request = Request(memory_bytes=size, keys=tuple(uuids), client=True, name=self._name)
-                self._places[size] = Place(self._host, request, self._patience, self._lapses)
-            place = self._places[size]
-            now, self._reasons = usable_now(self._host, [self._devices[uuid] for uuid in uuids], client=True)
-            if place.try_to_take(now, self._clients, self._limits, order if len(uuids) > 1 else None):
-                del self._places[size]
+        ranks = [*order([*sizes])]
+        wanted = sorted(self.requests(sizes), key=lambda request: ranks.index(request.keys[0]))
+        for request in [request for request in self._places if request not in wanted]:
+            self._places.pop(request).leave()
+        for request in wanted:
+            if request not in self._places:
+                self._places[request] = Place(self._host, request, self._patience, self._lapses)
+            place = self._places[request]
+            devices = [self._devices[uuid] for uuid in request.keys]
+            now, self._reasons = usable_now(self._host, devices, client=request.client)
+            choice = order if len(devices) > request.count else None
+            if place.try_to_take(now, self._clients, self._limits, choice):
+                del self._places[request]
                 # Of the other sizes it goes to the end of the line, too.
                 self.leave()
-                return next(device for device in now if device.uuid in place.held), place
+                # Of a set in any order.
+                return next(uuid for uuid in request.keys if uuid in place.held), place
         return None
 
     def waits_for(self) -> tuple[str, int]:
@@ -557,15 +611,16 @@ class _FarmLine:
 
 
 class _FarmGpu:
-    """One device of a farm: the share of its copies, opened with the first one."""
+    """One device of a farm, or a set of GPUs: the share of its copies, opened with the first one."""
 
-    def __init__(self, host: Host, device: Device) -> None:
-        self.host, self.device = host, device
-        self.share = MpsShare(host, device, Limits())
+    def __init__(self, host: Host, device: Device, *more: Device) -> None:
+        self.host, self.device, self.devices = host, device, (device, *more)
+        self.title = titles(self.devices)
+        self.share: Share = PlainShare(host, device, more=more) if more else MpsShare(host, device, Limits())
         self.several: Several | None = None
         self.running: dict[int, Program] = {}
-        self._listed: tuple[GpuProcess, ...] | None = None
-        self._listed_at = -1.0
+        # The processes on each GPU by its index, and when they were listed.
+        self._listed: dict[int, tuple[float, tuple[GpuProcess, ...] | None]] = {}
         # When to check whether the copies are clients.
         self.looks: list[float] = []
 
@@ -577,16 +632,21 @@ class _FarmGpu:
             self.looks = [time.monotonic() + seconds for seconds in _LOOKS]
         return self.several
 
-    def processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes on the GPU, read once for all copies."""
-        now = time.monotonic()
-        if now - self._listed_at >= _STEP_SECONDS:
-            self._listed, self._listed_at = self.host.nvml.processes(self.device.gpu.index), now
-        return self._listed
+    def processes(self, device: Device) -> tuple[GpuProcess, ...] | None:
+        """Return the processes on a GPU, read once for all copies."""
+        now, index = time.monotonic(), device.gpu.index
+        if index not in self._listed or now - self._listed[index][0] >= _STEP_SECONDS:
+            self._listed[index] = now, self.host.nvml.processes(index)
+        return self._listed[index][1]
+
+    def environment(self, limits: Limits) -> dict[str, str]:
+        """Return what a copy with these limits has in its environment."""
+        share = self.share if len(self.devices) > 1 else MpsShare(self.host, self.device, limits)
+        return share.environment({})
 
     def prove(self, copies: Sequence[Copy]) -> None:
         """Check from time to time whether the copies are clients of the daemon."""
-        if self.several is None or not self.looks or time.monotonic() < self.looks[0]:
+        if self.several is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
             return
         self.looks.pop(0)
         clients = self.several.clients()
@@ -611,15 +671,19 @@ class _Farm:
         self._copies = [
             Copy(number=number, line=None if lines is None else lines[number]) for number in range(options.copies)
         ]
-        self._gpus = {device.uuid: _FarmGpu(host, device) for device in devices}
+        sets = sets_of(host, devices, options.gpus)
+        # By UUID; a set of GPUs by that of its first one.
+        self._gpus = {some[0].uuid: _FarmGpu(host, *some) for some in sets}
+        used = {device.uuid for some in sets for device in some}
+        self._spare = [device for device in devices if device.uuid not in used]
         # The memory of a copy by device, as given, and what happens to a copy above it.
         budget = options.budget
-        self._given = None if budget is None else {device.uuid: budget.on([device]) for device in devices}
+        self._given = None if budget is None else {some[0].uuid: budget.on(some) for some in sets}
         self._action: MemoryAction = "end" if budget is None else budget.action
         self._user_limits = options.user_limits or UserLimits({}, None)
-        self._line = _FarmLine(host, options.name, self._user_limits, devices)
-        # What watches the memory of each copy that runs, and has its place in the ledger.
-        self._memories: dict[int, JobMemory] = {}
+        self._line = _FarmLine(host, options.name, self._user_limits, sets)
+        # What watches the memory of each copy that runs, on each of its GPUs; the first one has its place in the ledger.
+        self._memories: dict[int, tuple[JobMemory, ...]] = {}
         self._places: dict[int, Place] = {}
         # What a copy reserves, by device (None: not known yet), and from where that is known.
         self._sizes: Mapping[str, int] | None = None
@@ -662,30 +726,45 @@ class _Farm:
         self._find_inside()
         self._find_sizes()
         if self._sizes is not None:
-            lines = self._lines()
-            limit = self._user_limits.get(os.geteuid())
-            for size in {*self._sizes.values()}:
-                keys = tuple(uuid for uuid, own in self._sizes.items() if own == size)
-                here = [line for line in lines if line.device.uuid in keys]
-                request = Request(memory_bytes=size, keys=keys, client=True)
-                if len(here) == len(keys):
+            self._check_sizes(self._sizes)
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        lines = {line.device.uuid: line for line in self._lines()}
+        limit = self._user_limits.get(os.geteuid())
+        for request in self._line.requests(sizes):
+            here = [lines[uuid] for uuid in request.keys if uuid in lines]
+            try:
+                if len(here) == len(request.keys):
                     check_ever(here, request)
                 if here:
                     check_limit(here, request, limit)
+            except GpushareError as error:
+                # A copy of several GPUs may fit on another set.
+                if request.count == 1 or len(self._gpus) == 1:
+                    raise
+                self._drop(request.keys[0], error)
 
     def _drop(self, uuid: str, error: GpushareError) -> None:
         gpu = self._gpus.pop(uuid)
         self._sizes = None if self._sizes is None else {key: size for key, size in self._sizes.items() if key != uuid}
-        self._reporter.say(f"{gpu.device.title} is left out: {error.message}")
+        self._reporter.say(f"{gpu.title} {'is' if len(gpu.devices) == 1 else 'are'} left out: {error.message}")
 
     def _find_inside(self) -> None:
         found = reservations(self._host) or []
         others = {job.id for job in not_around(self._host, found)}
         around = {key: job.memory_bytes for job in found if job.id not in others for key in job.held}
-        self._inside = {uuid: around[uuid] for uuid in self._gpus if uuid in around}
+        inside = {
+            uuid: [around[device.uuid] for device in gpu.devices if device.uuid in around]
+            for uuid, gpu in self._gpus.items()
+        }
+        self._inside = {
+            uuid: min((size for size in sizes if size is not None), default=None)
+            for uuid, sizes in inside.items()
+            if len(sizes) == len(self._gpus[uuid].devices)
+        }
         if self._inside:
             # The memory of that job is for the copies.
-            self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in around}
+            self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in self._inside}
 
     def _find_sizes(self) -> None:
         """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
@@ -707,30 +786,43 @@ class _Farm:
 
     def _set_size(self, size: int, source: str) -> None:
         """Let each further copy reserve so much, but no more than it can ever have."""
-        lines = {line.device.uuid: line for line in self._lines()}
+        lines = self._lines_by_gpu()
         limit = self._user_limits.get(os.geteuid())
         sizes = {}
         for uuid in self._gpus:
-            bounds = [lines[uuid].room.whole_bytes] if uuid in lines else []
+            bounds = [line.room.whole_bytes for line in lines.get(uuid, ())]
             bounds += [] if limit is None else [limit]
             sizes[uuid] = min([size, *bounds]) // MIB * MIB
         self._sizes, self._source = sizes, source
 
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
-        now, _ = usable_now(self._host, [gpu.device for gpu in self._gpus.values()], client=True)
+        devices = [device for gpu in self._gpus.values() for device in gpu.devices]
+        now, _ = usable_now(self._host, devices, client=self._options.gpus == 1)
         return read_lines(self._host, now, self._user_limits)
+
+    def _lines_by_gpu(self) -> dict[str, list[Line]]:
+        """Return the ledger of each device, or of all GPUs of a set, by UUID as `_gpus`."""
+        lines = {line.device.uuid: line for line in self._lines()}
+        found = {
+            uuid: [lines[device.uuid] for device in gpu.devices if device.uuid in lines]
+            for uuid, gpu in self._gpus.items()
+        }
+        return {uuid: some for uuid, some in found.items() if len(some) == self._options.gpus}
 
     # -- what is said before -------------------------------------------------------------------------
 
     def say_first(self) -> None:
         """Say what each copy is given, and how many run at the same time."""
         options, copies = self._options, [copy for copy in self._copies if copy.state == "waiting"]
-        titles = ", ".join(gpu.device.title for gpu in self._gpus.values())
+        where = (", " if options.gpus == 1 else " and ").join(gpu.title for gpu in self._gpus.values())
+        if self._spare:
+            what, verb = titles(self._spare), "is" if len(self._spare) == 1 else "are"
+            self._reporter.say(f"{what} {verb} left out: each copy has {options.gpus} GPUs")
         done = len(self._copies) - len(copies)
         if done:
             self._reporter.say(f"{format_copies(done)} done earlier: not started again")
-        what = f"{format_copies(len(copies))} on {titles}"
+        what = f"{format_copies(len(copies))} on {where}"
         if not copies:
             return
         if self._sizes is None:
@@ -743,7 +835,8 @@ class _Farm:
         how = {"known": ", the most that this command has used here", "given": ""}.get(self._source or "", "")
         at_once = min(len(copies), sum(self._together().values()), options.parallel or len(copies))
         more = "" if at_once >= len(copies) else f"; {at_once} at a time"
-        self._reporter.say(f"{what}, {size} each{how}{more}")
+        each = f"{size} each" if options.gpus == 1 else f"each with {size} on each GPU"
+        self._reporter.say(f"{what}, {each}{how}{more}")
 
     # -- the plan ------------------------------------------------------------------------------------
 
@@ -751,19 +844,19 @@ class _Farm:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched."""
         steps = []
         gpus = list(self._gpus.values())
-        titles = ", ".join(gpu.device.title for gpu in gpus)
         if self._sizes is None:
-            steps.append(_step(f"run copy 0 alone on {titles}, at most {_ALONE_SECONDS:g} s, and measure its memory"))
+            where = ", ".join(gpu.title for gpu in gpus)
+            steps.append(_step(f"run copy 0 alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"))
             steps.append(_step("reserve a fifth more than that for each further copy while it runs"))
         elif not self._inside:
             for gpu in gpus:
                 size = format_bytes(self._sizes[gpu.device.uuid])
-                steps.append(_step(f"reserve {size} on {gpu.device.title} for each copy while it runs"))
+                steps.append(_step(f"reserve {size} on {gpu.title} for each copy while it runs"))
         steps += [step for gpu in gpus for step in gpu.share.steps()]
         self._set_caps()
         for place, copy in enumerate(self._copies):
             gpu = gpus[place % len(gpus)]
-            environment = MpsShare(self._host, gpu.device, self._limits(gpu.device.uuid)).environment({})
+            environment = gpu.environment(self._limits(gpu.device.uuid))
             steps.append(
                 Step(
                     what=f"run copy {copy.number} {gpu.share.where}",
@@ -903,7 +996,7 @@ class _Farm:
         if alone:
             # Nothing is known of it. What it holds beyond this counts too, and others may still come.
             limit = self._user_limits.get(os.geteuid())
-            free = [line.free_bytes for line in self._lines()]
+            free = [min(line.free_bytes for line in lines) for lines in self._lines_by_gpu().values()]
             most = max(free, default=0) if limit is None else min(max(free, default=0), limit)
             if most < _LEAST_BYTES and not self._any_memory_known():
                 return min(self._gpus.values(), key=lambda gpu: len(gpu.running)), None, 0
@@ -912,13 +1005,13 @@ class _Farm:
         if sizes is None or not self._any_memory_known():
             # Nothing bounds them but how many clients a server takes.
             gpu = min(self._gpus.values(), key=lambda gpu: len(gpu.running))
-            clients = client_limit(self._host, gpu.device)
+            clients = client_limit(self._host, gpu.device) if self._options.gpus == 1 else 1
             return None if clients is not None and len(gpu.running) >= clients else (gpu, None, 0)
         taken = self._line.take(sizes, self._order)
         if taken is None:
             return None
-        device, place = taken
-        return self._gpus[device.uuid], place, sizes[device.uuid]
+        uuid, place = taken
+        return self._gpus[uuid], place, sizes[uuid]
 
     def _any_memory_known(self) -> bool:
         return any(gpu.device.memory_total_bytes is not None for gpu in self._gpus.values())
@@ -956,28 +1049,31 @@ class _Farm:
         for uuid, number in self._together().items():
             given = self._options.limits.threads_percent
             cap = self._options.cap or share_of_threads
-            self._caps[uuid] = cap(number) if given is None else given
+            # There are caps under MPS only.
+            self._caps[uuid] = None if self._options.gpus > 1 else cap(number) if given is None else given
 
     def _together(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
         copies = sum(copy.state != "done earlier" for copy in self._copies)
         fitting: dict[str, int | None] = dict.fromkeys(self._gpus)
         limit = self._user_limits.get(os.geteuid())
-        lines = {line.device.uuid: line for line in self._lines()}
+        lines = self._lines_by_gpu()
         for uuid, gpu in self._gpus.items():
-            line, size = lines.get(uuid), 0 if self._sizes is None else self._sizes[uuid]
+            size = 0 if self._sizes is None else self._sizes[uuid]
             here = len(gpu.running)
-            if line is None or not size:
-                fitting[uuid] = client_limit(self._host, gpu.device)
+            if uuid not in lines or not size:
+                fitting[uuid] = client_limit(self._host, gpu.device) if self._options.gpus == 1 else 1
                 continue
             around = self._inside.get(uuid)
-            bounds = [
-                here + line.free_bytes // size if uuid not in self._inside else (around or line.free_bytes) // size
-            ]
-            if limit is not None and uuid not in self._inside:
-                bounds.append(here + max(0, limit - line.granted.get(os.geteuid(), 0)) // size)
-            if line.free_clients is not None:
-                bounds.append(here + line.free_clients)
+            bounds = []
+            for line in lines[uuid]:
+                bounds.append(
+                    here + line.free_bytes // size if uuid not in self._inside else (around or line.free_bytes) // size
+                )
+                if limit is not None and uuid not in self._inside:
+                    bounds.append(here + max(0, limit - line.granted.get(os.geteuid(), 0)) // size)
+                if line.free_clients is not None and self._options.gpus == 1:
+                    bounds.append(here + line.free_clients)
             fitting[uuid] = min(bounds)
         return together(copies, self._options.parallel, fitting)
 
@@ -992,10 +1088,10 @@ class _Farm:
         )
 
     def _leave(self, number: int) -> None:
-        place, memory = self._places.pop(number, None), self._memories.pop(number, None)
-        if memory is not None:
+        place, memories = self._places.pop(number, None), self._memories.pop(number, ())
+        for memory in memories:
             memory.leave()
-        elif place is not None:
+        if not memories and place is not None:
             place.leave()
 
     def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
@@ -1019,20 +1115,25 @@ class _Farm:
         number, options = copy.number, self._options
         if place is not None:
             self._places[number] = place
-        memory = self._memories[number] = JobMemory(
-            self._host,
-            gpu.device,
-            limit_bytes=None if self._given is None else size or self._given[gpu.device.uuid],
-            action=self._action,
-            place=place,
-            say=functools.partial(self._reporter.news, copy),
-            listed=gpu.processes,
-        )
+        mark: str | None = None
+        for device in gpu.devices:
+            memory = JobMemory(
+                self._host,
+                device,
+                limit_bytes=None if self._given is None else size or self._given[gpu.device.uuid],
+                action=self._action,
+                place=place if device is gpu.device else None,
+                say=functools.partial(self._reporter.news, copy),
+                listed=functools.partial(gpu.processes, device),
+                mark=mark,
+            )
+            mark = memory.mark
+            self._memories[number] = (*self._memories.get(number, ()), memory)
         log = None if options.logs is None else log_of(options.logs, number, copy.tries)
         copy.tries += 1
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
-        copy.gpu = gpu.device.gpu.index
+        copy.gpus = tuple(device.gpu.index for device in gpu.devices)
         limits = Limits(priority=options.limits.priority) if self._sizes is None else self._limits(gpu.device.uuid)
         if self._sizes is None and options.limits.threads_percent is not None:
             limits = self._limits(gpu.device.uuid)
@@ -1050,7 +1151,8 @@ class _Farm:
         now = time.monotonic()
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
-        memory.begin(program.pid)
+        for memory in self._memories[number]:
+            memory.begin(program.pid)
         self._reporter.started(copy)
 
     # -- the size of a copy --------------------------------------------------------------------------
@@ -1060,11 +1162,12 @@ class _Farm:
         number = self._alone
         if number is None:
             return
-        memory, now = self._memories.get(number), time.monotonic()
-        if memory is not None and memory.peak_bytes:
+        now = time.monotonic()
+        peak = max((memory.peak_bytes or 0 for memory in self._memories.get(number, ())), default=0)
+        if peak:
             self._alone_since = self._alone_since or now
             if now - self._alone_since >= _ALONE_SECONDS:
-                self._learn(self._copies[number], memory.peak_bytes)
+                self._learn(self._copies[number], peak)
 
     def _learn(self, copy: Copy, peak_bytes: int | None) -> None:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
@@ -1082,19 +1185,19 @@ class _Farm:
             )
             at_once = sum(self._together().values())
             self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
-        memory, gpu = self._memories.get(copy.number), self._gpu_of(copy.number)
-        if memory is not None and gpu is not None and copy.number in self._places:
-            self._shrink(copy, memory, gpu)
+        memories, gpu = self._memories.get(copy.number), self._gpu_of(copy.number)
+        if memories and gpu is not None and copy.number in self._places:
+            self._shrink(copy, memories[0], gpu)
 
     def _shrink(self, copy: Copy, memory: JobMemory, gpu: _FarmGpu) -> None:
         """Reserve for a copy that runs what it needs, in place of all that was free."""
         uuid = gpu.device.uuid
-        request = Request(memory_bytes=(self._sizes or {})[uuid], keys=(uuid,), client=True, name=self._options.name)
+        (request,) = self._line.requests({uuid: (self._sizes or {})[uuid]})
         # It keeps what it has, if the ledger cannot be written.
         with contextlib.suppress(GpushareError):
             place = Place(self._host, request)
             try:
-                place.take(uuid)
+                place.take(*request.keys)
             except GpushareError:
                 place.leave()
                 raise
@@ -1120,7 +1223,7 @@ class _Farm:
             peaks = [
                 copy.peak_bytes
                 for copy in self._copies
-                if copy.state == "done" and copy.gpu == gpu.device.gpu.index and copy.peak_bytes
+                if copy.state == "done" and copy.gpus[0] == gpu.device.gpu.index and copy.peak_bytes
             ]
             if peaks:
                 with contextlib.suppress(GpushareError):
@@ -1133,7 +1236,7 @@ class _Farm:
         over = self._over_limit()
         if not over:
             return
-        strays = {number: list(self._memories[number].release()) for number in over}
+        strays = {number: [pid for memory in self._memories[number] for pid in memory.release()] for number in over}
         try:
             self._end(over, hurry=self._hurried, strays=strays)
         except GpushareError as error:
@@ -1147,20 +1250,21 @@ class _Farm:
         """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
         self._over_limit()
         running = self._running()
-        grow = any(memory.grows() for number, memory in self._memories.items() if number in running)
+        grow = any(memory.grows() for number in running for memory in self._memories[number])
         return self._signals.came() or grow
 
     def _over_limit(self) -> list[int]:
         """Add up the memory of all copies that run, in one look; return those that are to be ended."""
         here = {number: self._memories[number] for number, program in self._running().items() if program.runs}
-        watched = {number: memory for number, memory in here.items() if memory.over is None}
+        watched = [(number, memory) for number, memories in here.items() for memory in memories if memory.over is None]
         limited = self._given is not None
-        if any(memory.seconds <= 0 for memory in watched.values()):
-            for number, memory in watched.items():
+        if any(memory.seconds <= 0 for _, memory in watched):
+            for number, memory in watched:
                 if limited or memory.seconds <= 0:
                     memory.poll()
                     self._note_peak(self._copies[number], memory.peak_bytes)
-        return [number for number, memory in here.items() if memory.over is not None and number not in self._stuck]
+        over = [number for number, memories in here.items() if any(memory.over is not None for memory in memories)]
+        return [number for number in over if number not in self._stuck]
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -1270,12 +1374,10 @@ class _Farm:
 
     def _note_limit(self, copy: Copy) -> None:
         """Say of a copy that was ended for its memory why, whatever its exit code; and leave the ledger."""
-        memory = self._memories.get(copy.number)
-        if memory is None:
-            return
-        self._note_peak(copy, memory.peak_bytes)
         try:
-            memory.raise_end()
+            for memory in self._memories.get(copy.number, ()):
+                self._note_peak(copy, memory.peak_bytes)
+                memory.raise_end()
         except OperationFailed as error:
             copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
         self._leave(copy.number)
@@ -1284,8 +1386,9 @@ class _Farm:
         """End all copies: the user has asked for it, or one has failed and the farm gives up."""
         # A copy that ended by itself in the meantime keeps its result.
         self._collect()
-        for memory in self._memories.values():
-            memory.release()
+        for memories in self._memories.values():
+            for memory in memories:
+                memory.release()
         self._end(list(self._running()), hurry=self._signals.came)
         for gpu in self._gpus.values():
             for number in list(gpu.running):

@@ -284,14 +284,8 @@ class JobStart:
         if is_any(gpu):
             devices = usable(devices, instances=not queue.swappable and self.count == 1)
         devices = devices if queue.wait else self._without_leased(devices)
-        _check_not_mig(devices, whole=queue.swappable or self.count > 1)
-        if len(devices) < self.count:
-            raise BadUsage(
-                f"--gpus {self.count}: the job may have {counted(len(devices), 'GPU')} only",
-                f"give it fewer: --gpus {len(devices)}"
-                + ("; or let it have any: -g any" if len(self.gpus) >= self.count else ""),
-                code="too_few_gpus",
-            )
+        check_not_mig(devices, whole=queue.swappable or self.count > 1)
+        check_enough(devices, self.count, most=len(self.gpus))
         check_program(options.container or self.command[0])
         spared = self._spared(devices) if queue.for_production else None
         size = self._bytes_on(*devices)
@@ -835,7 +829,17 @@ def _asks_for_mps(options: RunOptions) -> bool:
     return options.limits.threads_percent is not None or options.limits.priority is not None
 
 
-def _check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
+def check_enough(devices: Sequence[Device], count: int, *, most: int = 0) -> None:
+    """Raise if a job of ``count`` GPUs may have fewer; ``most``: how many the host has."""
+    if len(devices) < count:
+        raise BadUsage(
+            f"--gpus {count}: the job may have {counted(len(devices), 'GPU')} only",
+            f"give it fewer: --gpus {len(devices)}" + ("; or let it have any: -g any" if most >= count else ""),
+            code="too_few_gpus",
+        )
+
+
+def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
     """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole; an instance, if ``whole``.
 
     A job that is swapped, or has several GPUs, needs whole ones: a CUDA program uses one MIG instance (MIG user guide).

@@ -267,7 +267,7 @@ def farm_result(
         Column(key="exit_code", title="exit", right=True, rank=1),
         Column(key="seconds", title="seconds", right=True, format=lambda value: f"{value:.1f}"),
         Column(key="tries", title="starts", right=True, rank=3),
-        Column(key="gpu", title="GPU", right=True, rank=2),
+        Column(key="gpu_indexes", title="GPU", right=True, rank=2, format=lambda value: ranges(value) or "-"),
         Column(key="failure", title="failure", least=10, optional=True),
         Column(key="log", title="log", rank=4, least=10, optional=True),
     )
@@ -308,7 +308,7 @@ def _row_of(group: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         **group[0],
         "copy": named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0]['copy']} on",
         "line": None,
-        "gpu": ranges(row["gpu"] for row in group if row["gpu"] is not None) or None,
+        "gpu_indexes": sorted({index for row in group for index in row["gpu_indexes"]}),
         "seconds": sum(row["seconds"] for row in group) / len(group),
         "tries": sum(row["tries"] for row in group),
         "log": f"{logs.pop()}/" if len(logs) == 1 else None,

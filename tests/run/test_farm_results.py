@@ -75,7 +75,7 @@ def test_nothing_is_skipped_more_often_than_it_was_done(now: list[str], ended: l
 
 @given(some.binary(max_size=60), some.integers(0, 200))
 def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
-    copy = Copy(number=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu=1)
+    copy = Copy(number=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpus=(1,))
     whole = text_of_end(copy, "c", 0.0)
     assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
     found = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))

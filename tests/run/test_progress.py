@@ -73,9 +73,9 @@ def test_a_flood_is_skipped(log: Path) -> None:
     progress = reader(log)
     progress.look()
     append(log, "rate=7\n" * 200_000 + "rate=8\n")
-    began = time.monotonic()
+    began = time.process_time()
     found = progress.look()
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     assert found[-1] == 8
     assert 1000 < len(found) < 100_000
 

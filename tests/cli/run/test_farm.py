@@ -183,7 +183,7 @@ def test_copies_are_dealt_out_to_several_gpus_and_capped_by_those_beside_them(cl
     for gpus in ("0-1", "0,1", "any"):
         data = cli("-o", "json", "farm", "-g", gpus, *words, host="sim:2xh200").ok().data
         # Three of 40 GiB fit on each.
-        assert {copy["gpu"] for copy in data["copies"]} == {0, 1}
+        assert {tuple(copy["gpu_indexes"]) for copy in data["copies"]} == {(0,), (1,)}
         assert {copy["threads_percent"] for copy in data["copies"]} == {66.7}
 
 

@@ -251,3 +251,45 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
     until(lambda: off() == [False, False], "both go on")
     job.signal(signal.SIGINT)
     job.process.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--gpus", "5", "-g", "any"), "too_few_gpus"),
+        (("--gpus", "2", "-g", "1"), "too_few_gpus"),
+        (("--gpus", "0", "-g", "any"), "bad_count"),
+        (("--gpus", "2", "-g", "any", "--threads", "30"), "bad_combination"),
+        (("--gpus", "2", "-g", "any", "--memory", "500G"), "never_fits"),
+    ],
+)
+def test_a_farm_of_several_gpus_is_refused(
+    refused: Callable[..., str], four: World, words: tuple[str, ...], code: str
+) -> None:
+    refused("farm", "--copies", "2", *words, "--", "true", code=code, exit_code=2, host=four.spec)
+
+
+def test_copies_of_a_farm_get_gpus_that_are_connected(cli: Cli, refused: Callable[..., str]) -> None:
+    world = World.new("sim:4xh200-nvl")
+    words = ("farm", "--copies", "3", "--gpus", "2", "-g", "0,2,1,3", "--memory", "80G", "--", *ranks("70G", "0.5"))
+    answer = cli("-o", "json", *words, host=world.spec).ok()
+    copies = answer.data["copies"]
+    assert "each with 80.0 GiB on each GPU; 2 at a time" in answer.err
+    assert [copy["gpu_indexes"] for copy in copies[:2]] == [[0, 1], [2, 3]]
+    assert {copy["state"] for copy in copies} == {"done"}
+    # Both ranks of a copy count, each on its GPU.
+    assert 70 * GIB <= copies[2]["memory_peak_bytes"] <= 80 * GIB
+    assert (reservations(world.host), world.state.daemons) == ([], [])
+    over = cli("farm", "--copies", "1", *words[3:7], "--memory", "60G", *words[9:], host=world.spec)
+    assert "over its limit of 60.0 GiB" in over.lines("error")[0]
+    spare = cli("farm", "-n", "--copies", "1", "--gpus", "3", "-g", "any", "--", "true", host=world.spec).ok()
+    assert "run copy 0 on GPUs 0, 1, 2" in spare.out
+    cli("mig", "enable", "-y", "-g", "3", host=world.spec).ok()
+    refused("farm", "--copies", "1", *words[3:], code="mig_enabled", exit_code=3, host=world.spec)
+
+
+def test_the_first_copy_on_several_gpus_is_measured(cli: Cli, four: World) -> None:
+    words = ("farm", "--copies", "2", "--gpus", "2", "-g", "any", "--", *ranks("50G", "0.8"))
+    answer = cli("-o", "json", *words, host=four.spec).ok()
+    assert answer.data["memory_source"] == "measured"
+    assert 60 * GIB <= answer.data["memory_bytes"] < 70 * GIB
