@@ -16,6 +16,7 @@ EVERYTHING = {
     "opportunistic": True, "target": "serve", "yields": "caps=60", "keep_percent": 97.0, "slice": "500us", "weight": 3.0,
     "wait": True, "requeue": True, "swap": "turns=60s", "threads_percent": 12.5, "memory": 20 << 30, "over": "warn",
     "priority": Priority.LOW, "container": "podman", "name": "train", "detach": True,
+    "time": "2h", "restart_on": "mps-fault", "movable": True,
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def test_every_option_is_one_of_run() -> None:
         "run", [*shlex.split(" ".join(job.options())), "--", "CMD"], resilient_parsing=True
     ).params
     expected = {
-        **EVERYTHING, "keep": "97%", "how": "caps=60", "lower": True, "slice_text": "500us", "memory": "20G",
+        **EVERYTHING, "keep": "97%", "how": "caps=60", "run_time": "2h", "lower": True, "slice_text": "500us", "memory": "20G",
         "threads": "12.5", "weight": "3", "priority": "low", "command": ("CMD",),
     }  # fmt: skip
     got = {

@@ -210,11 +210,17 @@ class Attachment(Watch):
         """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""
         if fatal_errors(self.home) > self.faults:
             return True
-        # Without its record, the daemon was stopped.
-        died = self.daemon_gone or any(
-            pid is not None and not self.host.processes.alive(pid) for pid in self.attached.values()
+        record = self.home.read()
+        if record is None:
+            # The daemon was stopped.
+            return False
+        servers = {pid for pid in self.attached.values() if pid is not None}
+        # A daemon may die between two looks.
+        return (
+            self.daemon_gone
+            or any(not self.host.processes.alive(pid) for pid in servers)
+            or live_pid(self.host, self.home, record) is None
         )
-        return died and self.home.read() is not None
 
     def settle(self) -> None:
         """Read the daemon's log for a program that ended between two looks."""

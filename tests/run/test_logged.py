@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -35,3 +36,35 @@ def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached
         file.write(f"NEW CLIENT {os.getpid()} from user {uid}: Server already exists\n")
     seen.settle()
     assert (os.getpid() in seen.attached) == attached
+
+
+@pytest.mark.parametrize(
+    ("ended", "fault"),
+    [
+        ("nothing", False),
+        ("server", True),
+        ("daemon", True),
+        ("daemon, before it joined", True),
+        ("daemon, as asked", False),
+    ],
+)
+def test_a_client_whose_server_or_daemon_died_is_started_again(ended: str, fault: bool) -> None:
+    host = connect("sim:h200")
+    device = Device(gpu=host.nvml.sweep()[0])
+    carry_out(plan_start(host, device, Limits()))
+    home, record = own_daemon(host, device)
+    assert record.pid is not None
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
+    program = admin.add_process("sim:h200", "0", mps=True, environment=environment)
+    watch = Attachment(host, device, program, home=home)
+    watch.look()
+    (server,) = watch.attached.values()
+    assert server is not None
+    if ended == "daemon, before it joined":
+        watch.attached.clear()
+    if ended == "daemon, as asked":
+        home.clear()
+    if ended != "nothing":
+        host.processes.send(server if ended == "server" else record.pid, signal.SIGKILL)
+    # The program may fail before the next look.
+    assert watch.mps_fault() == fault
