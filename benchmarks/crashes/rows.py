@@ -289,6 +289,15 @@ def _mig_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def _reserve_rows() -> list[Row]:
+    take, end = ("reserve", "-g", "0", "--for", "4h", "-y"), ("reserve", "-g", "0", "--end", "-y")
+    row = partial(Row, host=MPS_HOST)
+    return [
+        row(name="reserve", prepare=_foreign_mps, command=take, then=[take]),
+        row(name="reserve --end", prepare=_after(take, first=_foreign_mps), command=end, then=[take]),
+    ]
+
+
 def _apply_rows() -> list[Row]:
     one, two = ("apply", "-f", "{one}", "-y"), ("apply", "-f", "{two}", "-y")
     return [
@@ -311,6 +320,7 @@ def _run_rows() -> list[Row]:
     copies = ("farm", "-g", "0", "--copies", "2", "--", *PROGRAM)
     limited = ("farm", "-g", "0", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
     several = ("farm", "-g", "any", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
+    pairs = ("farm", "-g", "any", "--gpus", "2", "--copies", "2", "--memory", "4G", "--", *PROGRAM)
     # Whatever happened to it, the same words complete what is missing, and nothing twice.
     logged = ("farm", "-g", "0", "--copies", "3", "--memory", "4G", "--logs", "{logs}", "--resume", "--", *PROGRAM)
     mig = _run("--mig", "2g.20gb")
@@ -339,6 +349,7 @@ def _run_rows() -> list[Row]:
         row(name="farm --copies", command=copies, then=[copies, stop]),
         row(name="farm --copies --memory", command=limited, then=[limited, stop]),
         row(name="farm on several GPUs", command=several, then=[several]),
+        row(name="farm --gpus", command=pairs, then=[pairs]),
         row(name="farm --logs --resume", prepare=_logs_of_a_farm, command=logged, then=[logged]),
         row(name="run --production", command=production, then=[production]),
         row(name="run --opportunistic", command=opportunistic, then=[opportunistic]),
@@ -544,6 +555,7 @@ def rows() -> list[Row]:
         *_swap_rows(),
         *_stop_rows(),
         *_mig_rows(),
+        *_reserve_rows(),
         *_apply_rows(),
         *_advise_rows(),
         *_run_rows(),

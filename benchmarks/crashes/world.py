@@ -38,6 +38,8 @@ REAL_PROGRAM: Final = "GPUSHARE_MPS_CONTROL"
 GUARD: Final = "GPUSHARE_CRASH_GUARD"
 _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
 _CLAIM: Final = re.compile(r"/gpushare-(claim|memory)-[0-9a-f]{16}$")
+# Its name and its end differ from run to run. One that is half written counts for nobody.
+_LEASE: Final = re.compile(r"/gpushare-lease-[0-9a-f]{16}$")
 _PEAKS: Final = re.compile(r"^var/peaks/[0-9a-f]+\.json$")
 # How earlier jobs ended: each further one adds its own.
 _PAST: Final = re.compile(r"^var/past/\w[\w.-]*\.json$|^var/before-[0-9a-f]{8}\.yaml$|^var/output(?:/\w[\w.-]*\.log)?$")
@@ -302,6 +304,11 @@ class World:
                     if any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", text, re.MULTILINE)):
                         facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
                         found[f"{claim[1]} held: {facts}"] = "in force"
+                    continue
+                if _LEASE.search(name):
+                    found.update(
+                        dict.fromkeys(re.findall(r"^gpu (.*)\nuntil \d+\n", _text(path), re.MULTILINE), "reserved")
+                    )
                     continue
                 if _PAST.search(name) or (_PEAKS.search(name) and "memory_bytes" in _text(path)):
                     # What a command was seen to use: whether a look was in time is chance.

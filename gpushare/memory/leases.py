@@ -93,6 +93,9 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float) -> None:
         try:
             os.fchmod(descriptor, 0o644)
             os.write(descriptor, text.encode())
+        except OSError:
+            _remove(path)
+            raise
         finally:
             os.close(descriptor)
     for old in earlier:

@@ -188,7 +188,7 @@ def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
     began = time.monotonic()
     result = farm(host, devices, deaf, options, heard)
     thread.join()
-    assert [(copy.state, copy.gpu) for copy in result.copies] == [("ended", 0), ("ended", 1)]
+    assert [(copy.state, copy.gpus) for copy in result.copies] == [("ended", (0,)), ("ended", (1,))]
     # One grace for both.
     assert time.monotonic() - began < 2 * 2.0 + 1.5
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)

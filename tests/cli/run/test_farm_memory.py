@@ -176,7 +176,7 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     (tmp_path / "0").touch()
     (tmp_path / "1").touch()
     until(
-        lambda: job.process.pid in {one.claim.pid for one in reservations(world.host) or [] if one.key}, "the job runs"
+        lambda: job.process.pid in {one.claim.pid for one in reservations(world.host) or [] if one.held}, "the job runs"
     )
     assert sorted(size or 0 for size in reserved(world)) == [60 * GIB] * 2
     (tmp_path / "job").touch()

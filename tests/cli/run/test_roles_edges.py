@@ -20,22 +20,24 @@ def two(world: World) -> Iterator[list[str]]:
     """Start two processes that stand for production jobs, with 40 and 60 GiB, and return their names."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleep) as one, subprocess.Popen(sleep) as other:
-        for name, process, peak in (("web", one, 40), ("llm", other, 60)):
-            info = world.host.processes.describe(process.pid)
-            assert info is not None
-            write_record(
-                world.host,
-                JobRecord(
-                    name=name,
-                    pid=process.pid,
-                    started=info.started,
-                    device_uuid=world.uuid(),
-                    memory_peak_bytes=peak * GIB,
-                ),
-            )
-        yield ["llm", "web"]
-        one.kill()
-        other.kill()
+        try:
+            for name, process, peak in (("web", one, 40), ("llm", other, 60)):
+                info = world.host.processes.describe(process.pid)
+                assert info is not None
+                write_record(
+                    world.host,
+                    JobRecord(
+                        name=name,
+                        pid=process.pid,
+                        started=info.started,
+                        devices=(world.uuid(),),
+                        memory_peak_bytes=peak * GIB,
+                    ),
+                )
+            yield ["llm", "web"]
+        finally:
+            one.kill()
+            other.kill()
 
 
 @pytest.mark.usefixtures("two")
