@@ -298,17 +298,8 @@ class World:
                 status = path.lstat()
                 if stat.S_ISDIR(status.st_mode) or re.search(r"/(pipe|log)/", name):
                     continue
-                if claim := _CLAIM.search(name):
-                    # One of a process that is gone counts for nobody, and is removed as it is met.
-                    text = _text(path)
-                    if any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", text, re.MULTILINE)):
-                        facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
-                        found[f"{claim[1]} held: {facts}"] = "in force"
-                    continue
-                if _LEASE.search(name):
-                    found.update(
-                        dict.fromkeys(re.findall(r"^gpu (.*)\nuntil \d+\n", _text(path), re.MULTILINE), "reserved")
-                    )
+                if _CLAIM.search(name) or _LEASE.search(name):
+                    found.update(dict.fromkeys(_held(name, _text(path)), "in force"))
                     continue
                 if _PAST.search(name) or (_PEAKS.search(name) and "memory_bytes" in _text(path)):
                     # What a command was seen to use: whether a look was in time is chance.
@@ -475,6 +466,17 @@ def _begin(path: str) -> bytes:
             parts.append(part)
             left -= len(part)
     return b"".join(parts)
+
+
+def _held(name: str, text: str) -> list[str]:
+    """Return what a claim or a lease holds: nothing, if nobody is left who has it, or it is half written."""
+    claim = _CLAIM.search(name)
+    if claim is None:
+        return [f"lease of {uuid}" for uuid in re.findall(r"^gpu (.*)\nuntil \d+\n", text, re.MULTILINE)]
+    # One of a process that is gone is removed as it is met.
+    lives = any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", text, re.MULTILINE))
+    facts = "; ".join(re.findall(r"^fact (.*)$", text, re.MULTILINE))
+    return [f"{claim[1]} held: {facts}"] if lives else []
 
 
 def _text(path: Path) -> str:
