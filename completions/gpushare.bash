@@ -87,8 +87,8 @@ _gpushare_node() {
       positional='@program'
       ;;
     'farm')
-      options='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --resume --restart --fail-fast --stall --like --name --grace -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--copies --each --parallel -g --gpu --threads --memory --over --priority --logs --restart --stall --like --name --grace --host -o --output'
+      options='--copies --each --parallel -g --gpu --gpus --threads --memory --over --priority --logs --resume --restart --fail-fast --stall --like --name --grace -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--copies --each --parallel -g --gpu --gpus --threads --memory --over --priority --logs --restart --stall --like --name --grace --host -o --output'
       ;;
     'stop')
       options='--grace -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'

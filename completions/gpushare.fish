@@ -422,6 +422,7 @@ complete -c gpushare -n '__gpushare_at farm' -l copies -x -d 'Run N copies, numb
 complete -c gpushare -n '__gpushare_at farm' -l each -r -F -d 'Run one copy for each line of FILE; - is stdin.'
 complete -c gpushare -n '__gpushare_at farm' -l parallel -x -d 'At most K at a time. [default: as many as fit]'
 complete -c gpushare -n '__gpushare_at farm' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'The GPUs or instances: 0, 0-3, 0,2, any (all).'
+complete -c gpushare -n '__gpushare_at farm' -l gpus -x -d 'How many of them each copy has. [default: 1]'
 complete -c gpushare -n '__gpushare_at farm' -l threads -x -d 'Active thread percentage: above 0 up to 100.'
 complete -c gpushare -n '__gpushare_at farm' -l memory -x -d 'Device memory of each copy: 20G, 80%. [default: measured]'
 complete -c gpushare -n '__gpushare_at farm' -l over -x -d 'Above --memory: end, warn or pause. [default: end]'
