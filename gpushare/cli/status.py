@@ -56,12 +56,13 @@ def status(
     show 100 %. Under MPS the driver counts the work of all clients for the server, so a client's SM % is
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
-    from gpushare.show.legend import legend_result
     from gpushare.show.result import OutputFormat
     from gpushare.show.status import status_result
     from gpushare.snapshot import LastWork, Observer
 
     if legend:
+        from gpushare.show.legend import legend_result
+
         return legend_result()
     host = settings.connect()
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
