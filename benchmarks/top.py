@@ -113,8 +113,8 @@ def measure(seconds: float, size: tuple[int, int]) -> None:
 
 def parts(size: tuple[int, int]) -> None:
     """Print what a look costs, how much of it is the simulation, and what a drawing costs."""
-    from gpushare.cli.status import with_memory
     from gpushare.connect import connect
+    from gpushare.run.look import with_memory
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.state import StateFile
     from gpushare.top.frame import Reader

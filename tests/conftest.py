@@ -135,6 +135,7 @@ SLOW = (
     "cli/swap/test_users.py",
     "cli/test_disk_faults.py",
     "cli/test_ignored_signals.py",
+    "cli/test_python.py",
     "cli/timeslice/test_keep.py",
     "cli/tune/",
     "crash/",

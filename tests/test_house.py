@@ -204,6 +204,7 @@ JSON_READERS = {
     "gpushare.measure.bench_data": "a result that the user names",
     "gpushare.measure.dcgm": "what dcgmi prints",
     "gpushare.measure.recording": "a recording that the user names",
+    "gpushare.run.detach": "the error of a job that did not start, which another gpushare has printed",
     "gpushare.run.farm": "the results of a farm, in a directory that the user names",
     "gpushare.show.schema": "the schemas that gpushare brings along",
     "gpushare.top.verbs": "what the verbs answer that it runs",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import gpushare
+
 PROJECT = Path(__file__).resolve().parent.parent
 HEAVY = (
     "prometheus_client",
@@ -54,6 +56,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def command(*words: str) -> str:
     """Return code that runs a gpushare command line."""
     return f"from gpushare.cli import main\nassert main({list(words)!r}) == 0"
+
+
+def test_the_package_loads_nothing_and_knows_what_it_offers(sim_dir: Path, bare: set[str]) -> None:
+    loaded = loaded_by("import gpushare; dir(gpushare)", sim_dir) - bare
+    assert {name for name in loaded if name.startswith("gpushare")} == {"gpushare"}
+    assert [name for name in gpushare.__all__ if getattr(gpushare, name, None) is None] == []
 
 
 def test_the_command_line_loads_nothing_heavy(sim_dir: Path, bare: set[str]) -> None:

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from gpushare.base.model import GpuSensors, LinePlace, ListedJob
 from gpushare.base.units import GIB
-from gpushare.cli.status import with_memory
 from gpushare.connect import connect
+from gpushare.run.look import with_memory
 from gpushare.top.frame import Frame, HostUse, Reader
 from gpushare.top.history import Event
 from gpushare.top.screen import Cockpit

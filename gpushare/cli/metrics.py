@@ -131,12 +131,12 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
     from gpushare.base.model import Sharing
-    from gpushare.cli.status import with_memory
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import interrupted_change
     from gpushare.mps.home import homes_in
     from gpushare.run.listing import listed_jobs
+    from gpushare.run.look import with_memory
     from gpushare.run.pause import noted_pauses
     from gpushare.show.prometheus import Reading
     from gpushare.snapshot import LastWork, Observer

@@ -50,7 +50,7 @@ def status(gpu: GpuOption = None) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     from dataclasses import replace
 
-    from gpushare.cli.status import of_gpus
+    from gpushare.run.look import of_gpus
     from gpushare.show.status import status_result
     from gpushare.snapshot import Observer
 

@@ -51,20 +51,10 @@ def pause(
     seconds = None if timeout is None else _seconds(timeout)
     from dataclasses import replace
 
-    from gpushare.pause.change import JobPause, Target, changing
-    from gpushare.run.jobs import consent_to, find_job, gpu_processes
+    from gpushare.pause.change import JobPause, changing
+    from gpushare.run.jobs import to_pause
 
-    found = find_job(host, job)
-    consent_to(host, found, "pauses")
-    target = Target(
-        pid=found.pid,
-        started=found.started,
-        name=found.name,
-        uid=found.uid,
-        on_gpu=lambda: {process.pid: process.under_mps for process in gpu_processes(host, found)},
-        losses=lambda pids: consent_to(host, found, "pauses", pids),
-    )
-    with JobPause(host, target, seconds) as work:
+    with JobPause(host, to_pause(host, job), seconds) as work:
         result = carried_out(
             "pause",
             work.plan(begin=not settings.dry_run),

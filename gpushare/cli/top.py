@@ -29,7 +29,7 @@ def top(
     the screen. It needs Textual: pip install 'gpushare[top]'.
     """
     from gpushare.cli.status import interval as checked_interval
-    from gpushare.cli.status import with_memory
+    from gpushare.run.look import with_memory
 
     if not _is_terminal():
         raise NotSupported(

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.base.errors import OperationFailed
+from gpushare.base.errors import (
+    BadUsage,
+    DriverNotLoaded,
+    ExitCode,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    NvmlMissing,
+    OperationFailed,
+)
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import JOBS, PAST, check_name_free, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
+from gpushare.run.share import NO_PROGRAM
 from gpushare.run.start import DETACHED
 
 if TYPE_CHECKING:
@@ -113,6 +126,23 @@ def was_started(host: Host, job: Detached) -> bool:
     """Return whether the program of a job that has ended was started."""
     past = PAST.read(PAST.path(host, job.name))
     return past is not None and past.exit_code is not None
+
+
+def why_not_started(job: Detached) -> GpushareError:
+    """Return the error that kept a job from starting, which ran with ``-o json``."""
+    kinds = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
+    code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code
+    kind = next((kind for kind in kinds if kind.exit_code == code), OperationFailed)
+    text = said(job, document=True)
+    try:
+        error = json.loads(text)["errors"][0]
+        return kind(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
+    except (ValueError, LookupError, TypeError):
+        return kind(
+            f"'{job.name}' was not started: exit code {job.exit_code}",
+            f"see: gpushare logs {job.name}",
+            code="detach_failed",
+        )
 
 
 def said(job: Detached, *, document: bool) -> str:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.swap import OnGpu
     from gpushare.part import Watched
+    from gpushare.pause.change import Target
 
 
 # The roles of `JobRecord`.
@@ -502,6 +503,22 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
             f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
         )
     return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_foreign(host, action, pids, job.uid))
+
+
+def to_pause(host: Host, text: str) -> Target:
+    """Return the job with this name or PID, as `pause.change.JobPause` takes it. Raises as `find_job` and `consent_to`."""
+    from gpushare.pause.change import Target
+
+    job = find_job(host, text)
+    consent_to(host, job, "pauses")
+    return Target(
+        pid=job.pid,
+        started=job.started,
+        name=job.name,
+        uid=job.uid,
+        on_gpu=lambda: {process.pid: process.under_mps for process in gpu_processes(host, job)},
+        losses=lambda pids: consent_to(host, job, "pauses", pids),
+    )
 
 
 def _owner(uid: int | None, user: str | None) -> str:

@@ -448,7 +448,7 @@ def check_command(device: Device, program: str, limits: Limits) -> None:
 
 
 _NOT_EXECUTABLE: Final = 126
-_NOT_FOUND: Final = 127
+NO_PROGRAM: Final = 127
 
 
 def check_program(program: str) -> None:
@@ -469,7 +469,7 @@ def check_program(program: str) -> None:
             code="command_not_found",
         )
     # As a shell, env and nohup end.
-    error.exit_code = _NOT_EXECUTABLE if os.path.isfile(program) else _NOT_FOUND  # type: ignore[assignment]
+    error.exit_code = _NOT_EXECUTABLE if os.path.isfile(program) else NO_PROGRAM  # type: ignore[assignment]
     raise error
 
 

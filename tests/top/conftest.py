@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from gpushare.cli.status import with_memory
+from gpushare.run.look import with_memory
 from gpushare.top.frame import Reader
 from gpushare.top.screen import Cockpit
 from gpushare.top.watch import Watch

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from gpushare.base.units import GIB
-from gpushare.cli import status
 from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
+from gpushare.run import look
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -289,7 +289,7 @@ def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
 
 
 def test_the_ledger_is_found_by_its_name() -> None:
-    assert status.LEDGER == ledger.PREFIX
+    assert look.LEDGER == ledger.PREFIX
 
 
 def test_vgpu_sessions_of_a_hypervisor(cli: Cli) -> None:

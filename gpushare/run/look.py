@@ -1,0 +1,127 @@
+"""A snapshot with what gpushare knows about it: jobs, reservations, the ledger of memory. It is what `status` shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.snapshot import LastWork, Observer
+
+if TYPE_CHECKING:
+    from gpushare.base.model import Gpu, GpuProcess, Snapshot
+    from gpushare.host.host import Host
+
+
+class Look:
+    """Reads a host again and again; ``gpu`` names the GPUs that count, None: all. For the rest see `snapshot.Observer`."""
+
+    def __init__(self, host: Host, gpu: str | None = None, *, strangers: bool = False, power: bool = True) -> None:
+        self._host, self._gpu = host, gpu
+        self._observer, self._work = Observer(host, strangers=strangers, power=power), LastWork(host)
+
+    def snapshot(self) -> Snapshot:
+        """Return what is there now. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
+        host = self._host
+        snapshot = self._work.look(of_gpus(self._observer.look(), self._gpu))
+        return with_jobs(host, with_memory(host, with_leases(host, snapshot)))
+
+
+def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the jobs that processes belong to, as `gpushare jobs` lists them."""
+    from gpushare.host.users import has_records
+
+    if not any(gpu.processes for gpu in snapshot.gpus) or not has_records(host, "jobs"):
+        return snapshot
+    from gpushare.run.listing import present_jobs
+
+    jobs = {pid: job for job in present_jobs(host, snapshot) if job.role is not None for pid in job.processes}
+
+    def with_job(process: GpuProcess) -> GpuProcess:
+        job = jobs.get(process.pid)
+        if job is None:
+            return process
+        slice_us = job.slice_us if process.slice_us is None else process.slice_us
+        limit = job.threads_percent
+        return replace(process, job=job.name, role=job.role, way=job.way, threads_percent=limit, slice_us=slice_us)
+
+    gpus = (
+        gpu if gpu.processes is None else replace(gpu, processes=tuple(map(with_job, gpu.processes)))
+        for gpu in snapshot.gpus
+    )
+    return replace(snapshot, gpus=tuple(gpus))
+
+
+# As `memory.ledger.PREFIX`, which most hosts need not load.
+LEDGER: Final = "gpushare-memory-"
+
+
+# As `memory.leases.PREFIX`.
+LEASES: Final = "gpushare-lease-"
+
+
+def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the GPUs that users have reserved."""
+    from gpushare.snapshot import has_claims
+
+    if not has_claims(host, LEASES):
+        return snapshot
+    from gpushare.memory.leases import leases
+
+    uuids = {gpu.uuid for gpu in snapshot.gpus}
+    return replace(snapshot, leases=tuple(one for one in leases(host).values() if one.gpu_uuid in uuids))
+
+
+def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
+    from gpushare.host.users import has_records
+    from gpushare.snapshot import has_claims
+
+    if not has_claims(host, LEDGER) and not has_records(host, "swap"):
+        return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
+    from gpushare.memory.look import with_ledger
+
+    return with_ledger(host, snapshot)
+
+
+def _without_reservations(gpu: Gpu) -> Gpu:
+    if gpu.error is not None:
+        return gpu
+    return replace(
+        gpu,
+        jobs_reserved_bytes=0,
+        mig_instances=tuple(replace(one, jobs_reserved_bytes=0) for one in gpu.mig_instances),
+    )
+
+
+def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
+    """Return the snapshot with only the named GPUs and their daemons."""
+    if gpu is None:
+        return snapshot
+    from gpushare.base.selection import select
+
+    devices = select(gpu, snapshot.gpus)
+    indexes = list(dict.fromkeys(device.gpu.index for device in devices))
+    wanted = {device.uuid for device in devices if device.mig is not None}
+    gpus = [next(found for found in snapshot.gpus if found.index == index) for index in indexes]
+    if wanted:
+        gpus = [_of_instances(found, wanted) for found in gpus]
+    daemons = [
+        daemon
+        for daemon in snapshot.daemons
+        if set(daemon.gpu_indexes) & set(indexes)
+        and (not wanted or daemon.device_uuid is None or daemon.device_uuid in wanted)
+    ]
+    return replace(snapshot, gpus=tuple(gpus), daemons=tuple(daemons))
+
+
+def _of_instances(gpu: Any, uuids: set[str]) -> Any:
+    instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
+    if not instances:
+        return gpu
+    on = {(mig.gpu_instance_id, mig.compute_instance_id) for mig in instances}
+    processes = (
+        None
+        if gpu.processes is None
+        else tuple(process for process in gpu.processes if (process.gpu_instance_id, process.compute_instance_id) in on)
+    )
+    return replace(gpu, mig_instances=instances, processes=processes)

@@ -1,0 +1,200 @@
+"""What `import gpushare` offers to scripts and notebooks: the verbs `status`, `run -d`, `pause`, `swap` and others as functions.
+
+They act on the host that ``GPUSHARE_HOST`` names (default: this machine), and raise the errors of the command line:
+``GpushareError`` with ``message``, ``hint`` and ``code``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Final
+
+from gpushare.base.errors import NeedsConsent, NotFound, TimedOut
+from gpushare.connect import connect
+from gpushare.plan import carry_out, taken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from gpushare.base.model import Snapshot
+    from gpushare.host.host import Host
+    from gpushare.plan import Plan
+
+_POLL_SECONDS: Final = 0.1
+# Between leaving the line and the record of its program, or its end and the record of that, a job is nowhere.
+_NOWHERE_SECONDS: Final = 5.0
+
+
+def _host() -> Host:
+    return connect(os.environ.get("GPUSHARE_HOST") or "local")
+
+
+def status(gpu: str | None = None) -> Snapshot:
+    """Return the GPUs, how they are shared, and the processes on them; ``gpu`` as of ``-g``, None: all.
+
+    Raises:
+        GpushareError: there is no driver, or not this GPU.
+    """
+    from gpushare.run.look import Look
+
+    return Look(_host(), gpu).snapshot()
+
+
+def job(name: str | int, *, yes: bool = False) -> Job:
+    """Return the job with this name or PID; whether it runs is looked up by what is done with it.
+
+    ``yes``: agree to what the commands would ask, such as root's pause of another user's job.
+    """
+    return Job(str(name), yes=yes)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    memory: str | None = None,
+    wait: bool = False,
+    gpu: str | None = None,
+    name: str | None = None,
+    threads: float | None = None,
+    options: Sequence[str] = (),
+) -> Job:
+    """Start a program in the background as `gpushare run -d` does, and return its job as soon as it runs or waits in line.
+
+    ``options`` are further options of `gpushare run`: ``["--swap", "turns"]``. The job goes on after the end of this
+    process; used as a context manager, it is stopped at the end of the block.
+
+    Raises:
+        GpushareError: it does not start.
+    """
+    from gpushare.host.records import sweep_leftovers
+    from gpushare.run.detach import detach, was_started, why_not_started
+
+    host = _host()
+    sweep_leftovers(host)
+    given = {"--memory": memory, "--gpu": gpu, "--name": name, "--threads": threads}
+    words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    words += [*(["--wait"] if wait else []), *options, "--", *command]
+    started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", name)
+    if started.state == "ended" and started.exit_code and not was_started(host, started):
+        raise why_not_started(started)
+    return Job(started.name)
+
+
+class Job:
+    """A job, by its name or PID. As a context manager it is stopped at the end of the block."""
+
+    def __init__(self, name: str, *, yes: bool = False) -> None:
+        self.name: Final = name
+        self._host, self._yes = _host(), yes
+
+    def __repr__(self) -> str:
+        return f"gpushare.job({self.name!r})"
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        # It has ended by itself.
+        with contextlib.suppress(NotFound):
+            self.stop()
+
+    @property
+    def output(self) -> Path:
+        """Return the file that keeps what a job in the background prints."""
+        from gpushare.run.jobs import output_path
+
+        return output_path(self._host, self.name)
+
+    def pause(self, seconds: float | None = None) -> None:
+        """Take it off the GPU, until `resume` or for this time. Raises GpushareError."""
+        from gpushare.pause.change import JobPause, changing
+        from gpushare.run.jobs import to_pause
+
+        with JobPause(self._host, to_pause(self._host, self.name), seconds) as work, changing(self._host):
+            self._carry_out(work.plan(begin=True))
+
+    def resume(self) -> None:
+        """Put it back on the GPU after `pause`. Raises GpushareError."""
+        from gpushare.pause.change import changing, find_paused, resume_step
+
+        with changing(self._host), self._host.open_channels() as control:
+            resume_step(self._host, control, find_paused(self._host, self.name)).do()
+
+    def stop(self, grace: float | None = None) -> None:
+        """End it in the way that is safe for its neighbours; ``grace`` is in seconds. Raises GpushareError."""
+        from gpushare.mig.places import with_names
+        from gpushare.run.stop import Stop, find_target
+
+        target = find_target(self._host, self.name)
+        gpus = () if target.supervisor is not None else with_names(self._host, self._host.nvml.sweep())
+        work = Stop(self._host, target, gpus, grace)
+        self._agree(work.plan)
+        work.run()
+
+    def swap_out(self) -> None:
+        """Move it out of the GPU into host memory. Raises GpushareError."""
+        from gpushare.run.swap_job import out_of_gpu
+
+        self._carry_out(out_of_gpu(self._host, self.name, _quiet).plan)
+
+    def swap_in(self, *, wait: bool = False) -> None:
+        """Bring it back to its GPU, or with ``wait`` as soon as there is room. Raises GpushareError."""
+        from gpushare.run.swap_job import back_to_gpu
+        from gpushare.show.waiting import waiting_line
+
+        seconds = None if wait else 0.0
+        work = back_to_gpu(self._host, self.name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        self._carry_out(work.plan)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
+
+        Raises:
+            NotFound: there is no such job.
+            TimedOut: it still runs or waits after this time.
+        """
+        from gpushare.run.jobs import PAST
+
+        began = seen = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if self._is_there():
+                seen = now
+            else:
+                past = PAST.read(PAST.path(self._host, self.name))
+                if past is not None:
+                    return past.exit_code
+                if now - seen > _NOWHERE_SECONDS:
+                    raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
+            if seconds is not None and now - began >= seconds:
+                raise TimedOut(
+                    f"'{self.name}' has not ended within {seconds:g} s", f"end it: gpushare stop {self.name}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _is_there(self) -> bool:
+        from gpushare.run.stop import find_target
+
+        try:
+            find_target(self._host, self.name)
+        except NotFound:
+            return False
+        return True
+
+    def _agree(self, plan: Plan) -> None:
+        if plan.consent and not self._yes:
+            raise NeedsConsent(f"this {taken(plan.consent)}", f"agree: gpushare.job({self.name!r}, yes=True)")
+
+    def _carry_out(self, plan: Plan) -> None:
+        self._agree(plan)
+        carry_out(plan)
+
+
+def _quiet(_: str) -> None:
+    """Print nothing: notes of the command line are for people who watch it."""

@@ -1,0 +1,304 @@
+"""A whole job out of the GPU into host memory, and back: the plans of `gpushare swap`; done by `gpushare/memory/`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import field, replace
+from typing import TYPE_CHECKING
+
+from gpushare.base.errors import (
+    BadUsage,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+)
+from gpushare.base.selection import Device
+from gpushare.base.units import format_bytes
+from gpushare.base.values import dataclass
+from gpushare.hostfile.kept import kept_limits
+from gpushare.memory.ledger import Place, Request
+from gpushare.memory.room import back_bytes, outlook, outlook_text, repair_first, room_kept, wait_for_room
+from gpushare.memory.swap import (
+    BACK,
+    LOST,
+    OUT,
+    Swap,
+    check_continues,
+    check_here,
+    check_host,
+    come_in,
+    ended_swap,
+    find_swap,
+    go_out,
+    guarded,
+    is_back,
+    is_on_its_way,
+    leaving,
+    locked,
+    lost,
+    out_by_driver,
+    swaps,
+    taken_over,
+)
+from gpushare.plan import Loss, Plan, Step
+from gpushare.run.jobs import Job, consent_to, find_job, processes_to_swap
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.show.waiting import Draw
+
+
+@dataclass
+class SwapWork:
+    """The way of one job out of the GPU or back: the plan, and the record of the job before it and, carried out, after it."""
+
+    plan: Plan
+    before: Swap
+    done: list[Swap] = field(default_factory=list)
+
+    @property
+    def swap(self) -> Swap:
+        return self.done[0] if self.done else self.before
+
+
+def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bool = False) -> SwapWork:
+    """Plan the way of a job, by name or PID, into host memory.
+
+    Raises:
+        NotFound, BadUsage: there is no such job (`jobs.find_job`), or it is not on a GPU.
+        NoPermission: it belongs to another user.
+        NotSupported: this host, GPU or job cannot do it; the code says why.
+        InUse: it is out already (``already_out``).
+    """
+    found = find_job(host, text)
+    consent_to(host, found, "swaps out")
+    check_host(host)
+    repair_first(host, say, dry_run=dry_run)
+    before = find_swap(host, found.pid, found.name)
+    # The record of another user, which is not corrected here; if he is swapping it now, `go_out` waits for him.
+    if (
+        before is not None
+        and before.state != BACK
+        and not is_on_its_way(before)
+        and not is_back(host, before, host.open_checkpoint())
+    ):
+        raise _already(before)
+    processes = processes_to_swap(host, found)
+    losses = consent_to(host, found, "swaps out", [process.pid for process in processes])
+    gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
+    if gpu is None or gpu.uuid is None:
+        raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"{found.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
+            "pause it instead: gpushare pause JOB",
+            gpu=gpu.index,
+            code="mig_enabled",
+        )
+    swap = leaving(
+        host,
+        pid=found.pid,
+        started=found.started,
+        name=found.name,
+        uid=found.uid,
+        gpu_uuid=gpu.uuid,
+        processes=processes,
+    )
+    done: list[Swap] = []
+
+    def act() -> None:
+        with guarded(host, say), locked(host, say=say):
+            again = find_swap(host, found.pid, found.name)
+            checkpoint = host.open_checkpoint()
+            if again is not None and again.state in {OUT, LOST} and not is_back(host, again, checkpoint):
+                raise _already(again)
+            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found), room_kept))
+
+    pids = " ".join(str(process.pid) for process in processes)
+    what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
+    gone = f"{found.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
+    undo = f"gpushare swap in {found.selector}"
+    step = Step(
+        what=what,
+        command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
+        undo=undo,
+        do=act,
+    )
+    return SwapWork(Plan(title=gone, steps=(step,), undo=undo, consent=losses), swap, done)
+
+
+def back_to_gpu(
+    host: Host,
+    text: str,
+    seconds: float | None,
+    say: Callable[[str], None],
+    waiting: Callable[[], AbstractContextManager[Draw]],
+    *,
+    dry_run: bool = False,
+) -> SwapWork:
+    """Plan the way of a job, by name or PID, back to its GPU; it waits this long for room there (None: without end).
+
+    Raises:
+        NotFound: it is not out (``not_out``), has ended, or its GPU is gone.
+        OperationFailed: the driver has lost it.
+        NotSupported: its GPU is in MIG mode now.
+        NoPermission: it belongs to another user.
+    """
+    gone = ended_swap(host, text)
+    repaired = repair_first(host, say, dry_run=dry_run)
+    try:
+        swap = taken_over(host, _out_now(host, text, gone))
+    except NotFound:
+        back = next((one for one in repaired if one.is_named(text) and one.living(host)), None)
+        if back is None:
+            raise
+        # The repair has brought it back.
+        plan = Plan(title=f"{back.title} is back already", steps=(), undo=f"gpushare swap out {back.selector}")
+        return SwapWork(plan, replace(back, state=BACK, restored=True))
+    losses = _consent(host, swap)
+    if swap.state == LOST:
+        raise lost(swap)
+    check_continues(host, swap)
+    device = _device_of(host, swap)
+    need = back_bytes(host, device, swap.memory_bytes)
+    request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
+    limits = kept_limits(host).without(os.geteuid())
+    done: list[Swap] = []
+    pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
+    what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
+    back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
+    undo = f"gpushare swap out {swap.selector}"
+    step = Step(
+        what=what,
+        command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
+        undo=undo,
+        do=lambda: done.append(_come_back(host, text, swap, device, request, limits, seconds, say, waiting)),
+    )
+    notes = (_room_now(host, device, request, limits, wait=seconds != 0.0),) if dry_run else ()
+    return SwapWork(Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes), swap, done)
+
+
+def _device_of(host: Host, swap: Swap) -> Device:
+    """Return the GPU that a job comes back to. Raises NotFound, NotSupported."""
+    # Not by `select`: a record that a user has written may say "all".
+    gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
+    if gpu is None:
+        raise NotFound(
+            f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})", "see: gpushare status", code="unknown_gpu"
+        )
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"GPU {gpu.index} is in MIG mode now, and {swap.title} came from the whole GPU",
+            f"when its instances are free: sudo gpushare mig disable -g {gpu.index}",
+            gpu=gpu.index,
+            code="mig_enabled",
+        )
+    return Device(gpu=gpu)
+
+
+def _come_back(
+    host: Host,
+    text: str,
+    swap: Swap,
+    device: Device,
+    request: Request,
+    limits: Mapping[int, int],
+    seconds: float | None,
+    say: Callable[[str], None],
+    waiting: Callable[[], AbstractContextManager[Draw]],
+) -> Swap:
+    """Wait for room, and bring a job back; wait again if a program that keeps no place was faster.
+
+    Where the ledger cannot be written, as on a full disk, it comes back without a place there if the GPU has room.
+    """
+    ends = None if seconds is None else time.monotonic() + seconds
+    while True:
+        left = None if ends is None else max(0.0, ends - time.monotonic())
+        place: Place | None = None
+        try:
+            try:
+                place = Place(host, request)
+                with waiting() as draw:
+                    wait_for_room(host, place, [device], left, limits, draw)
+            except (NoPermission, OperationFailed) as error:
+                if error.code != "lease_unusable":
+                    raise
+                say(f"{error.message}; so it comes back without a place in the line, if there is room")
+                left = 0.0
+            with guarded(host, say), locked(host, say=say):
+                return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
+        except InUse as error:
+            if error.code != "no_room" or left == 0.0:
+                raise
+        finally:
+            if place is not None:
+                place.leave()
+
+
+def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int, int], *, wait: bool) -> str:
+    found = outlook(host, [device], request, limits)
+    if not found.devices:
+        text = outlook_text(found, {})
+        return text if wait else text.replace("now it would wait for", "now there is no room for", 1)
+    return f"now there is room: {outlook_text(found, {}).rpartition(': ')[2]}"
+
+
+def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
+    """Return what to ask before another user's job comes back, as root."""
+    pids = [pid for pid, _, _ in swap.living(host)]
+    info = host.processes.describe(pids[0]) if pids else None
+    job = Job(
+        pid=swap.pid,
+        started=swap.started,
+        uid=None if info is None else info.uid,
+        user=None if info is None else info.user,
+        name=swap.name,
+    )
+    return consent_to(host, job, "swaps in", pids)
+
+
+def _already(swap: Swap) -> GpushareError:
+    if swap.state == LOST:
+        return lost(swap)
+    return InUse(
+        f"{swap.title} is out already (state {swap.state})",
+        f"bring it back: gpushare swap in {swap.selector}",
+        code="already_out",
+    )
+
+
+def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
+    """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
+    # By its record first: the process that it is named after may have ended before the others.
+    named = [one for one in swaps(host) if one.state != BACK and one.is_named(text)]
+    ours = [one for one in named if one.keeper_uid in {None, 0}]
+    if len(ours or named) > 1:
+        raise BadUsage(
+            f"{len(named)} users have a job '{text}' that is out",
+            f"give a PID: {', '.join(str(one.pid) for one in named[:5])}",
+            code="ambiguous_job",
+        )
+    if named:
+        return (ours or named)[0]
+    try:
+        job = find_job(host, text)
+    except NotFound:
+        check_here(host, text)
+        if gone is None:
+            raise
+        raise NotFound(
+            f"{gone.title} has ended while it was out", "see what is out: gpushare swap list", code="no_job"
+        ) from None
+    swap = find_swap(host, job.pid, job.name)
+    if swap is None:
+        check_here(host, text)
+        swap = out_by_driver(host, job.pid, job.name, job.uid)
+    if swap is None or swap.state == BACK:
+        raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
+    return swap

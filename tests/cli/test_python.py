@@ -1,0 +1,106 @@
+"""``import gpushare`` in scripts and notebooks: docs/python.md as it stands, and what the verbs refuse."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gpushare
+from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
+from gpushare.run.jobs import find_record
+from gpushare.sim import admin
+from gpushare.sim.channels import CHANNELS
+from tests.cli.drive import H200, ROOT, World, until
+
+LOOP = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
+
+
+@pytest.fixture(autouse=True)
+def host(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world.run("status")
+    monkeypatch.setenv("GPUSHARE_HOST", H200)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_the_page_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+    Path("train.py").write_text("print('trained')\n", encoding="utf-8")
+    job = gpushare.start(LOOP, name="train-2", options=["--swap", "request"])
+    until(lambda: find_record(world.host, job.name), "it runs")
+    until(lambda: any(one.memory_bytes for one in world.state.processes), "it is on the GPU")
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)  # noqa: S102 - our own page
+    out = capsys.readouterr().out
+    assert names["exit_code"] == 0
+    assert "trained\n" in out
+    assert "limit_above_gpu" in out
+    assert world.pids() == []
+    assert re.search(r"^0 \d+ \[\]$", out, re.MULTILINE)
+
+
+def test_a_job_is_paused_and_swapped_by_its_pid(world: World) -> None:
+    pid = admin.add_process(H200)
+    job = gpushare.job(pid)
+    job.pause()
+    assert world.process(pid).channels_off == sorted(CHANNELS)
+    job.resume()
+    assert world.process(pid).channels_off == []
+    job.swap_out()
+    assert world.process(pid).checkpoint == CHECKPOINTED
+    job.swap_in()
+    assert world.process(pid).checkpoint == RUNNING
+    with pytest.raises(gpushare.TimedOut):
+        job.wait(0)
+
+
+def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with gpushare.start(["sleep", "60"]) as job:
+        assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+        assert find_record(world.host, job.name) is not None
+    assert world.pids() == []
+    assert job.wait() == 143
+    with gpushare.start(["true"]) as ended:
+        assert ended.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "code"),
+    [
+        (lambda: gpushare.job("nobody").pause(), gpushare.NotFound, "no_job"),
+        (lambda: gpushare.job("nobody").resume(), gpushare.NotFound, "not_paused"),
+        (lambda: gpushare.job("nobody").stop(), gpushare.NotFound, "no_job"),
+        (lambda: gpushare.job("nobody").swap_in(), gpushare.NotFound, "no_job"),
+        (lambda: gpushare.job("a b").swap_out(), gpushare.BadUsage, "bad_name"),
+        (lambda: gpushare.status("7"), gpushare.NotFound, "unknown_gpu"),
+        (lambda: gpushare.start([]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["--nonsense"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["no-such-program"]), gpushare.NotFound, "command_not_found"),
+    ],
+)
+def test_errors_are_those_of_the_commands(act: Callable[[], object], kind: type[Exception], code: str) -> None:
+    with pytest.raises(kind) as raised:
+        act()
+    assert isinstance(raised.value, gpushare.GpushareError)
+    assert (raised.value.code, bool(raised.value.hint)) == (code, True)
+
+
+def test_nobody_agreed_for_another_user(world: World) -> None:
+    pid = admin.add_process(H200, user="daemon")
+    with pytest.raises(gpushare.NeedsConsent if world.host.root else gpushare.NoPermission) as raised:
+        gpushare.job(pid).pause()
+    assert "yes=True" in raised.value.hint or not world.host.root
+    assert world.process(pid).channels_off == []
+
+
+def test_nothing_else_is_public() -> None:
+    with pytest.raises(AttributeError):
+        _ = gpushare.Host
+    assert dir(gpushare) == gpushare.__all__
