@@ -158,6 +158,7 @@ SLOW = (
     "sim/test_mig_changes_walk.py",
     "test_hostile_input.py",
     "top/test_cockpit.py",
+    "test_tasks.py",
 )
 
 

@@ -18,7 +18,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 README = PROJECT / "README.md"
 DOCUMENTS = [
     *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((PROJECT / "docs").glob("*.md")),
+    *sorted((PROJECT / "docs").rglob("*.md")),
 ]
 PICTURES = sorted((PROJECT / "docs" / "pictures").glob("*.svg"))
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -135,7 +135,7 @@ def test_options_in_texts_are_those_of_their_commands() -> None:
     common = {name for option in nodes[""].options for name in option.names} | {"--help", "--help-all"}
     texts = [
         *PROJECT.glob("*.md"),
-        *PROJECT.glob("docs/*.md"),
+        *PROJECT.glob("docs/**/*.md"),
         *PROJECT.glob("gpushare/data/*.yaml"),
         *PROJECT.glob("gpushare/**/*.py"),
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from gpushare.base.errors import ExitCode
 from tools.manual import ENVIRONMENT, EXIT_STATUS, FILES, argument_word
+from tools.schemas import schemas
 from tools.terminal import PROJECT, Terminal, terminal
 from tools.tree import Node
 
@@ -21,7 +24,7 @@ def documents(root: Node) -> dict[str, str]:
     """Return README.md and the documents of docs/ by their path in the project, as they would be now."""
     tables = _tables(root)
     texts = {}
-    for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))):
+    for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))):
         text = refreshed(path.read_text(encoding="utf-8"))
         for part, table in tables.items():
             text = _filled(text, part, table)
@@ -46,7 +49,38 @@ def _tables(root: Node) -> dict[str, str]:
         "commands": _table(("command", "what it does"), commands),
         "exit codes": _table(("code", "meaning"), [(str(int(code)), EXIT_STATUS[code]) for code in ExitCode]),
         "environment": _table(("name", "meaning"), [*ENVIRONMENT.items(), *FILES.items()]),
+        **_answers(json.loads(schemas())),
     }
+
+
+def _answers(document: dict[str, Any]) -> dict[str, str]:
+    """Return what each command answers, and the fields of each object."""
+    rows = "".join(f"| `{name}` | {_kind(answer)} |\n" for name, answer in document["answers"].items())
+    objects = []
+    for name, definition in document["$defs"].items():
+        fields = definition.get("properties", {}).items()
+        lines = [f"- `{field}`: {_kind(kind)}{_meaning(kind)}\n" for field, kind in fields]
+        objects.append(f"### {name}\n\n{definition.get('description', '')}\n\n{''.join(lines)}")
+    return {"answers": f"| command | `data` |\n|---|---|\n{rows}", "fields": "\n".join(objects)}
+
+
+def _meaning(kind: dict[str, Any]) -> str:
+    return f". {kind['description']}" if "description" in kind else ""
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """Return a JSON Schema in a few words: ``list of [Gpu](#gpu) or null``."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    names = schema.get("type", "anything")
+    if names == "array":
+        return f"list of {_kind(schema['items'])}" if schema.get("items") else "list"
+    return names if isinstance(names, str) else " or ".join(names)
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
