@@ -58,7 +58,7 @@ def command_lines(text: str) -> Iterator[str]:
 def test_commands_and_options_exist(path: Path) -> None:
     nodes = {node.path: node for node in command_tree().walk()}
     for line in command_lines(path.read_text()):
-        words = [word for word in shlex.split(line.split(" > ")[0], comments=True)[1:] if word != "&"]
+        words = [word for word in shlex.split(re.split(r" > | \| ", line)[0], comments=True)[1:] if word != "&"]
         words = words[: words.index("--")] if "--" in words else words
         if words[:1] == ["--host"]:
             words = words[2:]
