@@ -30,7 +30,20 @@ _USUAL_BYTES: Final = 16 << 10
 _JOB_CGROUP: Final = "gpushare-job-"
 _LOCK_POLL_SECONDS: Final = 0.05
 # The directories of records (`store.RecordStore`), but for those in "mps".
-_RUN: Final = ("group", "jobs", "keep", "lent", "made", "mig", "mode", "opportunistic", "pause", "slices", "swap")
+_RUN: Final = (
+    "group",
+    "jobs",
+    "keep",
+    "lent",
+    "made",
+    "mig",
+    "mode",
+    "on-demand",
+    "opportunistic",
+    "pause",
+    "slices",
+    "swap",
+)
 _STATE: Final = ("benched", "names", "past", "peaks", "tuned")
 # Where old files are removed.
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory

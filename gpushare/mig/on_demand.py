@@ -6,6 +6,7 @@ dies too, the next change of MIG, or `gpushare mig recover`, does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -102,7 +103,10 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
             change = plan_change(host, [gpu_change(gpu, layout, plan)], ledger, title=f"create {new} for a job")
             transact(host, ledger, change)
         except GpushareError:
-            ON_DEMAND.forget(record.path)
+            # What could not be undone is removed by the next change of MIG.
+            with contextlib.suppress(GpushareError):
+                if _instance(_layout(host, record)[1], record) is None:
+                    ON_DEMAND.forget(record.path)
             raise
     return record
 
@@ -148,7 +152,7 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     while True:
         gpu, layout = _layout(host, record)
-        instance = next((one for one in layout.instances if one.place == (record.profile, record.start)), None)
+        instance = _instance(layout, record)
         if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
@@ -166,10 +170,14 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
             try:
                 transact(host, ledger, change)
             except InUse as error:
-                # A job came in just now.
-                why = error.message
+                # A job came in just now, or a guard has not let go of it: the next change of MIG looks again.
+                return error.message
     ON_DEMAND.forget(record.path)
     return why
+
+
+def _instance(layout: Layout, record: OnDemand) -> GpuInstance | None:
+    return next((one for one in layout.instances if one.place == (record.profile, record.start)), None)
 
 
 def _layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:

