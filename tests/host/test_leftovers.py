@@ -10,13 +10,16 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file, sweep_leftovers
 
-LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz")
+LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz", "on-demand/.7-0-4-abcdefgh")
 
 
 @pytest.fixture
 def host() -> Host:
     found = connect("sim:a100-80gb")
-    for path in (found.run_directory / "mig", found.run_directory / "mps" / "mig-1", found.state_directory / "names"):
+    for path in (
+        *(found.run_directory / name for name in ("mig", "mps/mig-1", "on-demand")),
+        found.state_directory / "names",
+    ):
         path.mkdir(parents=True, exist_ok=True)
     return found
 

@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
+from gpushare.host.host import Host
+from gpushare.mig import on_demand
+from gpushare.mig.change import MigChange
+from gpushare.mig.ledger import MigLedger
 from gpushare.mig.on_demand import ON_DEMAND, OnDemand
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
@@ -76,6 +81,28 @@ def test_what_nobody_removed_is_removed_by_the_next_change(cli: Cli, on: World) 
     # The other place has an instance that it does not speak of.
     assert instances(on) == ["2g.35gb:4"]
     assert ON_DEMAND.all(on.host) == []
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_instance_whose_making_failed_is_known_while_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, on: World, made: bool
+) -> None:
+    real = on_demand.transact
+
+    def fails(host: Host, ledger: MigLedger, change: MigChange) -> None:
+        if made:
+            real(host, ledger, change)
+        raise OperationFailed("it was not undone", "see: gpushare mig status", code="not_restored")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(on_demand, "transact", fails)
+        with pytest.raises(OperationFailed, match="not undone"):
+            on_demand.make_instance(on.host, "1g", [on.host.nvml.gpu(0)])
+    assert (len(instances(on)), len(ON_DEMAND.all(on.host))) == (made, made)
+    # Its gpushare lives until the end of this test.
+    monkeypatch.setattr(on_demand, "any_lives", lambda *_: False)
+    cli("mig", "recover").ok()
+    assert (instances(on), ON_DEMAND.all(on.host)) == ([], [])
 
 
 def test_a_job_waits_for_room_and_then_makes_its_own(real: Callable[..., Started], cli: Cli, on: World) -> None:
