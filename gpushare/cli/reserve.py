@@ -87,15 +87,15 @@ def _seconds(host: Host, text: str) -> float:
 def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     from gpushare.base.errors import InUse
     from gpushare.base.units import counted, format_duration
-    from gpushare.memory.leases import end_lease, lease_of_others, reserved_words, take_lease
+    from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
     from gpushare.plan import Plan, Step
 
-    steps, notes = [], []
+    held, steps, notes = leases(host), [], []
     for one in devices:
-        other = lease_of_others(host, one.uuid)
-        if other is not None:
+        lease = held.get(one.uuid)
+        if lease is not None and lease.uid != host.uid:
             raise InUse(
-                f"{one.title} {reserved_words(other)}",
+                f"{one.title} {reserved_words(lease)}",
                 "see all leases: gpushare reserve",
                 gpu=str(one.gpu.index),
                 code="reserved",
@@ -107,18 +107,30 @@ def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
             Step(
                 what=f"reserve {one.title} for {format_duration(seconds)}",
                 command=f"gpushare reserve -g {one.selector} --for {round(seconds)}s",
-                undo=f"gpushare reserve -g {one.selector} --end",
+                undo=_way_back([one], held),
                 do=partial(take_lease, host, one.uuid, seconds),
-                revert=partial(end_lease, host, one.uuid),
+                revert=partial(end_lease, host, one.uuid)
+                if lease is None
+                else partial(take_lease, host, one.uuid, lease.seconds_left),
             )
         )
     names = ", ".join(one.title for one in devices)
     return Plan(
         title=f"{names} {'is' if len(devices) == 1 else 'are'} reserved for {format_duration(seconds)}",
         steps=tuple(steps),
-        undo=f"gpushare reserve -g {','.join(one.selector for one in devices)} --end",
+        undo=_way_back(devices, held),
         notes=tuple(notes),
     )
+
+
+def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
+    """Return the commands that give these GPUs the leases that they have now."""
+    free = [one.selector for one in devices if one.uuid not in held]
+    commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
+    for one in devices:
+        if one.uuid in held:
+            commands.append(f"gpushare reserve -g {one.selector} --for {round(held[one.uuid].seconds_left)}s")
+    return "; ".join(commands)
 
 
 def _ending(host: Host, devices: Sequence[Device]) -> Plan:
@@ -137,7 +149,7 @@ def _ending(host: Host, devices: Sequence[Device]) -> Plan:
             why = f"{format_duration(lease.seconds_left)} left"
             losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {one.title}", why=(why,)))
         else:
-            undo.append(f"gpushare reserve -g {one.selector} --for {round(lease.seconds_left)}s")
+            undo.append(_way_back([one], held))
         steps.append(
             Step(
                 what=f"end the lease of {lease.user} on {one.title}",

@@ -37,9 +37,8 @@ _NAME: Final = re.compile(rf"{PREFIX}[0-9a-f]{{16}}", re.ASCII)
 _TEXT: Final = re.compile(
     rb"gpushare lease 1\nboot ([0-9a-f-]{1,36})\ngpu (GPU-[0-9a-fA-F-]{1,60})\nuntil (\d{1,12})\n", re.ASCII
 )
-# Further leases of one user, and further files, do not count.
+# Further leases of one user do not count. Files of all are looked at: a user who makes thousands hides only leases of his own.
 _MOST_OF_ONE_USER: Final = 64
-_MOST_FILES: Final = 4096
 _UNREADABLE_SECONDS: Final = 60.0
 
 
@@ -121,7 +120,7 @@ def end_lease(host: Host, gpu_uuid: str) -> None:
 def _files(host: Host) -> list[_LeaseFile]:
     directory = claim_directory(host)
     try:
-        names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)][:_MOST_FILES]
+        names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
     except OSError:
         return []
     return sorted(_read(host, directory, names))
@@ -132,6 +131,11 @@ def _read(host: Host, directory: Path, names: list[str]) -> Iterator[_LeaseFile]
     for name in names:
         path = directory / name
         try:
+            owner = os.lstat(path)
+            # A second hard link would survive the end, and anybody may make one of a file that is another's.
+            if not stat.S_ISREG(owner.st_mode) or owner.st_nlink != 1 or met[owner.st_uid] >= _MOST_OF_ONE_USER:
+                continue
+            met[owner.st_uid] += 1
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             continue
@@ -141,11 +145,10 @@ def _read(host: Host, directory: Path, names: list[str]) -> Iterator[_LeaseFile]
             continue
         finally:
             os.close(descriptor)
-        met[seen.st_uid] += 1
         match = _TEXT.fullmatch(text)
         mine = seen.st_uid == host.uid or host.root
-        # A second hard link would survive the end.
-        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1 or met[seen.st_uid] > _MOST_OF_ONE_USER:
+        # It may be another file by now.
+        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1 or seen.st_uid != owner.st_uid:
             continue
         if match is None:
             # Half written, by a gpushare that was killed.

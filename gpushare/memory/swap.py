@@ -560,6 +560,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         raise lost(swap)
     checkpoint.demand()
     check_continues(host, swap)
+    _check_gpus(host, swap)
     need = sum(size for pid, _, size in living if checkpoint.state(pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
@@ -590,6 +591,18 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     except GpushareError as error:
         raise error.restated(message=f"{swap.title} is back on the GPU, but {error.message}") from error
     return back
+
+
+def _check_gpus(host: Host, swap: Swap) -> None:
+    """Raise OperationFailed if a GPU of a job that moves is not of this host: gone, or the text of a user who wrote the record."""
+    gpus = {gpu.uuid for gpu in host.nvml.identities()}
+    crosses = swap.left_uuid is not None and any(image.pid not in swap.arrived for image in swap.images)
+    if crosses and not {swap.left_uuid, swap.gpu_uuid} <= gpus:
+        raise OperationFailed(
+            f"{swap.title} moves between two GPUs, and one of them is not on this host",
+            "see the GPUs: gpushare status",
+            code="restore_refused",
+        )
 
 
 def _restore(host: Host, swap: Swap, checkpoint: Checkpoint, pid: int, size: int) -> None:

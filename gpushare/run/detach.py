@@ -115,7 +115,7 @@ def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detach
             recorded = recorded or time.monotonic()
             if time.monotonic() - recorded > _RECORDED_SECONDS:
                 return job._replace(state="waits")
-        if any(one.name == job.name and one.waits for one in reservations(host) or ()):
+        if any(one.name == job.name and one.waits and one.claim.uid == host.uid for one in reservations(host) or ()):
             return job._replace(state="waits")
         time.sleep(_POLL_SECONDS)
     # It goes on: a driver may take its time.

@@ -93,6 +93,21 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
     assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
 
 
+@pytest.mark.parametrize("uuid", ["nonsense", "GPU-00000000-0000-0000-0000-000000000000"])
+def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
+    refused: Callable[..., str], cli: Cli, world: World, uuid: str
+) -> None:
+    pid = job()
+    cli("swap", "out", str(pid), host=SPEC).ok()
+    swap = find_swap(world.host, pid)
+    assert swap is not None
+    SWAPS.write(replace(swap, left_uuid=uuid))
+    refused("swap", "in", str(pid), code="restore_refused", exit_code=1, host=SPEC)
+    now = find_swap(world.host, pid)
+    assert now is not None
+    assert (now.state, process(world, pid).checkpoint) == (OUT, CHECKPOINTED)
+
+
 def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None:
     small, large = job(0, 30 * GIB), job(0, 80 * GIB)
     job(1, 90 * GIB)

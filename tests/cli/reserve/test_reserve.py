@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,11 +45,12 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert 7100 < lease["seconds_left"] <= 7200
     assert cli("status", host=TWO, output="json").ok().data["leases"][0]["gpu_uuid"] == two.uuid(0)
     assert "reserved GPUs" in cli("status", host=TWO).ok().out
-    # Once more: the new one counts.
-    cli("reserve", "-g", "0", "--for", "3h", host=TWO).ok()
+    # Once more: the new one counts, and its undo is the earlier one.
+    longer = cli("reserve", "-g", "0,1", "--for", "3h", host=TWO, output="json").ok()
+    assert re.fullmatch(r"gpushare reserve -g 1 --end; gpushare reserve -g 0 --for 7[12]\d\ds", longer.data["undo"])
     assert leases(two.host)[two.uuid(0)].seconds_left > 7200
     assert cli("run", "-g", "0", "-n", "--", "true", host=TWO).code == 0
-    cli("reserve", "-g", "0", "--end", host=TWO).ok()
+    cli("reserve", "-g", "0,1", "--end", host=TWO).ok()
     assert leases(two.host) == {}
 
 
@@ -112,6 +114,24 @@ def test_of_two_leases_the_earlier_counts_and_no_user_has_one_for_longer(two: Wo
     with pytest.raises(InUse):
         take_lease(two.host, two.uuid(0), 60.0)
     assert [one.name for one in claim_directory(two.host).glob(f"{PREFIX}*")] == [path.name]
+
+
+@pytest.mark.needs_root
+def test_files_of_a_user_hide_no_lease_of_another(two: World) -> None:
+    mine = write(two, "f" * 16)
+    directory, hidden = claim_directory(two.host), write(two, "e" * 16, gpu=two.uuid(1))
+    os.chown(hidden, 1000, 1000)
+    # Files of this user under more names, which come first.
+    (directory / "shared").write_text("x")
+    for number in range(100):
+        os.link(directory / "shared", directory / f"{PREFIX}{number:016x}")
+    # A user's files before those of all others.
+    for number in range(100, 5000):
+        path = directory / f"{PREFIX}{number:016x}"
+        path.touch()
+        os.chown(path, 65534, 65534)
+    assert {uuid: lease.uid for uuid, lease in leases(two.host).items()} == {two.uuid(0): 0, two.uuid(1): 1000}
+    assert mine.exists()
 
 
 @pytest.mark.parametrize(
