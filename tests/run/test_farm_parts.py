@@ -358,7 +358,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
     step.farm._reporter.news = lambda copy, text: said.append((copy.number, text))  # type: ignore[method-assign]
     step.several.end = lambda *_, **__: (_ for _ in ()).throw(InUse("process 100 hangs in the driver", "reboot"))
     step.start()
-    memory = step.farm._memories[0]
+    (memory,) = step.farm._memories[0]
     memory.over = "the job holds 2.0 GiB, over its limit of 1.0 GiB (process 100)"
     monkeypatch.setattr(memory, "release", dict)
     for _ in range(2):
@@ -377,7 +377,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
 def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
     step.start()
-    first, second = step.farm._memories.values()
+    (first,), (second,) = step.farm._memories.values()
     first.over = "too much"
     ended: list[list[int]] = []
 
