@@ -22,6 +22,7 @@ TITLES: Final = {
     "xid": "Xid",
     "mps": "MPS log line",
     "concept": "concept",
+    "column": "column of status or jobs",
     "gpushare": "gpushare error",
 }
 _CODE: Final = re.compile(
@@ -42,7 +43,7 @@ _TELLING: Final = 16
 class Explanation:
     """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
-    # cuda, nvml, xid, mps, concept or gpushare.
+    # cuda, nvml, xid, mps, concept, column or gpushare.
     kind: str
     code: int | None = None
     names: tuple[str, ...] = ()

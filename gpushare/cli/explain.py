@@ -36,9 +36,10 @@ def explain(
     """Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept.
 
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
-    and what is wrong; with -v also the normal lines. Concepts: kernel, SM, register file, occupancy, streams, threads,
-    context, context switch, time-slice, preemption, Hyper-Q, MPI, unified memory, oversubscription, turns, swap, architecture,
-    static partitions, MPS utilization, reboot.
+    and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory, occupancy,
+    streams, stream priority, threads, thread percentage, context, context switch, time-slice, slice, preemption, Hyper-Q, MPS,
+    MIG, GI, M+C, vGPU, DCGM, MPI, NCCL, unified memory, oversubscription, turns, swap, architecture, static partitions,
+    utilization, MPS utilization, reboot; and each column of `status` and `jobs`.
     """
     from gpushare.advice import explain as facts
     from gpushare.show.explain import explained_text
@@ -47,7 +48,14 @@ def explain(
     path = _log(words, file)
     if path is None:
         text = " ".join(words or ())
-        log = facts.Log(matches=facts.explain(text), lines=len(text.splitlines()))
+        column = _column(text)
+        try:
+            matches = (*facts.explain(text), *column)
+        except NotFound:
+            if not column:
+                raise
+            matches = column
+        log = facts.Log(matches=matches, lines=len(text.splitlines()))
     else:
         with _opened(path) as stream:
             log = facts.explain_log(_lines(stream))
@@ -96,6 +104,27 @@ def _explained(match: Match) -> Explained:
     own = match.explanation
     return Explained(
         **vars(own), title=own.title, normal=own.normal, line=match.line, number=match.number, lines=match.lines
+    )
+
+
+def _column(text: str) -> tuple[Match, ...]:
+    """Return what a column of `status` or `jobs` means, if the text is its head."""
+    from gpushare.show.legend import HEADS
+
+    heads = [head for head in HEADS if head.lower() == text.strip().lower()]
+    return tuple(
+        Match(
+            explanation=Explanation(
+                kind="column",
+                names=(head,),
+                meaning=HEADS[head],
+                cause="- is unknown, never zero.",
+                next=("gpushare status --legend",),
+                source="gpushare",
+            ),
+            line=text,
+        )
+        for head in heads
     )
 
 

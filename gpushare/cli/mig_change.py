@@ -174,7 +174,7 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     from gpushare.mig.cdi import refresh_steps
 
     plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
-    return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written anew"))
+    return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written again"))
 
 
 def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:

@@ -493,6 +493,8 @@ def verified(checks: Sequence[Document], *, prefix: str = "gpushare-", minutes: 
         lines += [
             f"kubectl apply -f {check.name}",
             f"kubectl rollout status deployment/{name} --timeout={minutes}m",
+            # Why a pod was not started, if one was not.
+            "kubectl get events --field-selector type=Warning",
             f"kubectl delete -f {check.name}",
         ]
     return lines

@@ -386,7 +386,7 @@ class Tuner:
         """Forget earlier figures of a way if one of them does not hold any more."""
         goal = self._search.goal
         if before.meets(goal) != now.meets(goal):
-            self.reporter.doing(f"{now.setting.title} is not as it was on {before.earlier}: {way} are searched anew")
+            self.reporter.doing(f"{now.setting.title} is not as it was on {before.earlier}: {way} are searched again")
             self._known = {
                 setting: figures
                 for setting, figures in self._known.items()

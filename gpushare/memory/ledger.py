@@ -39,7 +39,7 @@ PATIENCE_SECONDS: Final = 10.0
 _PASSED_SECONDS: Final = 600.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
-# How often a job of several devices chooses those that it waits for: anew if one of them is lost.
+# How often a job of several devices chooses those that it waits for: again if one of them is lost.
 _MOST_FIXES: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
@@ -195,7 +195,7 @@ def line_order(found: Sequence[Reservation]) -> list[Reservation]:
 
     Each opportunistic job is behind the production jobs that wait for its devices: those of its own user and of root, as what
     others call production changes nothing. Only opportunistic jobs move, and only back, so all others have the same jobs
-    before them, or fewer. A farm comes anew for each copy.
+    before them, or fewer. A farm comes again for each copy.
     """
     # Where the last production job waits, by user and device.
     last: dict[tuple[int, str], int] = {}

@@ -418,7 +418,7 @@ def revoking(host: Host, named: NamedInstance) -> Step:
 
 
 def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = False) -> Step:
-    """Return the step that grants a name to users, or, ``again``, applies its grants to an instance that was made anew.
+    """Return the step that grants a name to users, or, ``again``, applies its grants to an instance that was made again.
 
     It is planned when it acts: the nodes exist only when the instance does.
     """

@@ -133,7 +133,7 @@ def _give(descriptor: int, group: int) -> bool:
 _PEAK_LOOKS: Final = 10
 
 
-# A part that has nothing to do waits for ever, which no call takes.
+# A part that has nothing to do waits without end, which no call takes.
 _LONGEST_SECONDS: Final = 60.0
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -122,7 +123,23 @@ def write_error(error: GpushareError, stream: IO[str]) -> None:
     """Write an error as ``error: ...`` and ``hint: ...``: one line each, on a terminal wrapped between words."""
     put(stream, f"{_paint('error:', 'red', stream)} {message_text('error:', error.message, stream)}\n")
     if error.hint:
-        put(stream, f"{_paint('hint:', 'yellow', stream)} {message_text('hint:', error.hint, stream)}\n")
+        put(stream, f"{_paint('hint:', 'yellow', stream)} {message_text('hint:', _for_sudo(error.hint), stream)}\n")
+
+
+# Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
+_SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _for_sudo(text: str) -> str:
+    """Return a hint with the full path of gpushare behind sudo, if sudo would not find it: pipx puts it in ~/.local/bin."""
+    if "sudo gpushare" not in text or os.path.basename(sys.argv[0]) != "gpushare":
+        return text
+    import shlex
+    import shutil
+
+    if shutil.which("gpushare", path=_SUDO_PATH):
+        return text
+    return text.replace("sudo gpushare", f"sudo {shlex.quote(os.path.abspath(sys.argv[0]))}")
 
 
 # A command in a message, which is copied: a backslash ends each line of it but the last.

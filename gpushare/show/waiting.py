@@ -12,7 +12,7 @@ from typing import Final
 from gpushare.base.units import format_duration
 from gpushare.show.text import one_line
 
-# What a job waits for, how long it has (seconds), and how long it may: None for ever.
+# What a job waits for, how long it has (seconds), and how long it may: None: without end.
 Draw = Callable[[str, float, "float | None"], None]
 
 

@@ -163,7 +163,7 @@ def _cell_shares(cell: int, edges: Sequence[tuple[float, str]]) -> list[tuple[st
     """Return the colours in one cell of a bar, with their parts of it."""
     shares, at = [], float(cell)
     for edge, colour in edges:
-        # In eighths: a colour for each value would be a style for each value, for ever.
+        # In eighths: a colour for each value would be a style for each value, kept until the end.
         part = round(8 * (min(edge, cell + 1) - at)) / 8
         if part > 0:
             shares.append((colour, part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gpushare.base.errors import BadUsage
+from gpushare.base.errors import BadUsage, NoPermission
 from gpushare.show.render import write_error, write_notes
 from gpushare.show.run import RunReport
 from tests.show.conftest import Screen
@@ -55,3 +55,17 @@ def test_lines_of_run_are_wrapped_too(monkeypatch):
     pipe = Screen()
     RunReport(None, device, pipe, quiet=False).outside(812)
     assert len(pipe.getvalue().splitlines()) == 2
+
+
+def test_a_hint_names_the_program_as_sudo_finds_it(monkeypatch, tmp_path):
+    def hint():
+        stream = Screen()
+        write_error(NoPermission("no", "run it as root: sudo gpushare mig enable -g 0"), stream)
+        return stream.getvalue().splitlines()[1]
+
+    monkeypatch.setattr("gpushare.show.render._SUDO_PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["/home/ada/.local/bin/gpushare"])
+    assert hint() == "hint: run it as root: sudo /home/ada/.local/bin/gpushare mig enable -g 0"
+    (tmp_path / "gpushare").write_text("", encoding="utf-8")
+    (tmp_path / "gpushare").chmod(0o755)
+    assert hint() == "hint: run it as root: sudo gpushare mig enable -g 0"

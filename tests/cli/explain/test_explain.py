@@ -19,6 +19,7 @@ from gpushare.host import channels
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.ledger import UNREADABLE
 from gpushare.plan import NOT_RESTORED
+from gpushare.show.legend import HEADS
 from gpushare.sim.mps_servers import LogLine, render
 from gpushare.sim.nvml_abi import ERROR_TEXTS
 from tests.cli.conftest import Cli
@@ -125,6 +126,11 @@ def test_nvml_says_what_the_library_says() -> None:
         ("MPS client failed to connect", ["CUDA error 805"]),
         ("Server encountered a fatal exception. Shutting down", ["MPS log line"]),
         ("Hyper-Q", ["concept"]),
+        *((name, ["concept"]) for name in ("mps", "MIG", "time-slicing", "M+C", "slice", "warp", "stream priority")),
+        *(
+            (name, ["concept"])
+            for name in ("shared memory", "vGPU", "DCGM", "NCCL", "GI", "util", "threads", "thread percentage")
+        ),
         ("unified memory", ["concept"]),
         ("Time Slicing", ["concept"]),
         ("sm", ["concept"]),
@@ -342,3 +348,9 @@ def test_the_help_names_every_concept() -> None:
         one.names[0] for one in explanations() if one.kind == "concept" and not any(name in text for name in one.names)
     ]
     assert missing == []
+
+
+def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
+    for head, meaning in HEADS.items():
+        explained = cli("explain", head.lower(), output="json").ok().data["explanations"]
+        assert explained[-1]["meaning"] == meaning
