@@ -11,7 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import NeedsConsent, NotFound, TimedOut
+from gpushare.base.errors import BadUsage, NeedsConsent, NotFound, TimedOut
 from gpushare.connect import connect
 from gpushare.plan import carry_out, taken
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 0.1
 # Between leaving the line and the record of its program, or its end and the record of that, a job is nowhere.
 _NOWHERE_SECONDS: Final = 5.0
+# Options of `run` that `start` has to know.
+_OURS: Final = frozenset({"--name", "--production", "-d", "--detach", "-n", "--dry-run", "-o", "--output"})
 
 
 def _host() -> Host:
@@ -59,26 +61,31 @@ def start(
     wait: bool = False,
     gpu: str | None = None,
     name: str | None = None,
+    production: str | None = None,
     threads: float | None = None,
     options: Sequence[str] = (),
 ) -> Job:
     """Start a program in the background as `gpushare run -d` does, and return its job as soon as it runs or waits in line.
 
-    ``options`` are further options of `gpushare run`: ``["--swap", "turns"]``. The job goes on after the end of this
+    ``production``: the name of a job that opportunistic ones spare; it has no other ``name``. ``options`` are further options
+    of `gpushare run`: ``["--swap", "turns"]``. The job goes on after the end of this
     process; used as a context manager, it is stopped at the end of the block.
 
     Raises:
         GpushareError: it does not start.
     """
+    for word in options:
+        if word.partition("=")[0] in _OURS:
+            raise BadUsage(f"{word} is not for options", 'give names as arguments: name="train"')
     from gpushare.host.records import sweep_leftovers
     from gpushare.run.detach import detach, was_started, why_not_started
 
     host = _host()
     sweep_leftovers(host)
-    given = {"--memory": memory, "--gpu": gpu, "--name": name, "--threads": threads}
+    given = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
     words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
     words += [*(["--wait"] if wait else []), *options, "--", *command]
-    started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", name)
+    started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
         raise why_not_started(started)
     return Job(started.name)

@@ -67,6 +67,8 @@ def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World
         assert find_record(world.host, job.name) is not None
     assert world.pids() == []
     assert job.wait() == 143
+    with gpushare.start(["sleep", "60"], production="serve") as serve:
+        assert serve.name == "serve"
     with gpushare.start(["true"]) as ended:
         assert ended.wait() == 0
 
@@ -82,6 +84,8 @@ def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World
         (lambda: gpushare.status("7"), gpushare.NotFound, "unknown_gpu"),
         (lambda: gpushare.start([]), gpushare.BadUsage, "usage"),
         (lambda: gpushare.start(["true"], options=["--nonsense"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["--production=serve"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["--dry-run"]), gpushare.BadUsage, "usage"),
         (lambda: gpushare.start(["no-such-program"]), gpushare.NotFound, "command_not_found"),
     ],
 )
