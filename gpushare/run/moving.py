@@ -12,6 +12,7 @@ from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.memory import move
+from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.room import back_bytes, read_lines, room_kept, wait_for_room
 from gpushare.memory.swap import (
@@ -159,7 +160,7 @@ class Mover:
         if without:
             first = without[0]
             raise InUse(
-                f"no other GPU of this model has room for {first.job.title} with {format_bytes(first.swap.memory_bytes)}",
+                f"no other GPU of this model that may be used has room for {first.job.title} with {format_bytes(first.swap.memory_bytes)}",
                 "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
                 gpu=str(source.index),
                 code="no_room",
@@ -220,8 +221,9 @@ class Mover:
         return gpu
 
     def _free(self, gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return the bytes that are neither held nor reserved, by the index of the GPU."""
-        lines = read_lines(self._host, [Device(gpu=gpu) for gpu in gpus], self._limits)
+        """Return the bytes that are neither held nor reserved, by the index of the GPU; none of a GPU with another's lease."""
+        usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid) is None]
+        lines = read_lines(self._host, usable, self._limits)
         return {line.device.gpu.index: line.free_bytes for line in lines}
 
     def _placed(self, wish: _Move) -> _Move:

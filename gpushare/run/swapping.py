@@ -17,6 +17,7 @@ from gpushare.base.units import GIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
+from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import (
     Line,
     Patience,
@@ -660,7 +661,8 @@ class Swapping(Part):
         if here is None:
             return None
         found = reservations(self._host) or []
-        there = (line_of(self._host, Device(gpu=gpu), found, limits=self._limits) for gpu in targets(here, gpus))
+        usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid) is None]
+        there = (line_of(self._host, Device(gpu=gpu), found, limits=self._limits) for gpu in usable)
         lines = [line for line in there if line is not None]
         best = max(lines, key=lambda line: line.free_bytes, default=None)
         need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES

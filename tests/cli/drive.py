@@ -26,7 +26,10 @@ from gpushare.base.errors import NotFound
 from gpushare.cli import main
 from gpushare.connect import connect
 from gpushare.gpu_models import GpuModel, find_model
+from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host
+from gpushare.host.identity import boot_id, uptime
+from gpushare.memory.leases import PREFIX
 from gpushare.mig.ledger import names_of
 from gpushare.show.schema import schema_of
 from gpushare.sim import admin
@@ -45,7 +48,6 @@ ASKING = (
     *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
     ("mps", "stop"),
     ("sim", "reset"),
-    ("move",),
     ("stop",),
     ("swap", "out"),
     ("swap", "in"),
@@ -298,6 +300,14 @@ class World:
     def send(self, pid: int, number: int) -> None:
         """Send a signal, not by gpushare."""
         self.host.processes.send(pid, number)
+
+    def lease(self, gpu: int, uid: int) -> Path:
+        """Reserve a GPU as another user; return the file of the lease. The test is root."""
+        path = claim_directory(self.host) / f"{PREFIX}{uid:016x}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"gpushare lease 1\nboot {boot_id()}\ngpu {self.uuid(gpu)}\nuntil {round(uptime() + 7170)}\n")
+        os.chown(path, uid, uid)
+        return path
 
     def foreign_daemon(self, directory: Path, *, uuid: str | None = None) -> int:
         """Start a daemon by hand, as another user would, and return its PID."""

@@ -108,6 +108,23 @@ def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
     assert (now.state, process(world, pid).checkpoint) == (OUT, CHECKPOINTED)
 
 
+@pytest.mark.needs_root
+def test_no_job_moves_to_a_gpu_that_another_user_has_reserved(
+    refused: Callable[..., str], cli: Cli, world: World
+) -> None:
+    pid = job()
+    job(2, 100 * GIB)
+    world.lease(1, 1000)
+    # Most is free on GPU 1.
+    assert cli("move", str(pid), "-n", output="json", host=SPEC).ok().data["jobs"][0]["to_gpu"] == 2
+    cli("move", "--off", "0", host=SPEC).ok()
+    assert gpu_of(world, pid) == 2
+    assert "is reserved by" in refused("move", str(pid), "-g", "1", code="no_room", exit_code=19, host=SPEC)
+    job(0, 130 * GIB)
+    refused("move", "--off", "2", code="no_room", exit_code=19, host=SPEC)
+    assert gpu_of(world, pid) == 2
+
+
 def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None:
     small, large = job(0, 30 * GIB), job(0, 80 * GIB)
     job(1, 90 * GIB)

@@ -81,6 +81,19 @@ def test_it_moves_for_a_job_that_waits_and_for_nobody_else(
     job.result()
 
 
+@pytest.mark.needs_root
+def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(
+    real: Callable[..., Started], start: Callable[..., Started], world: World
+) -> None:
+    world.lease(1, 1000)
+    job = start("--movable", "--memory", "9G", "--name", "train")
+    large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
+    assert large.result().code == 19
+    assert gpus(world) == [0]
+    job.signal(signal.SIGINT)
+    job.result()
+
+
 def test_without_the_option_it_stays(real: Callable[..., Started], start: Callable[..., Started], world: World) -> None:
     job = start("--swap", "request", "--memory", "9G")
     assert (
