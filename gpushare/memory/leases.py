@@ -43,9 +43,12 @@ _UNREADABLE_SECONDS: Final = 60.0
 
 
 class _LeaseFile(NamedTuple):
-    """A lease that counts, in the order in which they do; ``until`` and ``begun`` are seconds since boot."""
+    """A lease that counts, in the order in which they do: by ``created``, the file's ctime, the same for all who read it.
 
-    begun: float
+    ``until`` is in seconds since boot.
+    """
+
+    created: float
     path: Path
     gpu_uuid: str
     uid: int
@@ -159,7 +162,7 @@ def _read(host: Host, directory: Path, names: list[str]) -> Iterator[_LeaseFile]
         begun = uptime() - max(0.0, time.time() - seen.st_ctime)
         until = float(match[3]) if seen.st_uid == 0 else min(float(match[3]), begun + MOST_SECONDS)
         if match[1].decode() == boot_id() and until > uptime():
-            yield _LeaseFile(begun, path, match[2].decode(), seen.st_uid, until)
+            yield _LeaseFile(seen.st_ctime, path, match[2].decode(), seen.st_uid, until)
         elif mine:
             _remove(path)
 
