@@ -159,6 +159,20 @@ class Job:
         work = back_to_gpu(self._host, self.name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(work.plan)
 
+    def move(self, gpu: str | None = None, *, wait: bool = False) -> None:
+        """Move it to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
+        from gpushare.base.selection import select
+        from gpushare.hostfile.kept import kept_limits
+        from gpushare.memory.room import repair_first
+        from gpushare.run.moving import Mover
+        from gpushare.show.waiting import waiting_line
+
+        host = self._host
+        repair_first(host, _quiet, dry_run=False)
+        limits, seconds = kept_limits(host).without(os.geteuid()), None if wait else 0.0
+        mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        self._carry_out(mover.one(self.name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
+
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
 

@@ -60,6 +60,16 @@ def test_a_job_is_paused_and_swapped_by_its_pid(world: World) -> None:
         job.wait(0)
 
 
+def test_a_job_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World.new("sim:2xh200")
+    monkeypatch.setenv("GPUSHARE_HOST", world.spec)
+    pid = admin.add_process(world.spec)
+    gpushare.job(pid).move("1")
+    assert [len(world.host.nvml.processes(gpu) or ()) for gpu in (0, 1)] == [0, 1]
+    with pytest.raises(gpushare.NotFound):
+        gpushare.job(pid).move("7")
+
+
 def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World) -> None:
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     with gpushare.start(["sleep", "60"]) as job:

@@ -255,7 +255,7 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "lock", lock)
         patched.setattr(Checkpoint, "hangs", lambda self, one: hangs[0])
-        patched.setattr(module, "guarded", lambda *_: contextlib.nullcontext())
+        patched.setattr("gpushare.run.swap_job.guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "out", str(pid), output="json")
         assert answer.error["code"] == "driver_hangs"
         assert f"kill -CONT {pid}" in answer.error["hint"]
@@ -614,7 +614,7 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
     with monkeypatch.context() as silent:
         silent.setattr(Checkpoint, "state", lambda *_: None)
         # Its guard asks the driver itself, and would complete it.
-        silent.setattr(module, "guarded", lambda *_: contextlib.nullcontext())
+        silent.setattr("gpushare.run.swap_job.guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (1, "state_unknown")
     assert [one.pid for one in swaps(world.host)] == [pid]

@@ -286,7 +286,7 @@ def test_a_death_at_any_call_loses_nothing(
         for name in CALLS:
             patched.setattr(Checkpoint, name, dying(name))
         # The guard has died too.
-        patched.setattr(module, "guarded", lambda *_: __import__("contextlib").nullcontext())
+        patched.setattr("gpushare.run.swap_job.guarded", lambda *_: __import__("contextlib").nullcontext())
         try:
             cli("swap", "out", str(pid))
             cli("swap", "in", str(pid))
