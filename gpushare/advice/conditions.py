@@ -16,6 +16,12 @@ Condition = Callable[[Situation, Way], "bool | None"]
 # The driver's calls for the slice of a process are the same from this branch on; the first that copies a job out of a GPU.
 _FIRST_SLICES: Final = 515
 _FIRST_CHECKPOINT: Final = 570
+# Up to this target, in seconds, no priority under MPS keeps the p99 (Tally-bench: a server that answers in 4 ms).
+_MILLISECONDS: Final = 0.005
+# Replicas of one GPU with MPS under the Kubernetes device plugin, which takes 7.0 for older than Volta.
+_REPLICAS: Final = 48
+_REPLICAS_BEFORE: Final = 16
+_FIRST_WITH_ALL: Final = (7, 5)
 
 
 def _wants(*kinds: Isolation) -> Condition:
@@ -23,6 +29,19 @@ def _wants(*kinds: Isolation) -> Condition:
         return None if s.case.wanted_isolation is None else bool(s.isolation & set(kinds))
 
     return wanted
+
+
+def _replicas(s: Situation) -> int:
+    """Return how many replicas the Kubernetes device plugin accepts with MPS on this GPU."""
+    capability = s.gpu.compute_capability
+    return _REPLICAS_BEFORE if capability is not None and capability < _FIRST_WITH_ALL else _REPLICAS
+
+
+def _pods_idle(s: Situation, way: Way) -> bool:
+    """Return whether pods that are mostly idle share the time, and fit without the contexts of those that are idle."""
+    own = sum((work.memory or 0) * (work.processes or 1) for work in s.case.workloads)
+    fits = s.plain.usable_bytes is not None and own <= s.plain.usable_bytes
+    return way is Way.TIMESLICE and bool(s.case.any("kubernetes")) and s.idle_often and fits
 
 
 # -- MIG ---------------------------------------------------------------------------------------------
@@ -255,6 +274,13 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     # MPS
     "mps_in_the_way": lambda s, way: s.mps_in_the_way(way),
     "too_many_clients": _too_many_clients,
+    "too_many_replicas": lambda s, _: (
+        bool(s.case.any("kubernetes")) and s.case.processes is not None and s.case.processes > _replicas(s)
+    ),
+    "latency_of_milliseconds": lambda s, _: any(
+        work.latency_seconds is not None and work.latency_seconds <= _MILLISECONDS for work in s.case.workloads
+    ),
+    "pods_idle": _pods_idle,
     "mps_limits_before_volta": _mps_limits_before_volta,
     "limits_tight": _limits_tight,
     # memory
@@ -326,6 +352,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "mode": lambda s, _: "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title,
     "processes": lambda s, way: s.clients_of(way),
     "mps_clients": lambda s, way: s.mps_clients_in(way),
+    "replicas": lambda s, _: _replicas(s),
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(no_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,

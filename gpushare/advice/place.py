@@ -53,7 +53,9 @@ def _place(situation: Situation) -> tuple[Part, ...]:
         or count is None
         or count < _SEVERAL
         or case.any("running")
-        or alone.way in {Way.FIX, Way.STREAMS}
+        or alone.way is Way.STREAMS
+        # What does not fit on one GPU may fit on several.
+        or (alone.way is Way.FIX and not alone.situation.short_of_memory)
     ):
         return (alone,)
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
