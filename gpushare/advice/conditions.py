@@ -280,6 +280,8 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "latency_of_milliseconds": lambda s, _: any(
         work.latency_seconds is not None and work.latency_seconds <= _MILLISECONDS for work in s.case.workloads
     ),
+    # Stated, not only concluded from a full GPU.
+    "without_gaps": lambda s, _: any(work.gaps is False for work in s.case.workloads),
     "pods_idle": _pods_idle,
     "mps_limits_before_volta": _mps_limits_before_volta,
     "limits_tight": _limits_tight,

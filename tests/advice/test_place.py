@@ -52,6 +52,21 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             [{"processes": 3, "memory": "16G", "users": "same", "saturating": True, "progress": True}],
             [([0, 1], "turns", 3)],
         ),
+        # Servers that do not fit on one GPU are spread, before anything is to be changed about them.
+        (
+            "8xh200",
+            [
+                {
+                    "processes": 20,
+                    "like": "serving",
+                    "users": "different",
+                    "trusted": True,
+                    "memory": "16G",
+                    "isolation": "fault",
+                }
+            ],
+            [([0, 1, 2, 3, 4, 5, 6, 7], "mig", 20)],
+        ),
         # One process needs one GPU.
         ("4xl4", [{"processes": 1, "memory": "4G"}], [([0], "whole-gpu", 1)]),
     ],

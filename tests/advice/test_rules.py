@@ -252,6 +252,13 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "kubernetes-mps-mig": ("mig+mps", four(kubernetes=True), four(containers=True)),
     "kubernetes-host": ("slices", four(kubernetes=True), four(containers=True)),
     "kubernetes-weights": ("mps", four(kubernetes=True, weights=True), four(kubernetes=True)),
+    "kubernetes-mps-replicas": ("mps", four(kubernetes=True, processes=60), four(kubernetes=True)),
+    "pods-idle": (
+        "timeslice",
+        four(kubernetes=True, processes=300, memory="100M", pattern="interactive"),
+        four(kubernetes=True, pattern="interactive"),
+    ),
+    "production-milliseconds": ("mps-priority", of({**PAIR[0], "latency": "4ms"}, PAIR[1]), of(*PAIR)),
     "server-queue": ("whole-gpu", four(server=True), one(server=True)),
     "fix-no-code": ("fix-app", four(code=False), four(code=True)),
     "idle-instances-first": ("whole-gpu", one(facts=with_foreign(), saturating=True), one(facts=with_foreign())),
