@@ -387,7 +387,7 @@ def test_cdi_is_written_anew_only_where_there_is_one(cli: Cli, refused: Refused)
     stale = cli("mig", "apply", "1g.10gb", host=A100).ok()
     assert "--refresh-cdi" in stale.err
     fresh = cli("mig", "apply", "2g.20gb", "--refresh-cdi", host=A100).ok()
-    assert "note: the CDI specification of containers is written anew" in fresh.err
+    assert "note: the CDI specification of containers is written again" in fresh.err
     assert "stale" not in fresh.err
     assert "--refresh-cdi" not in fresh.err
 

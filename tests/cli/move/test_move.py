@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.units import GIB
+from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
 from gpushare.memory.ledger import reservations
@@ -55,7 +57,14 @@ def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None
     pid = job()
     answer = cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok()
     assert answer.data["jobs"] == [
-        {"pid": pid, "name": None, "user": "root", "memory_bytes": 20 * GIB, "from_gpu": 0, "to_gpu": 1}
+        {
+            "pid": pid,
+            "name": None,
+            "user": user_name(os.geteuid()),
+            "memory_bytes": 20 * GIB,
+            "from_gpu": 0,
+            "to_gpu": 1,
+        }
     ]
     assert answer.data["undo"] == f"gpushare move {pid} -g 0"
     there = process(world, pid)

@@ -300,6 +300,7 @@ def test_programs_that_run_already_are_named(cli: Cli, world: World) -> None:
 # -- several users at the same time ------------------------------------------------------------------
 
 
+@pytest.mark.needs_root
 def test_a_daemon_for_all_users_serves_them_at_the_same_time(cli: Cli, world: World) -> None:
     answer = cli("mps", "start", "--users", "all", "--threads", "30").ok()
     assert "for all users at the same time" in answer.out
@@ -319,6 +320,7 @@ def test_a_daemon_of_one_user_keeps_others_waiting(cli: Cli, world: World) -> No
     assert [world.process(pid).mps_server is not None for pid in pids] == [True, False]
 
 
+@pytest.mark.needs_root
 def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
     cli("mps", "start", "--users", "nobody,daemon").ok()
     assert pipe_users(Path(world.state.daemons[0].pipe_directory)) == ("daemon", "nobody")
