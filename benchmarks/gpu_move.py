@@ -2,7 +2,7 @@
 
 Run it as root on a host with two equal GPUs and PyTorch; what can be is done as a plain user. About 6 minutes on two H100.
 
-- ``moves``: a training of 2 GiB goes to and fro; its losses are compared bit by bit with those of an undisturbed run.
+- ``moves``: a training of 2 GiB goes there and back; its losses are compared bit by bit with those of an undisturbed run.
 - ``large``: moves of 20 GiB, in turn with swaps out and in of the same job.
 - ``ranks``: two ranks of one job (``run --gpus 2``) are paused for some seconds in the middle of their collectives.
 
