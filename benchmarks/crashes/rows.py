@@ -26,6 +26,7 @@ ENDS_WITH_ITS_GPUSHARE: Final = 'kill -0 "$PPID" 2>/dev/null || exec sleep 300'
 PROGRAM: Final = ("sh", "-c", f"sleep 0.2; {ENDS_WITH_ITS_GPUSHARE}")
 # Long enough for one turn, and the way out and back.
 LONG_PROGRAM: Final = ("sh", "-c", f"sleep 1.4; {ENDS_WITH_ITS_GPUSHARE}")
+IS_ROOT: Final = os.geteuid() == 0
 MPS_HOST: Final = "sim:2xh200"
 MIG_HOST: Final = "sim:2xa100-80gb"
 ALL_HOST: Final = "sim:4xa100-80gb"
@@ -189,7 +190,12 @@ def _mps_rows() -> list[Row]:
     users = ("mps", "start", "-g", "0", "--users", "daemon", "--threads", "50")
     stop = ("mps", "stop", "-g", "0")
     return [
-        Row(name="mps start --users", host=MPS_HOST, prepare=_foreign_mps, command=users, then=[users]),
+        # Only root starts it, in the simulation too.
+        *(
+            [Row(name="mps start --users", host=MPS_HOST, prepare=_foreign_mps, command=users, then=[users])]
+            if IS_ROOT
+            else []
+        ),
         start(name="mps start", command=("mps", "start", "-g", "0"), then=[("mps", "start", "-g", "0"), stop]),
         start(name="mps start --exclusive", command=exclusive[:5], then=[exclusive[:5], stop]),
         start(

@@ -269,7 +269,7 @@ def test_a_second_search_goes_on_and_doubts_what_does_not_hold(tuned: Tuned) -> 
     assert any("does it still hold?" in text for text in heard.said)
     # Production needs more than it did.
     third = tuned(job(60), earlier=earlier, reporter=heard)
-    assert any("are searched anew" in text for text in heard.said)
+    assert any("are searched again" in text for text in heard.said)
     assert third.outcome.best is not None
     assert third.outcome.best.setting.threads == 40.0
 
