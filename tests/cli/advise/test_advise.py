@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from gpushare.cli import main
-from tests.cli.drive import ROOT, World, environment
+from tests.cli.drive import World, environment
 
 FARM = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
 USERS = ("--processes", "3", "--memory", "2G", "--users", "different", "--pattern", "steady")
@@ -213,9 +213,7 @@ def pasted(lines: list[str], spec: str, *, shell: bool = False) -> subprocess.Co
         *lines,
     ]
     env = environment(GPUSHARE_HOST=spec)
-    return subprocess.run(
-        ["bash", "-c", "\n".join(script)], env=env, capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    return subprocess.run(["bash", "-c", "\n".join(script)], env=env, capture_output=True, text=True, check=False)
 
 
 COMMAND = r"(?:sudo )?gpushare ([\w\s.,:/*%=+@\"'$-]+)"

@@ -86,4 +86,6 @@ def test_a_hundred_answers_work_and_are_undone(
         # Hosts of its own: here all jobs are of one process, which lives on, so their names stay in use.
         (sim_dir / str(seed)).mkdir()
         monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / str(seed)))
+        # And a directory, where an export writes files.
+        monkeypatch.chdir(sim_dir / str(seed))
         check(cli, seed, "sleep 1")
