@@ -168,7 +168,10 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     """The farm came first for one copy, and goes behind the job for the next one. Two copies fit, or one and the job."""
     hold = f"while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done"
     farm = real("farm", "--copies", "4", "--memory", "60G", "--", "sh", "-c", hold)
-    until(lambda: len(reserved(world)) == 2, "two copies run")
+    until(
+        lambda: len(reserved(world)) == 2 and any(one.waits for one in reservations(world.host) or []),
+        "two copies run, and the farm waits for the third",
+    )
     job = real(
         "run", "--wait", "--memory", "60G", "--", "sh", "-c", f"while ! [ -e {tmp_path}/job ]; do sleep 0.02; done"
     )
