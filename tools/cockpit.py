@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from gpushare.base.model import GpuSensors, LinePlace, ListedJob
+from gpushare.base.model import GpuSensors, LinePlace, ListedJob, Way
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.run.look import with_memory
@@ -90,7 +90,7 @@ def _job(pid: int, job: str | None, user: str, role: str | None, gpu: int, way: 
         role=role,
         device=f"GPU {gpu}",
         gpu_indexes=(gpu,),
-        way=way,
+        way=Way(way),
         mig_name=name,
         threads_percent=threads,
         slice_us=slice_us,

@@ -63,7 +63,7 @@ def pipeline(asked: Asked, host: str) -> str:
 def option_values(option: Option) -> tuple[str, ...]:
     """Return the values of an option: words, one of the ``@`` marks, or nothing."""
     from gpushare.advice.case import LIKE, NEEDS
-    from gpushare.advice.ways import Way
+    from gpushare.advice.ways import ADVISED
     from gpushare.base.model import Priority
     from gpushare.gpu_models import load_models
     from gpushare.run.container import ENGINES
@@ -91,7 +91,7 @@ def option_values(option: Option) -> tuple[str, ...]:
         "--pattern": ("interactive", "bursty", "steady"),
         "--role": ("production", "opportunistic"),
         "--needs": tuple(name.replace("_", "-") for name in NEEDS),
-        "--mechanism": tuple(way.value for way in Way),
+        "--mechanism": tuple(way.value for way in ADVISED),
         "--view": ("published", "today", "host"),
         "--ways": ("queue", "timeslice", "mps", "mps:100/n", "mps:200/n", "mig"),
         "--by": ("index", "uuid"),
@@ -103,7 +103,7 @@ def option_values(option: Option) -> tuple[str, ...]:
 
 def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return the values of an argument of a command."""
-    from gpushare.advice.table import Mechanism
+    from gpushare.advice.table import COLUMNS
     from gpushare.sim.faults import KINDS
 
     if path == ("run",):
@@ -125,7 +125,7 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
         ("mig", "env"): (NAMES,),
         ("mig", "grant"): (NAMES,),
         ("mig", "revoke"): (NAMES,),
-        ("compare",): tuple(one.value for one in Mechanism),
+        ("compare",): tuple(one.value for one in COLUMNS),
         ("sim", "fault"): KINDS,
     }.get(path, ())
 

@@ -13,8 +13,8 @@ from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import Recipe, limits_sum, recipe
 from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
-from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING, Way
+from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
+from gpushare.base.model import Way
 from gpushare.base.units import GIB, format_bytes, ranges
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ _GAPS: Final = {
 
 def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
     """Return what the winner leaves unprotected, from the table."""
-    if way.outer in {None, Mechanism.STREAMS} or not situation.several:
+    if way.outer in {None, Way.STREAMS} or not situation.several:
         return ()
     table, driver, unprotected = situation.table, situation.host.driver, []
     for row, (wanted, name) in _GAPS.items():
@@ -532,7 +532,7 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
         return ["priority is a hint: the GPU may not follow it, and it reserves nothing for production"]
     if way in LEAVING:
         return ["a job that is out exists only in host memory: a restart of the machine ends it"]
-    if situation.several and Mechanism.TIMESLICE in {way.outer, way.inner}:
+    if situation.several and Way.TIMESLICE in {way.outer, way.inner}:
         commands = [line.command for line in made.lines if line.command] if made is not None else []
         held = bool(commands) and all("--memory" in command for command in commands if " run " in command)
         if held:

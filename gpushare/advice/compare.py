@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.table import Mechanism, Table, driver_branch
-from gpushare.base.model import ComputeMode
+from gpushare.advice.table import Table, driver_branch
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import format_bytes
 from gpushare.gpu_models import named_model
 
@@ -42,13 +42,13 @@ class _Place:
     gpu: GpuFacts
 
 
-def availability(mechanism: Mechanism, host: HostFacts, gpu: GpuFacts) -> Availability:
+def availability(mechanism: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
     return _AVAILABLE[mechanism](host, gpu)
 
 
-def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
+def cell_here(table: Table, mechanism: Way, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return the text of a cell for this GPU; None if the mechanism is not available."""
     if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
         return None
@@ -71,7 +71,7 @@ def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
         driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
     elif host.mps_version is not None and (host.driver_major or 0) <= _BEFORE_590:
         driver = str(_BEFORE_590 + 1)
-    return table.cell(Mechanism.MPS, "max_partitions", driver).limit
+    return table.cell(Way.MPS, "max_partitions", driver).limit
 
 
 # -- availability ---------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def _vgpu(_host: HostFacts, gpu: GpuFacts) -> Availability:
     )
 
 
-_AVAILABLE: Final[dict[Mechanism, Callable[[HostFacts, GpuFacts], Availability]]] = {
-    Mechanism.STREAMS: _streams,
-    Mechanism.MPS: _mps,
-    Mechanism.TIMESLICE: _timeslice,
-    Mechanism.MIG: _mig,
-    Mechanism.VGPU: _vgpu,
+_AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
+    Way.STREAMS: _streams,
+    Way.MPS: _mps,
+    Way.TIMESLICE: _timeslice,
+    Way.MIG: _mig,
+    Way.VGPU: _vgpu,
 }
 
 
@@ -157,7 +157,7 @@ def _mps_sm(place: _Place) -> str | None:
 
 
 def _static_partitions(place: _Place) -> bool:
-    options = place.table.cell(Mechanism.MPS, "sm_isolation", place.host.driver or "0").options
+    options = place.table.cell(Way.MPS, "sm_isolation", place.host.driver or "0").options
     return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
 
 
@@ -177,7 +177,7 @@ def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
 def _mps_errors(place: _Place) -> str | None:
     if _static_partitions(place):
         return None
-    return place.table.cell(Mechanism.MPS, "error_isolation", "0").today
+    return place.table.cell(Way.MPS, "error_isolation", "0").today
 
 
 def _mps_memory(place: _Place) -> str | None:
@@ -200,7 +200,7 @@ def _timeslice_change(place: _Place) -> str | None:
         return "No: this GPU has no time-slice levels"
     who = "you are root" if place.host.root else "needs root"
     levels = f"Live, {who}: default, short, medium, long for the GPU"
-    options = place.table.cell(Mechanism.TIMESLICE, "reconfigure", place.host.driver or "0").options
+    options = place.table.cell(Way.TIMESLICE, "reconfigure", place.host.driver or "0").options
     return f"{levels}; a slice per process" if options else f"{levels}"
 
 
@@ -245,26 +245,24 @@ def _mig_change(place: _Place) -> str | None:
     return f"When idle, {who}; {how}" + (busy if gpu.processes != 1 else "; 1 process now")
 
 
-_COMPUTED: Final[dict[tuple[Mechanism, str], Callable[[_Place], str | None]]] = {
-    (Mechanism.MPS, "max_partitions"): _mps_max,
-    (Mechanism.MPS, "sm_isolation"): _mps_sm,
-    (Mechanism.MPS, "error_isolation"): _mps_errors,
-    (Mechanism.MPS, "memory_protection"): _mps_memory,
-    (Mechanism.TIMESLICE, "max_partitions"): _timeslice_max,
-    (Mechanism.TIMESLICE, "reconfigure"): _timeslice_change,
-    (Mechanism.MIG, "max_partitions"): _mig_max,
-    (Mechanism.MIG, "sm_isolation"): _mig_sm,
-    (Mechanism.MIG, "memory_protection"): _mig_memory,
-    (Mechanism.MIG, "reconfigure"): _mig_change,
+_COMPUTED: Final[dict[tuple[Way, str], Callable[[_Place], str | None]]] = {
+    (Way.MPS, "max_partitions"): _mps_max,
+    (Way.MPS, "sm_isolation"): _mps_sm,
+    (Way.MPS, "error_isolation"): _mps_errors,
+    (Way.MPS, "memory_protection"): _mps_memory,
+    (Way.TIMESLICE, "max_partitions"): _timeslice_max,
+    (Way.TIMESLICE, "reconfigure"): _timeslice_change,
+    (Way.MIG, "max_partitions"): _mig_max,
+    (Way.MIG, "sm_isolation"): _mig_sm,
+    (Way.MIG, "memory_protection"): _mig_memory,
+    (Way.MIG, "reconfigure"): _mig_change,
 }
 
 
 NOT_HERE: Final = "not here"
 
 
-def record(
-    table: Table, mechanism: Mechanism, row_key: str, driver: str | None, here: HostFacts | None
-) -> dict[str, Any]:
+def record(table: Table, mechanism: Way, row_key: str, driver: str | None, here: HostFacts | None) -> dict[str, Any]:
     """Return one cell with its views; ``host`` is None without a host, or if the mechanism is not available."""
     cell = table.cell(mechanism, row_key, driver)
     return {
@@ -288,14 +286,12 @@ def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
     return tuple(gpu for gpu in host.gpus if gpu.error is None)
 
 
-def text_here(
-    table: Table, mechanism: Mechanism, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]
-) -> str | None:
+def text_here(table: Table, mechanism: Way, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]) -> str | None:
     """Return the text of a cell for these GPUs: once if they agree, else by GPU; None if available on none."""
     return _joined([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
 
 
-def availability_text(mechanism: Mechanism, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
+def availability_text(mechanism: Way, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
     return _joined([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
 
 
@@ -314,7 +310,7 @@ def today_text(cell: Cell, driver: str | None) -> str:
 
 def explanation(
     table: Table,
-    mechanism: Mechanism,
+    mechanism: Way,
     row_key: str,
     driver: str | None,
     host: HostFacts | None,
@@ -346,7 +342,7 @@ def explanation(
 
 
 def _here_lines(
-    table: Table, mechanism: Mechanism, row_key: str, host: HostFacts | None, why_no_host: str | None
+    table: Table, mechanism: Way, row_key: str, host: HostFacts | None, why_no_host: str | None
 ) -> list[tuple[str, str]]:
     if host is None:
         return [("this host", f"not known: {why_no_host}")] if why_no_host else []

@@ -8,8 +8,8 @@ from typing import Final
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
-from gpushare.advice.ways import LEAVING, Way
-from gpushare.base.model import ComputeMode
+from gpushare.advice.ways import LEAVING
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import format_bytes
 
 Condition = Callable[[Situation, Way], "bool | None"]

@@ -22,7 +22,7 @@ from gpushare.advice.advise import (
 from gpushare.advice.questions import other_answers
 from gpushare.advice.recipe import threads_together
 from gpushare.advice.rules import Kind, Reason, Verdict, verdicts
-from gpushare.advice.ways import Way
+from gpushare.base.model import Way
 
 if TYPE_CHECKING:
     from gpushare.advice.situation import Situation

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from gpushare.advice.case import Case, Role, Workload
 from gpushare.advice.rules import Verdict, verdicts, winner
 from gpushare.advice.situation import Situation
-from gpushare.advice.ways import CONCURRENT, Way
+from gpushare.advice.ways import CONCURRENT
+from gpushare.base.model import Way
 from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from gpushare.base.values import dataclass
 if TYPE_CHECKING:
     from gpushare.advice.place import Part
     from gpushare.advice.situation import Situation
-    from gpushare.advice.ways import Way
+    from gpushare.base.model import Way
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import CONTEXT_BYTES, HOPPER, addable, equal_limit, limit_for
-from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MPS, LEAVING, Way
-from gpushare.base.model import Priority, TimeSlice
+from gpushare.advice.ways import ALL_MPS, LEAVING
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, counted, ranges
 from gpushare.job_command import JobCommand
 from gpushare.mig.wish import merged, wish_of
@@ -956,9 +955,9 @@ def _kubernetes(s: Situation, way: Way) -> Recipe:
     """Return the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     steps, count = _Steps(s), max(2, min(s.case.processes or 4, 48))
     words, layout, what = ["--replicas", str(count)], "", f"{count} pods share each GPU"
-    if way.outer is Mechanism.MPS:
+    if way.outer is Way.MPS:
         layout, what = "mps: {}", "MPS, equal shares"
-    elif way.outer is Mechanism.MIG:
+    elif way.outer is Way.MIG:
         slices, what = s.slices(way), "a resource for each MIG profile"
         inside = -(-count // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
         words = ["--mig-replicas", str(inside)] if inside > 1 else []
@@ -996,7 +995,7 @@ def recipe(situation: Situation, way: Way) -> Recipe:
     return made
 
 
-_FOR_PODS: Final = (Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG)
+_FOR_PODS: Final = (Way.TIMESLICE, Way.MPS, Way.MIG)
 _WITHOUT_MIG: Final = (Way.WHOLE, Way.TURNS, Way.SWAP, Way.STREAMS, Way.TIMESLICE, Way.SLICES, Way.MEASURE, *ALL_MPS)
 
 

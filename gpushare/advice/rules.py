@@ -15,8 +15,9 @@ from typing import Any, Final
 from gpushare.advice.case import Workload, any_of, negated
 from gpushare.advice.conditions import CONDITIONS, WORDS, Condition, condition_named
 from gpushare.advice.situation import Situation
-from gpushare.advice.table import Cell, Mechanism
-from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING, Way
+from gpushare.advice.table import Cell
+from gpushare.advice.ways import ADVISED, ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING
+from gpushare.base.model import Way
 from gpushare.base.values import dataclass
 
 
@@ -102,7 +103,7 @@ class Rule:
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", asked=True)
         elif not enough:
             yield self._short(situation, way, cell, best, needs)
-        elif way.inner is not None and way.outer is Mechanism.MIG and needs.inside and not situation.grouped:
+        elif way.inner is not None and way.outer is Way.MIG and needs.inside and not situation.grouped:
             inner = table.cell(way.inner, needs.row, driver)
             level = table.level(way.inner, needs.row, driver)
             if not table.at_least(needs.row, level, needs.floor):
@@ -148,7 +149,7 @@ _EXACTLY: Final = {"yes": True, "no": False, "unknown": None}
 
 def _ways(names: Iterable[str] | None) -> tuple[Way, ...]:
     if names is None:
-        return tuple(way for way in Way if way.outer is not None)
+        return CONCURRENT
     return tuple(way for name in names for way in _GROUPS.get(name) or (Way(name),))
 
 
@@ -288,11 +289,11 @@ def verdicts(situation: Situation) -> tuple[Verdict, ...]:
 
 
 def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
-    reasons: dict[Way, list[Reason]] = {way: [] for way in Way}
+    reasons: dict[Way, list[Reason]] = {way: [] for way in ADVISED}
     for rule in rules():
         for way, reason in rule.reasons(situation):
             reasons[way].append(reason)
-    judged = [_verdict(way, reasons[way]) for way in Way]
+    judged = [_verdict(way, reasons[way]) for way in ADVISED]
     comparable = [verdict for verdict in judged if not verdict.refused and verdict.way in SHARING]
     if len([verdict for verdict in comparable if verdict.way is not Way.VGPU]) < _TO_COMPARE:
         judged = [

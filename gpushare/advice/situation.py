@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.compare import mps_clients
-from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MIG, LEAVING, Way
-from gpushare.base.model import ComputeMode
+from gpushare.advice.ways import ALL_MIG, LEAVING
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
@@ -572,7 +571,7 @@ class Situation:
         return budget(self.case, self.gpu, mps=True)
 
     def budget_of(self, way: Way) -> Budget:
-        return self.under_mps if Mechanism.MPS in {way.outer, way.inner} else self.plain
+        return self.under_mps if Way.MPS in {way.outer, way.inner} else self.plain
 
     @cached_property
     def fit_together(self) -> bool | None:
@@ -622,7 +621,7 @@ class Situation:
         if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
         limits = [processes]
-        if Mechanism.MPS in {way.outer, way.inner} and self.mps_clients is not None:
+        if Way.MPS in {way.outer, way.inner} and self.mps_clients is not None:
             limits.append(self.mps_clients)
         found = self.budget_of(way)
         if found.may_fit is False:
@@ -709,7 +708,7 @@ class Situation:
     @cached_property
     def instances(self) -> int | None:
         """Return the maximum number of MIG instances: the table's, or the driver's if that is lower."""
-        limit = self.table.cell(Mechanism.MIG, "max_partitions", self.host.driver).limit
+        limit = self.table.cell(Way.MIG, "max_partitions", self.host.driver).limit
         known = [one for one in (limit, self.gpu.largest_instance_count) if one is not None]
         return min(known, default=None)
 

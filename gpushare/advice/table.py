@@ -9,23 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import BadUsage
+from gpushare.base.model import Way
 from gpushare.base.units import quoted
 
 T = TypeVar("T")
-
-
-class Mechanism(str, Enum):
-    """The columns of the table."""
-
-    STREAMS = "streams"
-    MPS = "mps"
-    TIMESLICE = "timeslice"
-    MIG = "mig"
-    VGPU = "vgpu"
+COLUMNS: Final = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +57,7 @@ class Option:
 class Cell:
     """One cell on one driver: the level without options, and the number where the row counts something."""
 
-    mechanism: Mechanism
+    mechanism: Way
     row: str
     published: str
     today: str
@@ -107,11 +98,11 @@ class Table:
     """The whole table. ``titles`` are the mechanisms' display names."""
 
     rows: tuple[Row, ...]
-    titles: Mapping[Mechanism, str]
+    titles: Mapping[Way, str]
     sources: Mapping[str, Source]
-    entries: Mapping[tuple[Mechanism, str], Entry]
+    entries: Mapping[tuple[Way, str], Entry]
     # The rules of one answer look at the same cells some hundred times.
-    _cells: dict[tuple[Mechanism, str, str | None], Cell] = field(default_factory=dict, compare=False, repr=False)
+    _cells: dict[tuple[Way, str, str | None], Cell] = field(default_factory=dict, compare=False, repr=False)
 
     def row(self, key: str) -> Row:
         """Return a row by its key.
@@ -126,7 +117,7 @@ class Table:
             f"the table has no row '{key}'", f"its rows: {', '.join(row.key for row in self.rows)}", code="no_row"
         )
 
-    def cell(self, mechanism: Mechanism, row_key: str, driver: str | None = None) -> Cell:
+    def cell(self, mechanism: Way, row_key: str, driver: str | None = None) -> Cell:
         """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table.
 
         Raises:
@@ -137,7 +128,7 @@ class Table:
             self._cells[key] = self._cell(*key)
         return self._cells[key]
 
-    def _cell(self, mechanism: Mechanism, row_key: str, driver: str | None) -> Cell:
+    def _cell(self, mechanism: Way, row_key: str, driver: str | None) -> Cell:
         row, entry = self.row(row_key), self.entries[mechanism, row_key]
         branch = driver_branch(driver)
         today, level, limit = (_at(dated, branch) for dated in (entry.today, entry.level, entry.limit))
@@ -156,7 +147,7 @@ class Table:
             note=entry.note,
         )
 
-    def level(self, mechanism: Mechanism, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
+    def level(self, mechanism: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
         """Return the level of a cell, or of its option where the driver has that.
 
         Raises:
@@ -216,7 +207,7 @@ def table_of(text: str) -> Table:
         )
         for one in raw["rows"]
     )
-    columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in Mechanism}
+    columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in COLUMNS}
     return Table(
         rows=rows,
         titles={mechanism: column["title"] for mechanism, column in columns.items()},
@@ -255,11 +246,11 @@ def _since(one: Mapping[str, Any]) -> int | None:
 
 K = TypeVar("K")
 _MECHANISMS: Final = {
-    Mechanism.STREAMS: ("streams", "stream", "cudastreams", "cudastream"),
-    Mechanism.MPS: ("mps", "multiprocessservice", "cudamps"),
-    Mechanism.TIMESLICE: ("timeslice", "timeslicing", "timeslices", "timesliced", "timesharing", "ts"),
-    Mechanism.MIG: ("mig", "multiinstancegpu"),
-    Mechanism.VGPU: ("vgpu", "virtualgpu"),
+    Way.STREAMS: ("streams", "stream", "cudastreams", "cudastream"),
+    Way.MPS: ("mps", "multiprocessservice", "cudamps"),
+    Way.TIMESLICE: ("timeslice", "timeslicing", "timeslices", "timesliced", "timesharing", "ts"),
+    Way.MIG: ("mig", "multiinstancegpu"),
+    Way.VGPU: ("vgpu", "virtualgpu"),
 }
 # Jobs take the GPU one after another with these: nothing that the rows ask is shared.
 _WITHOUT_COLUMN: Final = ("turns", "swap")
@@ -277,7 +268,7 @@ _ROWS: Final = {
 }
 
 
-def mechanism_named(text: str) -> Mechanism:
+def mechanism_named(text: str) -> Way:
     """Return the mechanism that a user names: ``MPS``, ``time-slicing``, ``ts``.
 
     Raises:

@@ -3,90 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from enum import Enum
 from typing import Final
 
-from gpushare.advice.table import Mechanism
 from gpushare.base.errors import BadUsage
+from gpushare.base.model import Way
 
-
-class Way(str, Enum):
-    """One way, in the order of the answer's table: from the simplest to the most special."""
-
-    WHOLE = "whole-gpu"
-    TURNS = "turns"
-    SWAP = "swap"
-    STREAMS = "streams"
-    TIMESLICE = "timeslice"
-    SLICES = "slices"
-    MPS = "mps"
-    MPS_PRIORITY = "mps-priority"
-    MPS_STATIC = "mps-static"
-    MIG = "mig"
-    VGPU = "vgpu"
-    MIG_MPS = "mig+mps"
-    MIG_TIMESLICE = "mig+timeslice"
-    MPS_STREAMS = "mps+streams"
-    MEASURE = "measure"
-    FIX = "fix-app"
-
-    @property
-    def label(self) -> str:
-        return _TITLES[self]
-
-    @property
-    def outer(self) -> Mechanism | None:
-        """Return the mechanism that separates the parties; None if nothing is shared."""
-        return _OUTER.get(self)
-
-    @property
-    def inner(self) -> Mechanism | None:
-        """Return the mechanism inside the part of one party; None if there is only one level."""
-        return _INNER.get(self)
-
-    @property
-    def table_option(self) -> str | None:
-        """Return the key of its option in the table: static partitions, MIG-backed vGPU."""
-        return _OPTIONS.get(self)
-
-
-_TITLES: Final = {
-    Way.WHOLE: "whole GPU, or a queue",
-    Way.TURNS: "turns, each with the whole GPU",
-    Way.SWAP: "swap to host memory",
-    Way.STREAMS: "CUDA streams",
-    Way.TIMESLICE: "time-slicing",
-    Way.SLICES: "time-slicing with a slice per process",
-    Way.MPS: "MPS",
-    Way.MPS_PRIORITY: "MPS with priority and a cap",
-    Way.MPS_STATIC: "MPS static partitions",
-    Way.MIG: "MIG",
-    Way.VGPU: "vGPU",
-    Way.MIG_MPS: "MIG with MPS inside",
-    Way.MIG_TIMESLICE: "MIG with time-slicing inside",
-    Way.MPS_STREAMS: "MPS, with streams inside",
-    Way.MEASURE: "measure it",
-    Way.FIX: "fix the application first",
-}
-_OUTER: Final = {
-    Way.STREAMS: Mechanism.STREAMS,
-    Way.TIMESLICE: Mechanism.TIMESLICE,
-    Way.SLICES: Mechanism.TIMESLICE,
-    Way.MPS: Mechanism.MPS,
-    Way.MPS_PRIORITY: Mechanism.MPS,
-    Way.MPS_STATIC: Mechanism.MPS,
-    Way.MIG: Mechanism.MIG,
-    Way.VGPU: Mechanism.VGPU,
-    Way.MIG_MPS: Mechanism.MIG,
-    Way.MIG_TIMESLICE: Mechanism.MIG,
-    Way.MPS_STREAMS: Mechanism.MPS,
-}
-_INNER: Final = {
-    Way.MIG_MPS: Mechanism.MPS,
-    Way.MIG_TIMESLICE: Mechanism.TIMESLICE,
-    Way.MPS_STREAMS: Mechanism.STREAMS,
-}
-_OPTIONS: Final = {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed", Way.SLICES: "slices"}
+# What can be the answer, in the order of its table.
+ADVISED: Final = tuple(
+    way for way in Way if way not in {Way.EXCLUSIVE, Way.PROHIBITED, Way.MPS_TIMESLICE, Way.CAPS, Way.THREADS}
+)
 # Other words for them.
 _ALIASES: Final = {
     "exclusive": Way.WHOLE,
@@ -128,13 +53,10 @@ def way_of(text: str) -> Way:
         BadUsage: there is none of that name; the hint names close ones.
     """
     wanted = text.strip().lower()
-    try:
-        return Way(wanted)
-    except ValueError:
-        pass
-    if wanted in _ALIASES:
-        return _ALIASES[wanted]
-    close = difflib.get_close_matches(wanted, [*(way.value for way in Way), *_ALIASES], n=2, cutoff=0.5)
-    known = ", ".join(way.value for way in Way)
+    names = {**_ALIASES, **{way.value: way for way in ADVISED}}
+    if wanted in names:
+        return names[wanted]
+    close = difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
+    known = ", ".join(way.value for way in ADVISED)
     hint = f"did you mean {' or '.join(close)}? All: {known}" if close else f"give one of: {known}"
     raise BadUsage(f"'{text[:40]}' is not a way of sharing", hint, code="bad_mechanism")

@@ -36,16 +36,84 @@ class TimeSlice(IntEnum):
         return self.name.lower()
 
 
-class Mechanism(str, Enum):
-    """The way of sharing in force on a GPU."""
+class Way(str, Enum):
+    """A way of sharing: in force on a GPU, asked for by a file, advised, measured or tuned; the simplest first."""
 
-    TIME_SLICING = "time-slicing"
-    MPS = "MPS"
-    # Programs outside MPS take turns with all clients of MPS together; only `sharing_now` tells it from MPS.
-    MPS_AND_OTHERS = "MPS + time-slicing"
-    MIG = "MIG"
+    WHOLE = "whole-gpu"
+    TURNS = "turns"
+    SWAP = "swap"
+    STREAMS = "streams"
+    TIMESLICE = "timeslice"
+    SLICES = "slices"
+    MPS = "mps"
+    MPS_PRIORITY = "mps-priority"
+    MPS_STATIC = "mps-static"
+    MIG = "mig"
+    VGPU = "vgpu"
+    MIG_MPS = "mig+mps"
+    MIG_TIMESLICE = "mig+timeslice"
+    MPS_STREAMS = "mps+streams"
+    MEASURE = "measure"
+    FIX = "fix-app"
+    # The rest is never advised. By the compute mode: one process at a time, or none.
     EXCLUSIVE = "exclusive"
     PROHIBITED = "prohibited"
+    # Programs outside MPS take turns with all clients of MPS together; only `sharing_now` tells it from MPS.
+    MPS_TIMESLICE = "mps+timeslice"
+    # Thread caps of `tune`, and threads of one process in `bench`.
+    CAPS = "caps"
+    THREADS = "threads"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+    @property
+    def outer(self) -> Way | None:
+        """Return the way that separates the parties, a column of the table of `compare`; None if nothing is shared."""
+        return _OUTER.get(self)
+
+    @property
+    def inner(self) -> Way | None:
+        """Return the way inside the part of one party; None if there is only one level."""
+        return _INNER.get(self)
+
+    @property
+    def table_option(self) -> str | None:
+        """Return the key of its option in the table of `compare`: static partitions, MIG-backed vGPU."""
+        return {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed", Way.SLICES: "slices"}.get(self)
+
+
+_LABELS: Final = {
+    Way.WHOLE: "whole GPU, or a queue",
+    Way.TURNS: "turns, each with the whole GPU",
+    Way.SWAP: "swap to host memory",
+    Way.STREAMS: "CUDA streams",
+    Way.TIMESLICE: "time-slicing",
+    Way.SLICES: "time-slicing with a slice per process",
+    Way.MPS: "MPS",
+    Way.MPS_PRIORITY: "MPS with priority and a cap",
+    Way.MPS_STATIC: "MPS static partitions",
+    Way.MIG: "MIG",
+    Way.VGPU: "vGPU",
+    Way.MIG_MPS: "MIG with MPS inside",
+    Way.MIG_TIMESLICE: "MIG with time-slicing inside",
+    Way.MPS_STREAMS: "MPS, with streams inside",
+    Way.MEASURE: "measure it",
+    Way.FIX: "fix the application first",
+    Way.EXCLUSIVE: "exclusive",
+    Way.PROHIBITED: "prohibited",
+    Way.MPS_TIMESLICE: "MPS + time-slicing",
+    Way.CAPS: "thread caps",
+    Way.THREADS: "threads",
+}
+_OUTER: Final = {
+    **{way: way for way in (Way.STREAMS, Way.TIMESLICE, Way.MPS, Way.MIG, Way.VGPU)},
+    Way.SLICES: Way.TIMESLICE,
+    **dict.fromkeys((Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS), Way.MPS),
+    **dict.fromkeys((Way.MIG_MPS, Way.MIG_TIMESLICE), Way.MIG),
+}
+_INNER: Final = {Way.MIG_MPS: Way.MPS, Way.MIG_TIMESLICE: Way.TIMESLICE, Way.MPS_STREAMS: Way.STREAMS}
 
 
 class Priority(IntEnum):
@@ -87,7 +155,7 @@ class GpuProcess:
     # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` looks.
     job: str | None = None
     role: str | None = None
-    way: str | None = None
+    way: Way | None = None
     threads_percent: float | None = None
     json_properties: ClassVar = ("type",)
 
@@ -353,7 +421,7 @@ class ListedJob:
     gpu_indexes: tuple[int, ...] = ()
     device_uuids: tuple[str, ...] = ()
     # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
-    way: str | None = None
+    way: Way | None = None
     mig_profile: str | None = None
     # As `gpushare mig name` gave it.
     mig_name: str | None = None
@@ -443,7 +511,7 @@ def device_key(uuid: str) -> str:
     return f"{kind}-{rest[:8]}-{zlib.crc32(uuid.lower().encode()):08x}"
 
 
-def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
+def way_in_force(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Way | None:
     """Return the way of sharing in force on a GPU; None when it is unknown.
 
     Without any setup the driver time-slices (compute mode default).
@@ -451,20 +519,20 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
     if gpu.error is not None:
         return None
     if gpu.mig_enabled:
-        return Mechanism.MIG
+        return Way.MIG
     if gpu.compute_mode is ComputeMode.PROHIBITED:
-        return Mechanism.PROHIBITED
+        return Way.PROHIBITED
     # Including one that hangs or is stopped: its clients still have the GPU.
     live = [daemon for daemon in daemons if daemon.pid is not None]
     if any(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in live):
-        return Mechanism.MPS
+        return Way.MPS
     unreadable = any(daemon.pipe_directory is None for daemon in live)
     if unreadable and any(process.mps for process in gpu.processes or ()):
-        return Mechanism.MPS
+        return Way.MPS
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
-        return Mechanism.EXCLUSIVE
+        return Way.EXCLUSIVE
     # A daemon whose environment cannot be read may serve this GPU.
-    return None if gpu.compute_mode is None or unreadable else Mechanism.TIME_SLICING
+    return None if gpu.compute_mode is None or unreadable else Way.TIMESLICE
 
 
 def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
@@ -480,16 +548,7 @@ def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
     return others - servers - clients
 
 
-def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
-    """Return `mechanism`, and for MPS whether programs run outside it right now."""
-    way = mechanism(gpu, daemons)
-    return Mechanism.MPS_AND_OTHERS if way is Mechanism.MPS and outside_mps(gpu, daemons) else way
-
-
-class Sharing(str, Enum):
-    """The way of sharing of a GPU, as gpushare.yaml names it."""
-
-    EXCLUSIVE = "exclusive"
-    TIMESLICE = "timeslice"
-    MPS = "mps"
-    MIG = "mig"
+def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Way | None:
+    """Return `way_in_force`, and for MPS whether programs run outside it right now."""
+    way = way_in_force(gpu, daemons)
+    return Way.MPS_TIMESLICE if way is Way.MPS and outside_mps(gpu, daemons) else way

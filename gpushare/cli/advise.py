@@ -26,6 +26,7 @@ from gpushare.base.errors import (
     OperationFailed,
     no_gpu,
 )
+from gpushare.base.model import Way
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -722,7 +723,6 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
-    from gpushare.advice.ways import Way
 
     way = None if advice.best is None else advice.best.way
     if way is Way.MEASURE:
@@ -947,8 +947,6 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
 def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
     """Return the number of copies to measure, as many as fit; without --processes that is the number of processes."""
-    from gpushare.advice.ways import Way
-
     case = situation.case
     if case.processes is not None:
         turns = (situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -340,7 +340,7 @@ class GpuApplied:
     """What applying the file does to one GPU."""
 
     gpu: int
-    sharing: Sharing
+    sharing: Way
     state: Literal["same", "planned", "done", "failed"]
     steps: tuple[Step, ...]
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpushare.advice.facts import HostFacts
-    from gpushare.advice.table import Mechanism, Row, Table
+    from gpushare.advice.table import Row, Table
+    from gpushare.base.model import Way
     from gpushare.show.compare import ComparedRow
 
 
@@ -59,14 +60,14 @@ def compare(
     The view published is NVIDIA's table of 2022, today is the current state by driver, and host is what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
-    from gpushare.advice.table import Mechanism, load_table, mechanism_named
+    from gpushare.advice.table import COLUMNS, load_table, mechanism_named
 
     table = load_table()
     asked_view = _view_of(view)
     _check_driver(driver, asked_view, gpu)
     if why is not None:
         return _why(table, why, mechanisms, driver, gpu)
-    chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(Mechanism)
+    chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(COLUMNS)
     return _compared(table, chosen, asked_view, driver, gpu)
 
 
@@ -129,7 +130,7 @@ def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
         return None, error.message
 
 
-def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driver: str | None, gpu: str | None) -> Any:
+def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
     from gpushare.advice.compare import record
     from gpushare.show.compare import compare_table, csv_table
     from gpushare.show.result import Result
@@ -163,12 +164,12 @@ def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driv
 
 
 def _rows(
-    table: Table, chosen: Sequence[Mechanism], view: View, driver: str | None, facts: HostFacts | None
+    table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
     from gpushare.advice.compare import answering, availability_text, text_here, today_text
     from gpushare.show.compare import ComparedCell, ComparedRow
 
-    def said(one: Mechanism, key: str) -> ComparedCell:
+    def said(one: Way, key: str) -> ComparedCell:
         cell = table.cell(one, key, driver)
         text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         if facts is not None:
@@ -194,7 +195,7 @@ def _rows(
 _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "target_use"})
 
 
-def _absent(table: Table, chosen: Sequence[Mechanism], facts: HostFacts | None) -> frozenset[str]:
+def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
     """Return the titles of the mechanisms that no GPU of this host is known to have."""
     from gpushare.advice.compare import answering, availability
 
@@ -208,7 +209,7 @@ def _absent(table: Table, chosen: Sequence[Mechanism], facts: HostFacts | None) 
 
 def _data(
     view: View,
-    chosen: Sequence[Mechanism],
+    chosen: Sequence[Way],
     records: Sequence[dict[str, Any]],
     driver: str | None,
     facts: HostFacts | None,
@@ -292,7 +293,7 @@ def _why(
     )
 
 
-def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Mechanism]:
+def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Way]:
     from gpushare.advice.table import mechanism_named, row_named
 
     try:

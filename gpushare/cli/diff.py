@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
 
@@ -91,7 +91,7 @@ class GpuDiff:
     # Null: an entry is for a GPU that this host does not have.
     gpu: int | None = None
     uuid: str | None = None
-    sharing: Sharing | None = None
+    sharing: Way | None = None
     as_requested: bool = False
     # Why it cannot be as requested.
     problem: str | None = None

@@ -372,7 +372,7 @@ def described(
 
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
     """
-    from gpushare.base.model import Sharing
+    from gpushare.base.model import Way
     from gpushare.base.selection import select
     from gpushare.export.description import describe_host
     from gpushare.snapshot import HostState
@@ -393,7 +393,7 @@ def described(
         found = in_place(state, file, found, daemons_only=True) if for_daemons else _as_in(state, file, found)
 
     def filled(one: GpuDescription) -> GpuDescription:
-        shared = one.sharing in {Sharing.TIMESLICE, Sharing.MPS}
+        shared = one.sharing in {Way.TIMESLICE, Way.MPS}
         inside = tuple(replace(mig, replicas=mig_replicas or mig.replicas) for mig in one.mig)
         return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
 
@@ -417,7 +417,7 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
 
 
 def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
-    from gpushare.base.model import Sharing
+    from gpushare.base.model import Way
     from gpushare.export.description import wished
     from gpushare.hostfile.diff import check_fits, points
     from gpushare.hostfile.load import entries_of, load, placed
@@ -436,7 +436,7 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
         entry = matched.entries.get(gpu.index)
         if entry is None or gpu.index not in exported:
             continue
-        profiles[gpu.index] = reader.profiles(gpu.index) if entry.sharing is Sharing.MIG and gpu.mig_capable else ()
+        profiles[gpu.index] = reader.profiles(gpu.index) if entry.sharing is Way.MIG and gpu.mig_capable else ()
         try:
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:

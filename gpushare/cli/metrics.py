@@ -130,7 +130,7 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
     from gpushare import __version__
-    from gpushare.base.model import Sharing
+    from gpushare.base.model import Way
     from gpushare.hostfile.load import kept_entries
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.recover import interrupted_change
@@ -149,7 +149,7 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
             with suppress(GpushareError):
                 layouts[gpu.index] = state.layout(gpu)
     kept, _ = kept_entries(host, snapshot.gpus)
-    wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Sharing.EXCLUSIVE}
+    wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Way.EXCLUSIVE}
     homes = [(home, home.read()) for home in homes_in(host.run_directories)]
     return Reading(
         version=__version__,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.model import Way
 from gpushare.base.units import quoted
 from gpushare.cli.options import Command, gpus_of, settings
 from gpushare.job_command import JobCommand
@@ -163,17 +164,16 @@ def _picture(text: str) -> Path:
     return check_new("--plot", text)
 
 
-def _ways(text: str, caps: str | None) -> tuple[str, ...]:
+def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
     from gpushare.base.errors import BadCombination
-    from gpushare.run.results import CAPS, SLICES
 
-    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
-    wrong = next((word for word in found if word not in {SLICES, CAPS}), None)
+    words = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
+    wrong = next((word for word in words if word not in {"slices", "caps"}), None)
     if wrong is not None:
         raise BadUsage(f"{quoted(wrong)} is not a way that tune searches", "give --ways slices,caps", code="bad_way")
-    if caps is not None and CAPS not in found:
+    if caps is not None and "caps" not in words:
         raise BadCombination(f"--caps cannot be combined with --ways {text}", "drop --caps")
-    return found
+    return tuple(map(Way, words))
 
 
 def _search(keep: str, p99: str | None, ways: str, caps: str | None) -> Search:
@@ -348,9 +348,7 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
 
 def _apply(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
     """Return the commands that use a result."""
-    from gpushare.run.results import SLICES
-
-    outside = ", outside MPS" if tuned.way == SLICES else ""
+    outside = ", outside MPS" if tuned.way is Way.SLICES else ""
     first, *others = commands
     return [f"start production{outside}: {first}", *(f"then the other: {command}" for command in others)]
 

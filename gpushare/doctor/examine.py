@@ -23,7 +23,7 @@ from gpushare.base.errors import (
     or_none,
     system_error,
 )
-from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, Sharing, TimeSlice, device_key
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, TimeSlice, Way, device_key
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, finding, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
@@ -109,7 +109,7 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
 
 def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
     entry = seen.wanted.get(gpu.index)
-    asked = entry is not None and entry.sharing is Sharing.EXCLUSIVE
+    asked = entry is not None and entry.sharing is Way.EXCLUSIVE
     return asked and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
 
 

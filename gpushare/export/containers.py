@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
-from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice, device_key
+from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
 from gpushare.base.selection import no_mig
 from gpushare.base.units import MIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
@@ -89,7 +89,7 @@ def container_device(host: HostDescription, uuid: str) -> ContainerDevice:
                 return ContainerDevice(gpu=gpu, mig=mig)
         if gpu.uuid != uuid:
             continue
-        if gpu.sharing is not Sharing.MIG:
+        if gpu.sharing is not Way.MIG:
             return ContainerDevice(gpu=gpu)
         if not gpu.mig:
             raise NotFound(
@@ -214,7 +214,7 @@ def _lost(share: ContainerDevice) -> list[str]:
     lost = []
     if share.mps is not None:
         lost.append("limits per container: they are per process, so two processes get twice as much")
-    elif share.gpu.sharing is Sharing.TIMESLICE:
+    elif share.gpu.sharing is Way.TIMESLICE:
         lost.append("not enforced: under time-slicing the container may use the whole GPU and its memory")
     if share.gpu.time_slice not in {None, TimeSlice.DEFAULT} and share.mig is None:
         lost.append("slice length per container: the host has one for all of them")
@@ -240,9 +240,7 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     gpus = [
         Exported(
             index=gpu.index,
-            counts=dict(sorted(Counter(mig.profile for mig in gpu.mig).items()))
-            if gpu.sharing is Sharing.MIG
-            else None,
+            counts=dict(sorted(Counter(mig.profile for mig in gpu.mig).items())) if gpu.sharing is Way.MIG else None,
         )
         for gpu in capable
     ]
@@ -293,7 +291,7 @@ def lost_of(host: HostDescription) -> list[str]:
         lost.append("sharing inside MIG devices: mig-parted has neither MPS nor replicas")
     if any(mig.name for _, mig in host.instances()):
         lost.append("instance names: mig-parted has none")
-    other = sorted({gpu.sharing.value for gpu in host.gpus} - {Sharing.MIG.value})
+    other = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
     if other:
         lost.append(f"{', '.join(other)} on GPUs without MIG: mig-parted only creates MIG devices")
     return lost

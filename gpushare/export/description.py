@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
-from gpushare.base.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
+from gpushare.base.model import ComputeMode, MpsDaemon, TimeSlice, Way, way_in_force
 from gpushare.base.selection import check_answers
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
@@ -70,7 +70,7 @@ class GpuDescription:
 
     index: int
     uuid: str
-    sharing: Sharing
+    sharing: Way
     # The product name, as NVML has it: Tesla T4.
     name: str | None = None
     pci_bus_id: str | None = None
@@ -109,14 +109,6 @@ def short_model(name: str | None) -> str | None:
     """Return the model in one word, lower case: ``t4`` of Tesla T4, ``a100`` of NVIDIA A100-SXM4-40GB."""
     words = [word for word in re.split(r"[\s-]+", (name or "").lower()) if word not in {"", "nvidia", "tesla"}]
     return words[0] if words else None
-
-
-_SHARING = {
-    Mechanism.TIME_SLICING: Sharing.TIMESLICE,
-    Mechanism.MPS: Sharing.MPS,
-    Mechanism.MIG: Sharing.MIG,
-    Mechanism.EXCLUSIVE: Sharing.EXCLUSIVE,
-}
 
 
 def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
@@ -165,10 +157,9 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
     host = state.host
     # Daemons of its MIG instances belong to those.
     own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
-    way = mechanism(gpu, own)
-    sharing = None if way is None else _SHARING.get(way)
-    if sharing is None:
-        what = "its compute mode is prohibited" if way is Mechanism.PROHIBITED else "its compute mode is unknown"
+    way = way_in_force(gpu, own)
+    if way is None or way is Way.PROHIBITED:
+        what = "its compute mode is prohibited" if way is Way.PROHIBITED else "its compute mode is unknown"
         raise NotSupported(
             f"no program can use GPU {gpu.index}: {what}",
             f"set one first: gpushare timeslice set default -g {gpu.index}",
@@ -178,7 +169,7 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
     return GpuDescription(
         index=gpu.index,
         uuid=gpu.uuid or "",
-        sharing=sharing,
+        sharing=way,
         name=gpu.name,
         pci_bus_id=gpu.pci_bus_id,
         pci_device_id=host.nvml.pci_ids(gpu.index)[0],
@@ -188,7 +179,7 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
         compute_mode=gpu.compute_mode,
         mig_capable=gpu.mig_capable,
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
-        mps=_mps_of(host, own, gpu.index) if sharing is Sharing.MPS else None,
+        mps=_mps_of(host, own, gpu.index) if way is Way.MPS else None,
         mig=_instances(state, gpu, daemons) if gpu.mig_enabled else (),
         links=tuple(_link(host, gpu, other) for other in state.gpus),
     )
@@ -274,16 +265,16 @@ def wished(
 
 
 def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) -> GpuDescription:
-    alone = entry.sharing is Sharing.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive)
+    alone = entry.sharing is Way.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive)
     replicas = entry.mps.replicas if entry.mps is not None else entry.replicas
     return replace(
         gpu,
         sharing=entry.sharing,
         replicas=replicas,
-        time_slice=entry.time_slice if entry.sharing is Sharing.TIMESLICE else None,
+        time_slice=entry.time_slice if entry.sharing is Way.TIMESLICE else None,
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
-        mps=_wished_mps(entry.mps or MpsWish()) if entry.sharing is Sharing.MPS else None,
-        mig=_devices(entry, profiles) if entry.sharing is Sharing.MIG else (),
+        mps=_wished_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
+        mig=_devices(entry, profiles) if entry.sharing is Way.MIG else (),
     )
 
 

@@ -11,7 +11,7 @@ import re
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export, yaml_document
@@ -50,7 +50,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
     version = api_version(kubernetes)
     documents: list[Document] = []
     for gpu in host.gpus:
-        if gpu.sharing is Sharing.MIG:
+        if gpu.sharing is Way.MIG:
             documents += [
                 document
                 for mig in _distinct(gpu, any_gpu=any_gpu)
@@ -101,9 +101,9 @@ def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document
     name = f"{model if any_gpu else _own(gpu)}-{gpu.sharing.value}"
     attribute = f"productName == '{_quoted(gpu.name or '')}'" if any_gpu else f"uuid == '{gpu.uuid}'"
     request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.{attribute}", version)
-    if gpu.sharing is Sharing.EXCLUSIVE:
+    if gpu.sharing is Way.EXCLUSIVE:
         return [_template(name, request, None, version)]
-    if gpu.sharing is Sharing.TIMESLICE:
+    if gpu.sharing is Way.TIMESLICE:
         level = gpu.time_slice or TimeSlice.DEFAULT
         if level is TimeSlice.DEFAULT:
             # Sharing the claim is enough; only another level needs the alpha gate.
@@ -200,7 +200,7 @@ def _commands(documents: list[Document]) -> list[str]:
 
 def _needs(host: HostDescription, kubernetes: str) -> list[str]:
     gates = []
-    if any(gpu.sharing is Sharing.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
+    if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
         gates.append("TimeSlicingSettings=true")
     mps = any(gpu.mps is not None for gpu in host.gpus) or any(mig.mps is not None for _, mig in host.instances())
     gates += ["MPSSupport=true"] if mps else []
@@ -225,7 +225,7 @@ def _lost(host: HostDescription) -> list[str]:
     daemons = [gpu.mps for gpu in host.gpus] + [mig.mps for _, mig in host.instances()]
     if any(mps is not None and mps.limits.priority is Priority.LOW for mps in daemons):
         lost.append("low MPS priority: the DRA driver sets no priority")
-    if any(gpu.replicas for gpu in host.gpus) or any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
+    if any(gpu.replicas for gpu in host.gpus) or any(gpu.sharing is Way.TIMESLICE for gpu in host.gpus):
         lost.append("the number of programs: up to 256 pods may name a claim")
     if any(mig.replicas for _, mig in host.instances()):
         lost.append("the number of programs per MIG device: any pods that name a claim share it")

@@ -11,7 +11,7 @@ import re
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
-from gpushare.base.model import Priority, Sharing
+from gpushare.base.model import Priority, Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.containers import ContainerDevice
 from gpushare.export.document import IMAGE, Document, Export
@@ -48,13 +48,13 @@ def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str
 
 
 def _requirement(share: ContainerDevice) -> dict[str, Any]:
-    if share.mig is not None or share.gpu.sharing is Sharing.MIG:
+    if share.mig is not None or share.gpu.sharing is Way.MIG:
         raise NotSupported(
             f"ECS offers no MIG devices; {share.title} is one" if share.mig else "ECS offers no MIG devices",
             "gpushare export k8s, dra and slurm can, and gpushare export docker, compose and cdi",
             code="no_mig_there",
         )
-    if share.gpu.sharing is Sharing.EXCLUSIVE:
+    if share.gpu.sharing is Way.EXCLUSIVE:
         return {"value": "1"}
     if share.mps is None:
         raise NotSupported(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, format_bytes, format_percent, ranges
 from gpushare.export import containers
 from gpushare.export.description import GpuDescription, HostDescription, MpsDescription
@@ -99,7 +99,7 @@ class NodeSharing:
 
 def physical(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
     """Return the number of GPUs and MIG devices of a node by resource name."""
-    names = [_GPU for gpu in host.gpus if gpu.sharing is not Sharing.MIG]
+    names = [_GPU for gpu in host.gpus if gpu.sharing is not Way.MIG]
     names += [_GPU if mig_strategy == "single" else resource_of(mig.profile) for _, mig in host.instances()]
     return dict(Counter(names))
 
@@ -115,7 +115,7 @@ def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = 
             "per_node",
         )
     _check_slices(host)
-    plain = [gpu for gpu in host.gpus if gpu.sharing is not Sharing.MIG]
+    plain = [gpu for gpu in host.gpus if gpu.sharing is not Way.MIG]
     _check_alike(plain)
     has_mig = len(plain) < len(host.gpus)
     if has_mig:
@@ -157,7 +157,7 @@ def _check_slices(host: HostDescription) -> None:
 
 
 def _is_sliced(gpu: GpuDescription) -> bool:
-    return gpu.sharing is Sharing.TIMESLICE
+    return gpu.sharing is Way.TIMESLICE
 
 
 def _check_alike(gpus: Sequence[GpuDescription]) -> None:
@@ -171,7 +171,7 @@ def _check_alike(gpus: Sequence[GpuDescription]) -> None:
 
 
 def _way(gpu: GpuDescription) -> str:
-    number = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Sharing.EXCLUSIVE else ""
+    number = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Way.EXCLUSIVE else ""
     limits = ""
     if gpu.mps is not None:
         parts = (
@@ -186,7 +186,7 @@ def _way(gpu: GpuDescription) -> str:
 
 def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
     """Return the strategy and the replicas of the GPUs without MIG, which are shared alike."""
-    if not gpus or gpus[0].sharing is Sharing.EXCLUSIVE:
+    if not gpus or gpus[0].sharing is Way.EXCLUSIVE:
         return None, 0
     first = gpus[0]
     if first.replicas is not None and first.replicas < 2:
@@ -195,7 +195,7 @@ def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | No
             "for one program per GPU: gpushare export k8s on a GPU in compute mode exclusive-process",
             code="bad_replicas",
         )
-    if first.sharing is Sharing.MPS:
+    if first.sharing is Way.MPS:
         numbers = [_mps_replicas(gpu, gpu.mps or MpsDescription(), lost if gpu is first else []) for gpu in gpus]
         return "mps", numbers[0]
     if first.replicas is None:
@@ -239,7 +239,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> 
 
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
-    if any(gpu.sharing is Sharing.MPS for gpu in plain) and strategy == "mixed":
+    if any(gpu.sharing is Way.MPS for gpu in plain) and strategy == "mixed":
         raise _cannot(
             "the device plugin does not support MPS with --mig-strategy=mixed: some GPUs here use MIG and others MPS",
             _DRA,
@@ -325,7 +325,7 @@ def operator_export(
             code="bad_namespace",
         )
     sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
-    has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
+    has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
     documents = [
         _config_map(sharing, namespace),
         *([_mig_map(host, namespace)] if has_mig else []),
@@ -525,7 +525,7 @@ def _needs(sharing: NodeSharing, *, has_mig: bool) -> list[str]:
 
 
 def _lost(host: HostDescription) -> list[str]:
-    lost = containers.lost_of(host) if any(gpu.sharing is Sharing.MIG for gpu in host.gpus) else []
+    lost = containers.lost_of(host) if any(gpu.sharing is Way.MIG for gpu in host.gpus) else []
     lost = [one for one in lost if "GPUs without MIG" not in one and "replicas" not in one]
     if any(gpu.mig for gpu in host.gpus):
         lost.append("placements of MIG instances: the mig-manager chooses its own")

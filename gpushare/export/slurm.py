@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.model import Sharing, TimeSlice
+from gpushare.base.model import TimeSlice, Way
 from gpushare.base.units import GIB, mps_memory, mps_memory_readback
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
 from gpushare.export.document import Document, Export, rendered
@@ -55,9 +55,9 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
             f"'{str(autodetect)[:40]}' is not a way to detect GPUs", "give nvml or off", code="bad_autodetect"
         )
     _check(host)
-    has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
+    has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
     by_nvml = has_mig if autodetect is None else autodetect == "nvml"
-    with_mps = [gpu for gpu in host.gpus if gpu.sharing is Sharing.MPS]
+    with_mps = [gpu for gpu in host.gpus if gpu.sharing is Way.MPS]
     documents = [
         Document(name="gres.conf", text=_gres(host, by_nvml=by_nvml), kind="conf"),
         Document(name="slurm.conf.lines", text=_lines(host, by_nvml=by_nvml), kind="conf"),
@@ -67,7 +67,7 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
         order = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
         uuids, shards = (
             {number: device.gpu.uuid for number, device in order if device.gpu.sharing is sharing}
-            for sharing in (Sharing.MPS, Sharing.TIMESLICE)
+            for sharing in (Way.MPS, Way.TIMESLICE)
         )
         limits = {
             gpu.uuid: gpu.mps.limits.memory_limit_bytes
@@ -125,7 +125,7 @@ def _by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     return [
         SlurmDevice(type_of(gpu, mig, by_nvml=by_nvml), gpu, mig)
         for gpu in sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
-        for mig in (gpu.mig if gpu.sharing is Sharing.MIG else (None,))
+        for mig in (gpu.mig if gpu.sharing is Way.MIG else (None,))
     ]
 
 
@@ -163,7 +163,7 @@ def _check(host: HostDescription) -> None:
                 gpu=gpu.index,
                 code="no_minor",
             )
-        if gpu.sharing is Sharing.MIG and not gpu.mig:
+        if gpu.sharing is Way.MIG and not gpu.mig:
             raise NotSupported(
                 f"GPU {gpu.index} is in MIG mode without any MIG device, so Slurm could not hand it out",
                 f"make some: gpushare mig apply -g {gpu.index} 1g*7; or: gpushare mig disable -g {gpu.index}",
@@ -188,15 +188,15 @@ def _gres(host: HostDescription, *, by_nvml: bool) -> str:
         for gpu in gpus:
             lines += _devices(gpu)
     for gpu in gpus:
-        if gpu.sharing is Sharing.TIMESLICE:
+        if gpu.sharing is Way.TIMESLICE:
             lines.append(f"Name=shard Count={gpu.replicas or DEFAULT_REPLICAS} File=/dev/nvidia{gpu.minor}")
-        elif gpu.sharing is Sharing.MPS:
+        elif gpu.sharing is Way.MPS:
             lines.append(f"Name=mps Count={MPS_COUNT} File=/dev/nvidia{gpu.minor}")
     return "\n".join(lines) + "\n"
 
 
 def _devices(gpu: GpuDescription) -> list[str]:
-    if gpu.sharing is not Sharing.MIG:
+    if gpu.sharing is not Way.MIG:
         # So that a job of several GPUs gets connected ones; with AutoDetect slurmd finds them (gres.conf(5), Links).
         links = f" Links={','.join(map(str, gpu.links))}" if any(link > 0 for link in gpu.links) else ""
         return [f"Name=gpu Type={type_of(gpu)} File=/dev/nvidia{gpu.minor}{links}"]
@@ -222,8 +222,8 @@ def _lines(host: HostDescription, *, by_nvml: bool) -> str:
     types = _types(_by_minor(host, by_nvml=by_nvml))
     shards = mps = 0
     for gpu in host.gpus:
-        shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Sharing.TIMESLICE else 0
-        mps += MPS_COUNT if gpu.sharing is Sharing.MPS else 0
+        shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Way.TIMESLICE else 0
+        mps += MPS_COUNT if gpu.sharing is Way.MPS else 0
     shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
     names = ["gpu", *(one.partition(":")[0] for one in shared)]
     gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in types.items()), *shared])
@@ -275,14 +275,14 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
     ]
     if by_nvml:
         needs.append("a slurmd built with NVML; otherwise --autodetect off")
-    if any(gpu.sharing is Sharing.MIG for gpu in host.gpus):
+    if any(gpu.sharing is Way.MIG for gpu in host.gpus):
         needs += ["MIG instances created before slurmd starts; units of gpushare export systemd keep that order"]
         if by_nvml and _named_by_memory(host):
             needs.append(
                 "--gres with slurmd's own type names: it names MIG devices by their memory, not by their profile"
             )
         needs += [] if by_nvml else ["a new gres.conf after every MIG change: the capability numbers change"]
-    if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
+    if any(gpu.sharing is Way.MPS for gpu in host.gpus):
         needs += [
             "no MPS daemon of gpushare on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
             "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
@@ -292,7 +292,7 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
             needs.append(
                 f"the GPUs in the order {_files(host)} in slurmd -G: the prolog knows them by their place in it"
             )
-        if any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
+        if any(gpu.sharing is Way.TIMESLICE for gpu in host.gpus):
             needs.append("jobs that ask for mps or for shard: the tasks of a step with both use the share of MPS only")
     return needs
 
@@ -309,18 +309,18 @@ def _named_by_memory(host: HostDescription) -> bool:
 def _lost(host: HostDescription) -> list[str]:
     lost = []
     ways = {gpu.sharing for gpu in host.gpus}
-    if Sharing.TIMESLICE in ways:
-        if any(gpu.sharing is Sharing.TIMESLICE and gpu.replicas is None for gpu in host.gpus):
+    if Way.TIMESLICE in ways:
+        if any(gpu.sharing is Way.TIMESLICE and gpu.replicas is None for gpu in host.gpus):
             lost.append(
                 f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
             )
         lost.append("isolation: shard only counts jobs; it limits neither memory nor threads")
     if any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
         lost.append("the slice length: Slurm does not set it; gpushare export systemd does, at boot")
-    if Sharing.MPS in ways:
+    if Way.MPS in ways:
         lost.append("the thread limit of the daemon: Slurm sets one per job; --gres=mps:25 is 25 %")
         lost.append("several users at once: an MPS server serves one user; jobs of others wait for it")
-    if len(host.gpus) > 1 and ways & {Sharing.MPS, Sharing.TIMESLICE}:
+    if len(host.gpus) > 1 and ways & {Way.MPS, Way.TIMESLICE}:
         lost.append("jobs on several shared GPUs: Slurm gives a job one of them; --gres=gpu:N gives it whole GPUs")
     if any(gpu.mps is not None and gpu.mps.limits.priority for gpu in host.gpus):
         lost.append("low priority: Slurm sets no priority")

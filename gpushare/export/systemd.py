@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode, Priority, Sharing, device_key
+from gpushare.base.model import ComputeMode, Priority, Way, device_key
 from gpushare.base.units import mps_memory, mps_memory_readback, mps_percentage
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export, rendered
@@ -96,7 +96,7 @@ def _mig_first(host: HostDescription) -> list[str]:
     major = (host.driver or "").partition(".")[0]
     if not major.isdecimal() or int(major) >= 580:
         return []
-    return [gpu.uuid for gpu in host.gpus if gpu.sharing is Sharing.MIG]
+    return [gpu.uuid for gpu in host.gpus if gpu.sharing is Way.MIG]
 
 
 def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:

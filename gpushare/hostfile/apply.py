@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.base.errors import NotFound, NotSupported
-from gpushare.base.model import ComputeMode, Sharing, TimeSlice
+from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device, check_answers
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
@@ -109,7 +109,7 @@ def _look(host: Host, index: int) -> LiveGpu:
 
 def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
     """Return the MIG change of a GPU; None for a GPU without MIG."""
-    layout, gpu, wanted = live.layout, live.gpu, entry.sharing is Sharing.MIG
+    layout, gpu, wanted = live.layout, live.gpu, entry.sharing is Way.MIG
     if layout is None:
         return None
     plan = untouched(layout)
@@ -131,7 +131,7 @@ class _GpuWork:
     change: GpuChange | None
 
     def __post_init__(self) -> None:
-        self.wants_mig = self.entry.sharing is Sharing.MIG
+        self.wants_mig = self.entry.sharing is Way.MIG
         self.assignment, self.to_be = self._assigned()
         self.names = self.assignment.names
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
@@ -184,7 +184,7 @@ class _GpuWork:
 
     @property
     def _changes_gpu(self) -> bool:
-        return self.entry.sharing is Sharing.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
+        return self.entry.sharing is Way.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
 
     @property
     def new_names(self) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ class _GpuWork:
         running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
         if mps is not None and not running:
             host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
-        elif self.entry.sharing is Sharing.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
+        elif self.entry.sharing is Way.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
             host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
 
     def after(self) -> list[Step]:
@@ -262,7 +262,7 @@ class _GpuWork:
         return compute_mode_step(self.host, Device(gpu=gpu), mode, before=gpu.compute_mode)
 
     def _mode_steps(self) -> list[Step]:
-        exclusive, mps = self.entry.sharing is Sharing.EXCLUSIVE, self.entry.mps
+        exclusive, mps = self.entry.sharing is Way.EXCLUSIVE, self.entry.mps
         running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
         # A daemon sets the mode at its start, and restores the earlier one at its end.
         wanted = exclusive or (mps is not None and mps.exclusive and running)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare.base.errors import NotSupported
-from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
+from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, TimeSlice, Way
 from gpushare.base.selection import Device, no_mig
 from gpushare.base.units import size_option
 from gpushare.hostfile.file import Entry, MpsWish
@@ -41,8 +41,8 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
 
 def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     for one in live.foreign:
-        yield Point(what="MPS", found=one, wanted=None if entry.sharing is not Sharing.MPS else "a daemon of gpushare")
-    wanted = entry.sharing is Sharing.MIG
+        yield Point(what="MPS", found=one, wanted=None if entry.sharing is not Way.MPS else "a daemon of gpushare")
+    wanted = entry.sharing is Way.MIG
     yield from _mode(live, wanted=wanted)
     if wanted:
         yield from _layout(live, entry, elsewhere)
@@ -50,7 +50,7 @@ def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
         gone = ", ".join(f"{one.profile.name}:{one.start}" for one in live.instances)
         yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
     exclusive = entry.mps is not None and entry.mps.exclusive
-    mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Sharing.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
+    mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Way.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
     if not live.gpu.mig_enabled and not wanted and _another_mode(live.gpu.compute_mode, mode):
         now = "unknown" if live.gpu.compute_mode is None else live.gpu.compute_mode.title
         yield Point(what="compute mode", found=now, wanted=mode.title)
@@ -191,7 +191,7 @@ def _mps_text(wish: MpsWish) -> str:
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
-    if entry.sharing is Sharing.MIG and not gpu.mig_capable:
+    if entry.sharing is Way.MIG and not gpu.mig_capable:
         raise no_mig([gpu])
 
 
@@ -207,7 +207,7 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     check_has_mig(gpu, entry)
     if entry.mps is not None:
         check_memory(Device(gpu=gpu), entry.mps.limits.memory_limit_bytes)
-    if entry.sharing is not Sharing.MIG:
+    if entry.sharing is not Way.MIG:
         return
     empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
     found = plan_exact([empty], {gpu.index: entry.wish})

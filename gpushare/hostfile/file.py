@@ -35,7 +35,7 @@ from enum import IntEnum
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
-from gpushare.base.model import Gpu, Sharing, TimeSlice
+from gpushare.base.model import Gpu, TimeSlice, Way
 from gpushare.base.units import format_slice, size_option
 from gpushare.inputs import Flow, Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
@@ -106,7 +106,7 @@ class Entry:
     """One entry: its GPUs, and how they are shared."""
 
     match: Match
-    sharing: Sharing
+    sharing: Way
     time_slice: TimeSlice | None = None
     replicas: int | None = None
     mps: MpsWish | None = None
@@ -197,11 +197,11 @@ def _outcome(rule: Rule) -> dict[str, object]:
 
 
 def _sharing(entry: Entry) -> object:
-    if entry.sharing is Sharing.MIG:
+    if entry.sharing is Way.MIG:
         return [_instance(one) for one in entry.mig]
-    if entry.sharing is Sharing.MPS:
+    if entry.sharing is Way.MPS:
         return _mps(entry.mps or MpsWish())
-    if entry.sharing is Sharing.TIMESLICE:
+    if entry.sharing is Way.TIMESLICE:
         level = (entry.time_slice or TimeSlice.DEFAULT).title
         return level if entry.replicas is None else {"level": level, "replicas": entry.replicas}
     return True

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode, Gpu, Sharing, TimeSlice
+from gpushare.base.model import ComputeMode, Gpu, TimeSlice, Way
 from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
 from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import GpuInstance, Layout, Profile
@@ -106,12 +106,12 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
             notes.append(
                 f"{title}: its time-slice level {live.time_slice.title} is left out: a file cannot express one with MIG"
             )
-        return Entry(match=unbound, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
+        return Entry(match=unbound, sharing=Way.MIG, mig=tuple(_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
-            return Entry(match=unbound, sharing=Sharing.MPS, mps=live.mps.wish)
+            return Entry(match=unbound, sharing=Way.MPS, mps=live.mps.wish)
         notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
     return _without_daemon(live, notes)
 
@@ -124,10 +124,10 @@ def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
         notes.append(f"{title}: compute mode exclusive-thread is obsolete; the file has exclusive-process")
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
-        return Entry(match=unbound, sharing=Sharing.EXCLUSIVE)
+        return Entry(match=unbound, sharing=Way.EXCLUSIVE)
     if live.time_slice is None:
         notes.append(f"{title}: its time-slice level is unknown; the file has default")
-    return Entry(match=unbound, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
+    return Entry(match=unbound, sharing=Way.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
 
 
 def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import parse_memory_limit, parse_seconds
 from gpushare.form import (
     HINT,
@@ -166,7 +166,7 @@ def _entry(found: Mapping[str, Any], value: Value) -> Entry:
     level, replicas = found.get("timeslice", (None, None))
     return Entry(
         match=found["match"],
-        sharing=Sharing(way),
+        sharing=Way(way),
         time_slice=level,
         replicas=replicas,
         mps=found.get("mps"),
@@ -195,7 +195,7 @@ _ENTRY: Final = mapping(
     },
     _entry,
     need=("match",),
-    one_of=tuple(way.value for way in Sharing),
+    one_of=(Way.EXCLUSIVE.value, Way.TIMESLICE.value, Way.MPS.value, Way.MIG.value),
 )
 
 

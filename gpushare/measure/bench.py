@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
+from gpushare.base.model import Way
 from gpushare.base.units import counted, format_bytes, format_copies
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Slices, failures
 from gpushare.measure.experiment import Experiment, Grounds
@@ -20,11 +21,6 @@ from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
     ALONE,
     IN_ONE,
-    MIG,
-    MPS,
-    QUEUE,
-    SLICES,
-    TIMESLICE,
     BenchWay,
     LeftOut,
     Reasons,
@@ -117,12 +113,12 @@ class Measurement:
 def measured_as(cell: Cell, settings: Settings) -> Cell:
     """Return the cell whose runs measure this one: some are equivalent."""
     way, copies = cell
-    outside = way.kind in {QUEUE, TIMESLICE, SLICES, *IN_ONE} and settings.alone.kind == QUEUE
+    outside = way.kind in {Way.WHOLE, Way.TIMESLICE, Way.SLICES, *IN_ONE} and settings.alone.kind is Way.WHOLE
     # In turn, a printed rate is the rate of one copy.
-    if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
+    if outside and (copies == 1 or (way.kind is Way.WHOLE and settings.window is not None)):
         return settings.alone, 1
-    if way.kind == MPS and way.percent is not None and way.cap(copies) is None:
-        way = BenchWay(name=MPS, kind=MPS)
+    if way.kind is Way.MPS and way.percent is not None and way.cap(copies) is None:
+        way = BenchWay(name=Way.MPS.value, kind=Way.MPS)
     if settings.alone.kind == way.kind and copies == 1 and way.cap(1) is None:
         return settings.alone, 1
     return way, copies
@@ -159,7 +155,7 @@ class Bench:
     def steps(self) -> tuple[Step, ...]:
         """Return what a round runs: the start of an MPS daemon where one is needed, and each cell once."""
         cells, repeat = schedule(self._settings), self._settings.repeat
-        mps = any(way.kind == MPS for way, _ in cells)
+        mps = any(way.kind is Way.MPS for way, _ in cells)
         runs = [
             Step(
                 what=f"run {format_copies(cell[1])} under {cell[0].name}, {counted(repeat, 'time')}",
@@ -249,7 +245,7 @@ class Bench:
             return self._took[cell]
         alone = self._took.get((self._settings.alone, 1), 1.0)
         # With a window every run takes as long; else time-sliced copies take about as long as in turn.
-        return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind != MIG else 1)
+        return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind is not Way.MIG else 1)
 
     def _fitting(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
         """Leave out the cells that need more memory than the device has, by the peak of one copy."""
@@ -259,7 +255,7 @@ class Bench:
         kept = []
         for cell in cells:
             way, copies = cell
-            at_once = 1 if way.kind in {QUEUE, MIG} else copies
+            at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
             if peak * at_once <= total:
                 kept.append(cell)
                 continue
@@ -274,12 +270,12 @@ class Bench:
         """Leave out the time-slices if that of the first copy could not be read and set."""
         if self._unsliced is None:
             return cells
-        left = [cell for cell in self._settings.cells if cell[0].kind == SLICES]
+        left = [cell for cell in self._settings.cells if cell[0].kind is Way.SLICES]
         if len(left) == len(self._settings.cells):
             raise self._unsliced
         reason = f"{self._unsliced.message}; {self._unsliced.hint}"
         self.measurement.left_out += [LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in left]
-        return [cell for cell in cells if cell[0].kind != SLICES]
+        return [cell for cell in cells if cell[0].kind is not Way.SLICES]
 
     def _run(self, number: int, cell: Cell) -> RunResult:
         if self._experiment is None:
@@ -291,7 +287,7 @@ class Bench:
             self._host,
             self._device,
             clients=grounds.clients if under_mps else None,
-            gpu_instances=grounds.gpu_instances if way.kind == MIG else None,
+            gpu_instances=grounds.gpu_instances if way.kind is Way.MIG else None,
             seen=self._strangers,
             activity=cell == (settings.alone, 1) and self._device.mig is None,
             clock=self._clock,
@@ -303,7 +299,7 @@ class Bench:
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
-            result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
+            result = runner.in_turn(launches, usage) if way.kind is Way.WHOLE else runner.together(launches, usage)
             experiment.restore_slices()
         if runner.slices is not None and runner.slices.microseconds is None:
             self._unsliced = runner.slices.refused
@@ -326,14 +322,14 @@ class Bench:
         """Return whether the first run, of one copy alone, tells if slices can be set."""
         return (
             number == 0
-            and self._settings.alone.kind == QUEUE
-            and any(way.kind == SLICES for way, _ in self._settings.cells)
+            and self._settings.alone.kind is Way.WHOLE
+            and any(way.kind is Way.SLICES for way, _ in self._settings.cells)
         )
 
     def _under_mps(self, way: BenchWay) -> bool:
         """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
         has_mps = self._experiment is not None and self._experiment.grounds.has_mps
-        return way.kind == MPS or (has_mps and way.kind != MIG and one_at_a_time(self._device))
+        return way.kind is Way.MPS or (has_mps and way.kind is not Way.MIG and one_at_a_time(self._device))
 
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
         """Return how to start the copies under a way."""
@@ -344,10 +340,10 @@ class Bench:
         if way.kind in IN_ONE:
             argv = [*argv, *(word.replace("{}", str(copies)) for word in settings.in_one[way.name])]
             number = 1
-        if way.kind == MIG:
+        if way.kind is Way.MIG:
             environments = grounds.environments_of_instances(number, settings.environment)
         else:
-            cap = way.cap(copies) if way.kind == MPS else None
+            cap = way.cap(copies) if way.kind is Way.MPS else None
             limits = Limits(threads_percent=cap) if self._under_mps(way) else None
             environments = [grounds.environment(limits, settings.environment)] * number
         return [Launch(argv=argv, environment=environment) for environment in environments]
@@ -373,7 +369,7 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     if not metric.printed:
         return len(result.copies) / result.seconds
     values = [(one.value, one.seconds) for one in result.copies if one.value is not None]
-    if way.kind != QUEUE:
+    if way.kind is not Way.WHOLE:
         return metric.together([value for value, _ in values])
     total = sum(seconds for _, seconds in values)
     speeds = [(metric.speed(value), seconds) for value, seconds in values if value > 0]
@@ -459,7 +455,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         request.copies,
         why,
         streams=bool(request.in_one),
-        more=lambda way, copies: _too_few(copies, instances) if way.kind == MIG and copies > instances else None,
+        more=lambda way, copies: _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None,
     )
     if alone is None or not cells:
         reason = "; ".join(dict.fromkeys(f"{one.way}: {one.reason}" for one in left)) or "none was given"
@@ -477,7 +473,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         in_one=request.in_one,
         environment=request.environment,
     )
-    uncapped = any(way.kind == MPS and way.cap(copies) is None for way, copies in schedule(settings))
+    uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit(host, device) if uncapped else ()
     return Prepared(settings=settings, left_out=left, why=why, notes=(*notes, *_clients_all(device, settings)))
 
@@ -485,7 +481,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
 def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
     """Return a note if runs without MPS are clients of the MPS server too, as no other program gets in."""
     kinds = {settings.alone.kind, *(way.kind for way, _ in settings.cells)}
-    if MPS not in kinds or kinds == {MPS} or not one_at_a_time(device):
+    if Way.MPS not in kinds or kinds == {Way.MPS} or not one_at_a_time(device):
         return ()
     mode = "" if device.gpu.compute_mode is None else device.gpu.compute_mode.title
     return (
@@ -511,10 +507,10 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
 def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if why.outside is None:
-        return BenchWay(name=ALONE, kind=QUEUE)
-    if why.mps is None and MPS in wanted:
-        return BenchWay(name=MPS, kind=MPS)
-    return BenchWay(name=MIG, kind=MIG) if why.mig is None and MIG in wanted else None
+        return BenchWay(name=ALONE, kind=Way.WHOLE)
+    if why.mps is None and Way.MPS in wanted:
+        return BenchWay(name=Way.MPS.value, kind=Way.MPS)
+    return BenchWay(name=Way.MIG.value, kind=Way.MIG) if why.mig is None and Way.MIG in wanted else None
 
 
 def _too_few(copies: int, instances: int) -> str:
@@ -536,8 +532,8 @@ def measure(
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings, left = prepared.settings, list(prepared.left_out)
-    wanted = max((copies for way, copies in settings.cells if way.kind == MIG), default=0)
-    if settings.alone.kind == MIG:
+    wanted = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
+    if settings.alone.kind is Way.MIG:
         wanted = max(wanted, 1)
     started = time.monotonic()
     # Around set-up and clean-up: no signal interrupts either.
@@ -555,15 +551,15 @@ def measure(
 
 def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
     """Set up what the ways need; leave MPS out if its daemon cannot be started and other ways can be measured."""
-    mps = any(way.kind == MPS for way, _ in schedule(settings))
+    mps = any(way.kind is Way.MPS for way, _ in schedule(settings))
     try:
         grounds.open(mps=mps, instances=instances)
     except GpushareError as error:
-        rest = [cell for cell in settings.cells if cell[0].kind != MPS]
-        if not mps or not rest or settings.alone.kind == MPS:
+        rest = [cell for cell in settings.cells if cell[0].kind is not Way.MPS]
+        if not mps or not rest or settings.alone.kind is Way.MPS:
             raise
         grounds.open(mps=False, instances=instances)
-        names = dict.fromkeys(way.name for way, _ in settings.cells if way.kind == MPS)
+        names = dict.fromkeys(way.name for way, _ in settings.cells if way.kind is Way.MPS)
         reason = f"{error.message}; {error.hint}"
         return replace(settings, cells=rest), [LeftOut(way=name, copies=None, reason=reason) for name in names]
     return settings, []
@@ -571,9 +567,9 @@ def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Setti
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:
     """Leave out the cells that need more MIG instances than are free."""
-    short = [(way, copies) for way, copies in settings.cells if way.kind == MIG and copies > free]
+    short = [(way, copies) for way, copies in settings.cells if way.kind is Way.MIG and copies > free]
     kept = [cell for cell in settings.cells if cell not in short]
-    if (settings.alone.kind == MIG and not free) or not kept:
+    if (settings.alone.kind is Way.MIG and not free) or not kept:
         raise NotSupported(
             "no MIG instance is free", "see what uses them: gpushare mig status", code="no_free_instance"
         )

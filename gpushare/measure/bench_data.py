@@ -16,7 +16,7 @@ from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, percentile, ratio, summarize
-from gpushare.measure.ways import IN_ONE_OPTIONS, MPS, QUEUE, TIMESLICE, BenchWay
+from gpushare.measure.ways import IN_ONE_OPTIONS, BenchWay
 from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
 
@@ -218,7 +218,7 @@ def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int
             same.append(other)
     near = [one for one in same if _speed(one, metric) >= (1 - _NEAR) * _speed(best, metric)]
     chosen = min([best, *near], key=lambda one: one.way.order)
-    base = next((one for kind in (TIMESLICE, QUEUE) for one in verdicts if one.way.name == kind), None)
+    base = next((one for name in ("timeslice", "queue") for one in verdicts if one.way.name == name), None)
     gain = None
     if base is not None:
         gain = ratio(_speeds(measurement, chosen), _speeds(measurement, base))
@@ -602,9 +602,9 @@ def profile_of(measurement: Measurement, digest: str) -> Profile:
         and not one.failures
         and not one.others
         # As `run` starts them, without more options.
-        and one.way.name in {MPS, TIMESLICE}
+        and one.way.name in {"mps", "timeslice"}
     ]
-    slowdown = min(two, key=lambda one: one.way.name != MPS).slowdown if two else None
+    slowdown = min(two, key=lambda one: one.way.name != "mps").slowdown if two else None
     return found if not slowdown else found.next_to(digest, 1 / slowdown)
 
 

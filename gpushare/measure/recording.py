@@ -36,7 +36,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample(Figures):
-    """One GPU at one moment; ``way`` is how it is shared, as a `Mechanism`."""
+    """One GPU at one moment; ``way`` is how it is shared, as a `Way`."""
 
     index: int
     power_watts: float | None = None

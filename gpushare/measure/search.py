@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from gpushare.base.model import Way
 from gpushare.base.units import format_slice
-from gpushare.run.results import CAPS, SLICES
 
 # Microseconds. For production, next to the default slice; longer ones would freeze the neighbours.
 PRODUCTION_US: Final = (4000, 16000, 30000)
@@ -77,9 +77,9 @@ class Setting:
     other_slice_us: int | None = None
 
     @property
-    def way(self) -> str:
-        """Return `SLICES` or `CAPS`."""
-        return CAPS if self.other_slice_us is None else SLICES
+    def way(self) -> Way:
+        """Return `Way.SLICES` or `Way.CAPS`."""
+        return Way.CAPS if self.other_slice_us is None else Way.SLICES
 
     @property
     def title(self) -> str:
@@ -194,7 +194,7 @@ class Search:
     """
 
     goal: Goal
-    ways: Sequence[str] = (SLICES, CAPS)
+    ways: Sequence[Way] = (Way.SLICES, Way.CAPS)
     caps: Sequence[float] = CAPS_PERCENT
     default_us: int = DEFAULT_US
     request_us: float | None = None
@@ -211,15 +211,15 @@ class Search:
         first = longer[0] if longer else PRODUCTION_US[-1]
         return [first, *[each for each in PRODUCTION_US[1:] if each > first][:1]]
 
-    def lines(self, way: str) -> list[list[Setting]]:
+    def lines(self, way: Way) -> list[list[Setting]]:
         """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
-        if way == SLICES:
+        if way is Way.SLICES:
             return [[sliced(own, other) for other in OTHER_US] for own in self.production_us]
         caps = sorted(self.caps)
         return [[Setting(threads=threads, low=low) for threads in caps] for low in (True, False)]
 
 
-def next_setting(search: Search, way: str, known: Mapping[Setting, Figures]) -> Wanted | None:
+def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures]) -> Wanted | None:
     """Return the next setting of a way to measure; None: there is an answer."""
     lines = search.lines(way)
     for number, line in enumerate(lines):
@@ -229,12 +229,16 @@ def next_setting(search: Search, way: str, known: Mapping[Setting, Figures]) -> 
     return _unsure(search.goal, [figures for figures in known.values() if figures.setting.way == way])
 
 
-def left_out(way: str, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
+def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
     """Return why no setting of a way can be better than the best one; None: one may be."""
     best = best_of(goal, known.values())
     if best is None or best.setting.way == way or not best.safe(goal) or best.share is None:
         return None
-    return None if best.share * FASTER < 1 else f"{best.setting.way} leave the other {best.share:.2f} of its rate alone"
+    return (
+        None
+        if best.share * FASTER < 1
+        else f"{best.setting.way.value} leave the other {best.share:.2f} of its rate alone"
+    )
 
 
 def _next_on(
@@ -250,7 +254,7 @@ def _next_on(
         return _first_on(line, before, known, best, goal)
     meeting = max((place for place, figures in here.items() if figures.holds(goal)), default=-1)
     failing = min((place for place in here if place > meeting), default=len(line))
-    if line[0].way == CAPS and before:
+    if line[0].way is Way.CAPS and before:
         # Normal priority spares production less: what clearly fails with low priority fails.
         low = (known.get(replace(setting, low=True)) for setting in line)
         clear = (
@@ -262,7 +266,9 @@ def _next_on(
     most = here[failing].share if failing in here else _most_before(before, known)
     if not between or not _is_more(most, best):
         return None
-    if line[0].way == SLICES and (_is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, here, goal)):
+    if line[0].way is Way.SLICES and (
+        _is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, here, goal)
+    ):
         return None
     if failing not in here:
         return line[between[len(between) // 2]]
@@ -288,7 +294,7 @@ def _is_no_better(
 
 def _most_before(before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]) -> float | None:
     """Return the most that the others got on the slices before: next to a longer slice of production they get no more."""
-    if not before or before[-1][0].way == CAPS:
+    if not before or before[-1][0].way is Way.CAPS:
         return 1.0
     shares = [known[setting].share or 0.0 for line in before for setting in line if setting in known]
     return max(shares, default=1.0)
@@ -320,7 +326,7 @@ def _first_on(
     """Return the first setting of a line; None: no setting of it can be the best one."""
     if not _is_more(_most_before(before, known), best):
         return None
-    slices = line[0].way == SLICES
+    slices = line[0].way is Way.SLICES
     if not before:
         first = _FIRST_US if slices else _FIRST_CAP
         return min(line, key=lambda setting: abs((setting.other_slice_us if slices else setting.threads) - first))  # type: ignore[operator]
@@ -378,12 +384,14 @@ def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
     most = max((each.share for each in meeting if each.share is not None), default=None)
     if most is not None:
         meeting = [each for each in meeting if each.share is not None and most <= FASTER * each.share]
-    calmest = min((each.p99 for each in meeting if each.setting.way == SLICES and each.p99 is not None), default=0.0)
-    meeting = [each for each in meeting if each.setting.way == CAPS or (each.p99 or 0.0) <= _CALM * calmest]
+    calmest = min(
+        (each.p99 for each in meeting if each.setting.way is Way.SLICES and each.p99 is not None), default=0.0
+    )
+    meeting = [each for each in meeting if each.setting.way is Way.CAPS or (each.p99 or 0.0) <= _CALM * calmest]
     return max(
         meeting,
         key=lambda each: (
-            each.setting.way == SLICES,
+            each.setting.way is Way.SLICES,
             each.setting.threads,
             each.setting.low,
             -(each.setting.production_slice_us or 0),
@@ -416,7 +424,7 @@ def outcome(goal: Goal, measured: Sequence[Figures], *, stable: bool) -> Outcome
     order = sorted(
         measured,
         key=lambda each: (
-            each.setting.way != SLICES,
+            each.setting.way is not Way.SLICES,
             each.setting.production_slice_us or 0,
             not each.setting.low,
             -(each.setting.other_slice_us or each.setting.threads),
@@ -449,7 +457,7 @@ def _beats(figures: Figures, other: Figures, goal: Goal) -> bool:
 
 def _low_helps(measured: Sequence[Figures]) -> bool | None:
     """Return whether low priority spares production by more than the scatter; None: not compared."""
-    caps = {(each.setting.threads, each.setting.low): each for each in measured if each.setting.way == CAPS}
+    caps = {(each.setting.threads, each.setting.low): each for each in measured if each.setting.way is Way.CAPS}
     for (threads, low), figures in caps.items():
         other = caps.get((threads, False))
         if low and other is not None:

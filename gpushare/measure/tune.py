@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
-from gpushare.base.model import Priority
+from gpushare.base.model import Priority, Way
 from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.measure.experiment import Experiment, Grounds, Running
@@ -51,7 +51,6 @@ from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
-from gpushare.run.results import CAPS, SLICES
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
 from gpushare.run.sliced import check_outside_mps
@@ -119,7 +118,7 @@ class TuneOptions:
 class WayResult:
     """What was found in one way; ``left_out`` says why it was not searched."""
 
-    way: str
+    way: Way
     outcome: Outcome | None = None
     left_out: str | None = None
 
@@ -243,7 +242,7 @@ class Tuner:
         self.host, self.device, self.options, self.reporter = host, device, options, reporter
         self._known = {figures.setting: figures for figures in earlier}
         self._search = options.search
-        self._ways: dict[str, WayResult] = {}
+        self._ways: dict[Way, WayResult] = {}
         self._began: float | None = None
         self._measuring = 0.0
         self.others_alone: list[_Seen] = []
@@ -259,7 +258,7 @@ class Tuner:
         with Experiment(self.host, grounds, grace_seconds=_GRACE_SECONDS) as experiment:
             started = experiment.now()
             try:
-                for way in (SLICES, CAPS):
+                for way in (Way.SLICES, Way.CAPS):
                     if way in self._search.ways:
                         self._try(experiment, way)
             except _Over:
@@ -283,7 +282,7 @@ class Tuner:
             code="no_numbers",
         )
 
-    def _try(self, experiment: Experiment, way: str) -> None:
+    def _try(self, experiment: Experiment, way: Way) -> None:
         """Search a way, unless it cannot be used here or cannot be better."""
         reason = left_out(way, self._fresh(), self._search.goal)
         if reason is None and next_setting(self._search, way, self._known) is None:
@@ -295,7 +294,7 @@ class Tuner:
             self._refused.append(without.error)
             reason = f"{without.error.message}; {without.error.hint}"
             if len(self._search.ways) > 1:
-                self.reporter.doing(f"{way} are left out: {without.error.message}")
+                self.reporter.doing(f"{way.value} are left out: {without.error.message}")
         if reason is not None:
             self._ways[way] = WayResult(way=way, left_out=reason)
 
@@ -303,7 +302,7 @@ class Tuner:
         """Return what this search has measured."""
         return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
 
-    def _stage(self, experiment: Experiment, way: str) -> None:
+    def _stage(self, experiment: Experiment, way: Way) -> None:
         self._check(way)
         if self._stages:
             # The jobs of this way start, too.
@@ -332,9 +331,9 @@ class Tuner:
                 self._ways[way] = WayResult(way=way, outcome=found)
         stage.end()
 
-    def _check(self, way: str) -> None:
+    def _check(self, way: Way) -> None:
         """Raise _LeftOut if a way cannot be used here."""
-        if way == CAPS:
+        if way is Way.CAPS:
             return
         host, device = self.host, self.device
         try:
@@ -354,7 +353,7 @@ class Tuner:
                 raise
             raise _LeftOut(error) from None
 
-    def _walk(self, stage: Stage, way: str) -> None:
+    def _walk(self, stage: Stage, way: Way) -> None:
         while (wanted := next_setting(self._search, way, self._known)) is not None:
             setting = wanted.setting
             if wanted.again is not None and self._is_late(stage, way):
@@ -376,17 +375,19 @@ class Tuner:
                 self._doubt(way, before, now)
         stage.finished = True
 
-    def _is_late(self, stage: Stage, way: str) -> bool:
+    def _is_late(self, stage: Stage, way: Way) -> bool:
         """Return whether the time that is left is better spent on the other way."""
-        if way == CAPS or CAPS not in self._search.ways or left_out(CAPS, self._fresh(), self._search.goal):
+        if way is Way.CAPS or Way.CAPS not in self._search.ways or left_out(Way.CAPS, self._fresh(), self._search.goal):
             return False
         return self._spent(stage.experiment) > _SLICES_PART * self.options.budget_seconds
 
-    def _doubt(self, way: str, before: Figures, now: Figures) -> None:
+    def _doubt(self, way: Way, before: Figures, now: Figures) -> None:
         """Forget earlier figures of a way if one of them does not hold any more."""
         goal = self._search.goal
         if before.meets(goal) != now.meets(goal):
-            self.reporter.doing(f"{now.setting.title} is not as it was on {before.earlier}: {way} are searched again")
+            self.reporter.doing(
+                f"{now.setting.title} is not as it was on {before.earlier}: {way.value} are searched again"
+            )
             self._known = {
                 setting: figures
                 for setting, figures in self._known.items()
@@ -414,7 +415,7 @@ class Tuner:
 
     def next_cap(self) -> Setting | None:
         """Return the cap that is measured next; None: there is an answer."""
-        wanted = next_setting(self._search, CAPS, self._known)
+        wanted = next_setting(self._search, Way.CAPS, self._known)
         return None if wanted is None else wanted.setting
 
     def _result(
@@ -428,7 +429,7 @@ class Tuner:
         production, others = first.production_alone(), self._others_alone()
         strangers = {pid: name for stage in self._stages for pid, name in stage.strangers.items()}
         whole = outcome(goal, measured, stable=stable)
-        sliced = whole.best is not None and whole.best.setting.way == SLICES
+        sliced = whole.best is not None and whole.best.setting.way is Way.SLICES
         return TuneResult(
             outcome=whole,
             ways=tuple(self._ways.values()),
@@ -480,7 +481,7 @@ def _sum(rates: Sequence[float | None]) -> float | None:
 class Stage:
     """One way: a production job, and the opportunistic ones next to it."""
 
-    def __init__(self, tuner: Tuner, experiment: Experiment, way: str) -> None:
+    def __init__(self, tuner: Tuner, experiment: Experiment, way: Way) -> None:
         self._tuner, self.experiment, self._way = tuner, experiment, way
         self._options = tuner.options
         self._production: Running | None = None
@@ -514,10 +515,10 @@ class Stage:
 
     def begin(self) -> None:
         """Start all jobs, wait until they print, and find out how long a window must be. Errors as `tune`."""
-        self._tuner.reporter.doing("starting the jobs" + ("" if self._way == SLICES else ", all under MPS"))
+        self._tuner.reporter.doing("starting the jobs" + ("" if self._way is Way.SLICES else ", all under MPS"))
         first = self._first_limits()
         began = self.experiment.now()
-        outside = self._way == SLICES
+        outside = self._way is Way.SLICES
         environment = self.experiment.grounds.environment(None if outside else Limits())
         self._production = self.experiment.run(
             "production", self._options.production, environment, self._options.metric, outside=outside
@@ -542,7 +543,7 @@ class Stage:
 
     def _first_limits(self) -> Limits:
         """Return how the others are started: without a cap where their rate alone is not known yet."""
-        if self._way == SLICES or not self._tuner.others_alone:
+        if self._way is Way.SLICES or not self._tuner.others_alone:
             return Limits()
         wanted = self._tuner.next_cap()
         return Limits() if wanted is None else _limits(wanted)
@@ -646,7 +647,7 @@ class Stage:
         if setting == self._setting:
             return
         self._setting = setting
-        if self._way == SLICES:
+        if self._way is Way.SLICES:
             if self._production is not None and setting.production_slice_us is not None:
                 self.experiment.set_slice(self._production.program, setting.production_slice_us)
             self._server_us = setting.other_slice_us
@@ -667,7 +668,7 @@ class Stage:
 
     def least_seconds(self, setting: Setting) -> float:
         """Return the least time that measuring a setting takes."""
-        starts = self._way == CAPS and _limits(setting) != self._limits
+        starts = self._way is Way.CAPS and _limits(setting) != self._limits
         return (self.start_took if starts else 0.0) + self._window + self._together_seconds + 1.0
 
     # -- windows -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError
-from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
 from gpushare.mps.control import max_clients
@@ -23,28 +23,20 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 
-QUEUE: Final = "queue"
-TIMESLICE: Final = "timeslice"
-# Outside MPS, each copy with a time-slice of its own.
-SLICES: Final = "slices"
-MPS: Final = "mps"
-MIG: Final = "mig"
-STREAMS: Final = "streams"
-THREADS: Final = "threads"
 # One process does the work of all copies, which only the built-in workload can.
-IN_ONE: Final = frozenset({STREAMS, THREADS})
+IN_ONE: Final = frozenset({Way.STREAMS, Way.THREADS})
 _PRIORITY: Final = "streams:priority"
 # Its options for each of these ways; {} is the number.
 IN_ONE_OPTIONS: Final[Mapping[str, Sequence[str]]] = {
-    STREAMS: ("--streams", "{}"),
+    Way.STREAMS.value: ("--streams", "{}"),
     _PRIORITY: ("--streams", "{}", "--priority"),
-    THREADS: ("--threads", "{}"),
+    Way.THREADS.value: ("--threads", "{}"),
 }
 # One copy that has the device to itself.
 ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
 # The simplest first, which is chosen where there is no difference. For streams, the program must be rewritten.
-_SIMPLEST: Final = (QUEUE, TIMESLICE, SLICES, MPS, MIG, THREADS, STREAMS)
+_SIMPLEST: Final = (Way.WHOLE, Way.TIMESLICE, Way.SLICES, Way.MPS, Way.MIG, Way.THREADS, Way.STREAMS)
 _WAY: Final = re.compile(r"(queue|timeslice|mig|streams|threads|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
 _LEVEL: Final = re.compile(r"timeslice:(default|short|medium|long)")
 _EXAMPLE: Final = f"{DEFAULT_WAYS},mps:50,slices:500us,2ms,timeslice:short"
@@ -59,7 +51,7 @@ class BenchWay:
     """
 
     name: str
-    kind: str
+    kind: Way
     percent: float | None = None
     divided: bool = False
     slice_us: int | None = None
@@ -93,38 +85,40 @@ def parse_ways(text: str) -> tuple[BenchWay, ...]:
     found: dict[str, BenchWay] = {}
     slices = False
     for word in (word.strip().lower() for word in text.split(",")):
-        slices = word.startswith(f"{SLICES}:") or (slices and word[:1].isdecimal())
+        slices = word.startswith(f"{Way.SLICES.value}:") or (slices and word[:1].isdecimal())
         way = _slice(word) if slices else _way(word)
         found.setdefault(way.name, way)
     return tuple(found.values())
 
 
 def _slice(word: str) -> BenchWay:
-    slice_us = parse_slice(word.removeprefix(f"{SLICES}:"))
+    slice_us = parse_slice(word.removeprefix(f"{Way.SLICES.value}:"))
     if not LEAST_US <= slice_us <= MOST_US:
         raise BadUsage(
             f"the slice {quoted(word)} is outside {format_slice(LEAST_US)} to {format_slice(MOST_US)}",
             "give --ways slices:500us,2ms,8ms",
             code="bad_slice",
         )
-    return BenchWay(name=f"{SLICES}:{format_slice(slice_us)}", kind=SLICES, slice_us=slice_us)
+    return BenchWay(name=f"{Way.SLICES.value}:{format_slice(slice_us)}", kind=Way.SLICES, slice_us=slice_us)
 
 
 def _way(word: str) -> BenchWay:
     # Its name everywhere else.
-    word = TIMESLICE if word == "time-slicing" else word
+    word = "timeslice" if word == "time-slicing" else word
     if word == _PRIORITY:
-        return BenchWay(name=word, kind=STREAMS)
+        return BenchWay(name=word, kind=Way.STREAMS)
     level = _LEVEL.fullmatch(word)
     if level is not None:
-        return BenchWay(name=word, kind=TIMESLICE, level=TimeSlice[level[1].upper()])
+        return BenchWay(name=word, kind=Way.TIMESLICE, level=TimeSlice[level[1].upper()])
     match = _WAY.fullmatch(word)
-    if match is None or (match[2] is not None and match[1] != MPS):
+    if match is None or (match[2] is not None and match[1] != "mps"):
         raise BadUsage(f"{quoted(word)} is not a way of sharing", f"give some of --ways {_EXAMPLE}", code="bad_way")
     percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
     if percent is not None and (percent == 0 or (percent > 100 and not divided)):
         raise BadUsage(f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
-    return BenchWay(name=word, kind=match[1], percent=percent, divided=divided)
+    return BenchWay(
+        name=word, kind=Way.WHOLE if match[1] == "queue" else Way(match[1]), percent=percent, divided=divided
+    )
 
 
 def parse_copies(text: str) -> tuple[int, ...]:
@@ -155,11 +149,11 @@ class Reasons:
 
     def of(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
-        if way.kind in {QUEUE, *IN_ONE}:
+        if way.kind in {Way.WHOLE, *IN_ONE}:
             return self.outside
-        if way.kind in {TIMESLICE, SLICES}:
+        if way.kind in {Way.TIMESLICE, Way.SLICES}:
             return self.outside or self.timeslice or (self.level if way.level is not None else None)
-        if way.kind == MIG:
+        if way.kind is Way.MIG:
             return self.mig
         return self.mps or (self.caps if way.percent is not None else None)
 
@@ -262,9 +256,7 @@ def _mig(device: Device) -> str | None:
         return f"no MIG on {device.title}"
     make = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"
     if not gpu.mig_enabled:
-        return (
-            f"MIG is off on {device.title}, and bench does not change MIG; create instances and measure again: {make}"
-        )
+        return f"MIG is off on {device.title}, and bench does not change MIG; create instances and measure again: {make}"
     if not gpu.mig_instances:
         return f"there is no MIG instance on {device.title}, and bench creates none: {make}"
     return None
@@ -296,13 +288,13 @@ def sort_out(
     for way in ways:
         reason = why.of(way)
         if way.kind in IN_ONE and not streams:
-            reason = f"only the built-in workload runs as {way.kind} of one process"
+            reason = f"only the built-in workload runs as {way.kind.value} of one process"
         if reason is not None:
             left.append(LeftOut(way=way.name, copies=None, reason=reason))
             continue
         for number in copies:
             reason = more(way, number)
-            if way.kind == MPS and why.clients is not None and number > why.clients:
+            if way.kind is Way.MPS and why.clients is not None and number > why.clients:
                 reason = f"an MPS server takes {why.clients} clients"
             if reason is None:
                 cells.append((way, number))

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import cut
-from gpushare.base.model import LinePlace, ListedJob
+from gpushare.base.model import LinePlace, ListedJob, Way
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
@@ -262,10 +262,10 @@ def _age(info: ProcessInfo | None) -> float | None:
     return None if started is None else max(0.0, time.time() - started)
 
 
-def _way(*, mps: bool, mig: bool) -> str:
+def _way(*, mps: bool, mig: bool) -> Way:
     if mig:
-        return "mig+mps" if mps else "mig"
-    return "mps" if mps else "timeslice"
+        return Way.MIG_MPS if mps else Way.MIG
+    return Way.MPS if mps else Way.TIMESLICE
 
 
 def _slices(processes: Iterable[_OnGpu]) -> set[int]:

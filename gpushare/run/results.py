@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from gpushare.base.model import Way
 from gpushare.base.typed import Count, JobName, Within
 from gpushare.base.values import dataclass
 from gpushare.host.store import Kept, RecordStore
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 
-# The ways in which a production job and another one share a GPU: time-slices of their own outside MPS, or thread caps under MPS.
-SLICES: Final = "slices"
-CAPS: Final = "caps"
 # Above 0 %.
 _Part = Annotated[float, Within(1e-9, 100)]
 # All of the threads is no cap, which is None.
@@ -33,7 +31,7 @@ class Tuned(Kept):
     """The setting found for an opportunistic job next to one production job, and the conditions of the measurement.
 
     ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
-    ``way`` is `SLICES` or `CAPS`. With slices ``threads_percent`` is 100, and a
+    ``way`` is `Way.SLICES` or `Way.CAPS`. With slices ``threads_percent`` is 100, and a
     slice of None is the driver's default.
     """
 
@@ -53,7 +51,7 @@ class Tuned(Kept):
     production_memory_bytes: Count | None = None
     production: str | None = None
     opportunistic: str | None = None
-    way: Annotated[str, {SLICES, CAPS}.__contains__] = CAPS
+    way: Annotated[Way, {Way.SLICES, Way.CAPS}.__contains__] = Way.CAPS
     production_slice_us: _Slice | None = None
     other_slice_us: _Slice | None = None
 

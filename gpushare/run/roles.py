@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process
-from gpushare.base.model import Priority
+from gpushare.base.model import Priority, Way
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity
@@ -20,7 +20,7 @@ from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import UnseenWork
-from gpushare.run.results import CAPS, SLICES, Tuned, find_tuned
+from gpushare.run.results import Tuned, find_tuned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> 
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: Limits, target: str | None, *, way: str = CAPS) -> Spared:
+def spare(host: Host, device: Device, given: Limits, target: str | None, *, way: Way = Way.CAPS) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
 
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
@@ -173,13 +173,13 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
     found = _tuned_for(host, production, target)
     tuned = found if found is not None and found.way == way else None
     living = living_productions(host, device)
-    told = tuned is None and (given.threads_percent is not None or way == SLICES)
+    told = tuned is None and (given.threads_percent is not None or way is Way.SLICES)
     notes = [] if told else _where_it_was_tuned(host, device, tuned)
     if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(one.name for one in living)}; to use the tuning for one of them: --for NAME"
         )
-    if way == SLICES:
+    if way is Way.SLICES:
         memory = _memory(device, given, production, living, found, notes)
         return Spared(
             limits=replace(given, memory_limit_bytes=memory), production=production, tuned=tuned, notes=tuple(notes)

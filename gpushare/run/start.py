@@ -569,16 +569,19 @@ class JobStart:
         return self._opportunistic(device, options)
 
     def _production(self, device: Device, options: RunOptions, name: str) -> Any:
+        from gpushare.base.model import Way
         from gpushare.run.group import PRODUCTION_US, members
         from gpushare.run.jobs import PRODUCTION, check_job_name
-        from gpushare.run.results import CAPS, find_tuned
+        from gpushare.run.results import find_tuned
         from gpushare.run.roles import daemon_cap
         from gpushare.run.share import MpsShare
 
         check_job_name(name)
         options = replace(options, name=name, role=PRODUCTION)
         tuned = find_tuned(self.host, name)
-        if not _asks_for_mps(options) and (self.role.slice_us is not None or tuned is None or tuned.way != CAPS):
+        if not _asks_for_mps(options) and (
+            self.role.slice_us is not None or tuned is None or tuned.way is not Way.CAPS
+        ):
             tuned_us = None if tuned is None else tuned.production_slice_us
             slice_us = self.role.slice_us or tuned_us or PRODUCTION_US
             return self._sliced((device,), options, slice_us, asked=self.role.slice_us is not None)
@@ -632,8 +635,8 @@ class JobStart:
 
     def _by_slices(self, device: Device, process: SparedProcess | None) -> bool:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
+        from gpushare.base.model import Way
         from gpushare.run.group import why_not
-        from gpushare.run.results import SLICES
         from gpushare.run.roles import tuned_next_to
 
         outside = process is not None and not process.under_mps
@@ -650,7 +653,7 @@ class JobStart:
             _check_one_production(self.host, device)
             raise _no_production_error([device])
         tuned = tuned_next_to(self.host, device, self.role.target)
-        by_tune = tuned is not None and tuned.way == SLICES
+        by_tune = tuned is not None and tuned.way is Way.SLICES
         if not asked and by_tune and process is not None and process.under_mps:
             self.say(
                 f"tuned for time-slices, with {process.title} outside MPS; it runs under MPS, so this job gets a cap"
@@ -674,14 +677,14 @@ class JobStart:
         process: SparedProcess | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
+        from gpushare.base.model import Way
         from gpushare.base.units import format_slice
         from gpushare.run.group import DEFAULT_US, AdaptedSlice, GroupSlice
         from gpushare.run.production import ProductionJob
-        from gpushare.run.results import SLICES
         from gpushare.run.roles import PauseForProduction, spare
         from gpushare.run.share import MpsShare
 
-        spared = spare(self.host, device, options.limits, self.role.target, way=SLICES)
+        spared = spare(self.host, device, options.limits, self.role.target, way=Way.SLICES)
         tuned = spared.tuned
         slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
         title = "production" if process is None else process.title

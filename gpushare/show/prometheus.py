@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare.base.model import Gpu, MpsDaemon, Snapshot, mechanism, outside_mps
+from gpushare.base.model import Gpu, MpsDaemon, Snapshot, Way, outside_mps, way_in_force
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _jobs(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
         labels = {key: text for key, text in (("name", job.name), ("pid", str(job.pid or ""))) if text}
         about = {
             "role": job.role,
-            "way": job.way,
+            "way": None if job.way is None else job.way.value,
             "user": job.user,
             "GPU_I_PROFILE": job.mig_profile,
             "instance_name": job.mig_name,
@@ -222,7 +222,7 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     yield "gpushare_gpu_up", labels, gpu.error is None
     if gpu.error is not None:
         return
-    way = mechanism(gpu, snapshot.daemons)
+    way = way_in_force(gpu, snapshot.daemons)
     if way is not None:
         yield "gpushare_gpu_mechanism", {**labels, "mechanism": way.value}, 1
     if gpu.compute_mode is not None:
@@ -233,7 +233,7 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     if gpu.processes is not None:
         yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
         yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes
-        if way is not None and way.value == "MPS":
+        if way is Way.MPS:
             yield "gpushare_mps_outside_processes", labels, len(outside_mps(gpu, snapshot.daemons))
     if gpu.mig_capable:
         yield "gpushare_mig_enabled", labels, gpu.mig_enabled

@@ -14,7 +14,6 @@ from gpushare.base.model import (
     GpuLease,
     GpuProcess,
     LimitedJob,
-    Mechanism,
     MigInstance,
     MpsDaemon,
     Priority,
@@ -22,6 +21,7 @@ from gpushare.base.model import (
     SwappedJob,
     VgpuSession,
     WaitingJob,
+    Way,
     sharing_now,
 )
 from gpushare.base.units import GIB, MIB, counted, format_bytes, format_duration, format_percent, format_slice, ranges
@@ -174,7 +174,7 @@ def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
     if gpu.error is not None:
         state: Any = silent_word(gpu.error)
     else:
-        state = "unknown" if inforce is None else inforce.value
+        state = "unknown" if inforce is None else inforce.label
     return {
         "gpu": gpu.index,
         "name": gpu.name,
@@ -641,7 +641,7 @@ class StatusGpu(Gpu):
 
     # Null: unknown, because it does not answer or its MIG devices are hidden from this user.
     mig_instances: tuple[MigInstance, ...] | None = None  # type: ignore[assignment]
-    mechanism: Mechanism | None = None
+    mechanism: Way | None = None
     # In use, and of no process that the driver lists.
     memory_unlisted_bytes: int | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import Way
 from gpushare.base.units import format_slice
 from gpushare.show.result import Column, Result, Table
 
@@ -27,7 +28,7 @@ class Row:
     """
 
     setting: str
-    way: str
+    way: Way
     production_slice_us: int | None
     other_slice_us: int | None
     threads_percent: float
@@ -52,7 +53,7 @@ class Row:
 class WayAnswer:
     """The best setting of one way, or the nearest; or why the way was not searched."""
 
-    way: str
+    way: Way
     best: Row | None = None
     nearest: Row | None = None
     left_out: str | None = None
@@ -183,7 +184,7 @@ def _text(data: TuneAnswer) -> str:
     lines += _trade(data)
     if data.low_priority_helps is not None:
         helps = "low priority spares production"
-        if best is not None and best.way == "caps" and not best.low_priority:
+        if best is not None and best.way is Way.CAPS and not best.low_priority:
             helps += ", and leaves the other less than a lower cap without it"
         lines.append(helps if data.low_priority_helps else "low priority makes no difference")
     lines += [_LEGEND] if data.curve else []
@@ -193,8 +194,8 @@ def _text(data: TuneAnswer) -> str:
 def _way(way: WayAnswer, best: Row | None) -> str | None:
     """Return what the way that was not chosen gives; None: nothing that was not said yet."""
     if way.left_out is not None:
-        return f"{way.way}: not searched: {way.left_out}"
-    if best is None or way.way == best.way:
+        return f"{way.way.value}: not searched: {way.left_out}"
+    if best is None or way.way is best.way:
         return None
     near = way.nearest
     if way.best is not None:
@@ -202,8 +203,10 @@ def _way(way: WayAnswer, best: Row | None) -> str | None:
         less = (
             "" if apart[0] is None or apart[1] is None else f"; the other does {max(0.0, apart[0] - apart[1]):.2f} less"
         )
-        return f"{way.way}: {way.best.setting}: {_numbers(way.best)}{less}"
-    return f"{way.way}: none meets the goal" + ("" if near is None else f"; nearest: {near.setting}: {_numbers(near)}")
+        return f"{way.way.value}: {way.best.setting}: {_numbers(way.best)}{less}"
+    return f"{way.way.value}: none meets the goal" + (
+        "" if near is None else f"; nearest: {near.setting}: {_numbers(near)}"
+    )
 
 
 def _trade(data: TuneAnswer) -> list[str]:
@@ -246,11 +249,11 @@ def drawn(data: TuneAnswer, form: str) -> bytes:
         return (row.p99 or 0.0) if by_p99 else row.kept
 
     try:
-        for way, marker in (("slices", "o"), ("caps", "s")):
+        for way, marker in ((Way.SLICES, "o"), (Way.CAPS, "s")):
             rows = [row for row in data.curve if row.way == way and row.opportunistic_share is not None]
             if rows:
                 points = [row.opportunistic_share or 0.0 for row in rows], [cost(row) for row in rows]
-                axes.scatter(*points, marker=marker, label=way)
+                axes.scatter(*points, marker=marker, label=way.value)
         line = sorted((row.opportunistic_share or 0.0, cost(row)) for row in data.curve if row.frontier)
         axes.plot([x for x, _ in line], [y for _, y in line], alpha=0.5, label="frontier")
         goal = data.p99_factor if by_p99 else data.keep

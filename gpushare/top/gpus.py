@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.base.model import Gpu, GpuSensors, Mechanism, MigInstance, MpsDaemon, sharing_now
+from gpushare.base.model import Gpu, GpuSensors, MigInstance, MpsDaemon, Way, sharing_now
 from gpushare.base.units import format_bytes
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 _HOT_CELSIUS: Final = 85
 _FULL: Final = 0.97
-# The words of the way of sharing; the longest has twelve letters.
-_WAYS: Final = {
-    Mechanism.TIME_SLICING: "time-slicing",
-    Mechanism.MPS: "MPS",
-    Mechanism.MPS_AND_OTHERS: "MPS+slicing",
-    Mechanism.MIG: "MIG",
-    Mechanism.EXCLUSIVE: "exclusive",
-    Mechanism.PROHIBITED: "prohibited",
-}
+# The column of the way of sharing; the longest word has twelve letters.
 _SHARING: Final = 13
 
 
@@ -182,16 +174,17 @@ def used_text(gpu: Gpu | MigInstance) -> str:
 def sharing_text(frame: Frame, gpu: Gpu) -> str:
     """Return how a GPU is shared, in few words: ``MPS 50% 3/48``, ``MIG 3``, ``time-slicing``."""
     way = sharing_now(gpu, frame.snapshot.daemons)
-    word = "-" if way is None else _WAYS[way]
-    if way is Mechanism.MIG:
+    if way is Way.MIG:
         return f"MIG {len(gpu.mig_instances)}"
-    if way is Mechanism.MPS:
+    if way is Way.MPS:
         daemons = frame.daemons_of(gpu)
         limits = {daemon.threads_percent for daemon in daemons} - {None, 100.0}
         clients = sum(len(daemon.clients) for daemon in daemons)
         most = next((f"/{daemon.max_clients}" for daemon in daemons if daemon.max_clients), "")
         return f"MPS {f'{limits.pop():g}% ' if len(limits) == 1 else ''}{clients}{most}"
-    return word
+    if way is Way.MPS_TIMESLICE:
+        return "MPS+slicing"
+    return "-" if way is None else way.label
 
 
 def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:

@@ -10,12 +10,12 @@ from gpushare.base.model import (
     GpuProcess,
     GpuSensors,
     ListedJob,
-    Mechanism,
     MigInstance,
     MpsClient,
     MpsDaemon,
     MpsServer,
     Snapshot,
+    Way,
 )
 from gpushare.run.listing import RUNNING
 from gpushare.top.frame import Frame
@@ -80,7 +80,7 @@ class Replay:
         )
         at = header.started_at + sample.at
         daemons = tuple(
-            _daemon(gpu.index, here) for gpu in sample.gpus if (gpu.way or "").startswith(Mechanism.MPS.value)
+            _daemon(gpu.index, here) for gpu in sample.gpus if gpu.way in {Way.MPS.value, Way.MPS_TIMESLICE.value}
         )
         snapshot = Snapshot(host=header.host, driver_version=header.driver, gpus=gpus, daemons=daemons, taken_at=at)
         return Frame(
@@ -101,8 +101,8 @@ class Replay:
 
 
 _MODES: Final = {
-    Mechanism.EXCLUSIVE.value: ComputeMode.EXCLUSIVE_PROCESS,
-    Mechanism.PROHIBITED.value: ComputeMode.PROHIBITED,
+    Way.EXCLUSIVE.value: ComputeMode.EXCLUSIVE_PROCESS,
+    Way.PROHIBITED.value: ComputeMode.PROHIBITED,
 }
 
 
@@ -117,7 +117,7 @@ def _gpu(facts: RecordedGpu, sample: GpuSample, here: list[tuple[RecordedProcess
         memory_used_bytes=sample.memory_used_bytes,
         utilization_percent=None if percent is None else round(percent),
         compute_mode=None if sample.way is None else _MODES.get(sample.way, ComputeMode.DEFAULT),
-        mig_enabled=sample.way == Mechanism.MIG.value,
+        mig_enabled=sample.way == Way.MIG.value,
         mig_instances=tuple(MigInstance(uuid=uuid) for uuid in instances),
         processes=tuple(
             GpuProcess(
@@ -160,7 +160,7 @@ def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsD
 
 def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
     percent = sample.sm_percent if sample.utilization_percent is None else sample.utilization_percent
-    way = "mps" if process.mps else "timeslice"
+    way = Way.MPS if process.mps else Way.TIMESLICE
     return ListedJob(
         name=process.job,
         pid=process.pid,
@@ -169,7 +169,7 @@ def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
         role=process.role,
         device=f"GPU {process.gpu}",
         gpu_indexes=(process.gpu,),
-        way=way if process.mig is None else "mig+mps" if process.mps else "mig",
+        way=way if process.mig is None else Way.MIG_MPS if process.mps else Way.MIG,
         threads_percent=process.threads_percent,
         slice_us=process.slice_us,
         memory_used_bytes=sample.memory_used_bytes,

@@ -16,6 +16,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import Way
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
@@ -770,7 +771,7 @@ class Cockpit(App[None]):
             else "swap"
             if row is not None and row.job.swapped_bytes
             else "time-slicing"
-            if way == "timeslice"
+            if way is Way.TIMESLICE
             else ""
         )
         text = await self.push_screen_wait(

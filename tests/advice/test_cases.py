@@ -10,8 +10,8 @@ import yaml
 
 from gpushare.advice.advise import advise
 from gpushare.advice.rules import Kind, Outcome
-from gpushare.advice.ways import Way
 from gpushare.base.errors import BadUsage
+from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
 
 CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())

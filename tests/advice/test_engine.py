@@ -12,7 +12,8 @@ from gpushare.advice import situation
 from gpushare.advice.advise import advise, with_way
 from gpushare.advice.questions import QUESTIONS, next_question, other_answers
 from gpushare.advice.rules import BASE, Kind, Outcome, Reason, Verdict, verdicts, winner
-from gpushare.advice.ways import Way
+from gpushare.advice.ways import ADVISED
+from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
 
 
@@ -68,7 +69,7 @@ def test_the_best_comes_first_and_what_is_refused_last(say: Any) -> None:
     say(Way.MIG, reason(Kind.VETO), reason(Kind.FOR, 1000))
     say(Way.MPS, reason(Kind.FOR, 500))
     found = verdicts(situation_of({"processes": 2}))
-    assert len(found) == len(Way)
+    assert len(found) == len(ADVISED)
     assert found[0].way is Way.MPS
     assert found[-1].way is Way.MIG
     fitting = [one.score for one in found if not one.refused]
@@ -77,7 +78,7 @@ def test_the_best_comes_first_and_what_is_refused_last(say: Any) -> None:
 
 def test_with_less_than_two_ways_there_is_nothing_to_measure(say: Any) -> None:
     assert say(Way.MEASURE).outcome is Outcome.FITS
-    for way in Way:
+    for way in ADVISED:
         if way not in {Way.MPS, Way.TIMESLICE, Way.MEASURE}:
             say(way, reason(Kind.VETO))
     assert say(Way.MEASURE).outcome is Outcome.FITS
@@ -98,7 +99,7 @@ def test_what_only_measures_or_mends_is_no_answer() -> None:
 
 
 def test_every_way_begins_somewhere() -> None:
-    assert set(BASE) == set(Way)
+    assert set(BASE) == set(ADVISED)
     # What needs least comes first where nothing else is said.
     assert max(BASE, key=lambda way: BASE[way]) is Way.TIMESLICE
 

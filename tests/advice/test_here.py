@@ -18,9 +18,9 @@ from gpushare.advice.compare import (
     text_here,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts
-from gpushare.advice.table import Mechanism, load_table, mechanism_named, row_named
+from gpushare.advice.table import COLUMNS, load_table, mechanism_named, row_named
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import GIB
 from gpushare.mig.profile import Layout, Placement, Profile
 
@@ -69,7 +69,7 @@ HOST = HostFacts(
 NEW = replace(HOST, driver="615.71.09", driver_major=615, mps_version=13040, mps_version_3=True)
 
 
-def said(mechanism: Mechanism, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
+def said(mechanism: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
     return cell_here(TABLE, mechanism, row, host, gpu)
 
 
@@ -89,54 +89,52 @@ def said(mechanism: Mechanism, row: str, host: HostFacts = HOST, gpu: GpuFacts =
 )
 def test_mps_clients_by_version_and_generation(host, gpu, clients):
     assert mps_clients(TABLE, host, gpu) == clients
-    assert said(Mechanism.MPS, "max_partitions", host, gpu).startswith(f"{clients} clients")
+    assert said(Way.MPS, "max_partitions", host, gpu).startswith(f"{clients} clients")
 
 
 def test_clients_in_a_mig_instance_are_a_share():
     assert "a share of them in each MIG instance" in said(
-        Mechanism.MPS, "max_partitions", HOST, replace(H200, mig_enabled=True)
+        Way.MPS, "max_partitions", HOST, replace(H200, mig_enabled=True)
     )
 
 
 def test_static_partitions_need_a_new_program_and_ampere():
-    assert "static partitions" in said(Mechanism.MPS, "sm_isolation", NEW).replace("no static partitions", "")
-    assert "no static partitions" in said(Mechanism.MPS, "sm_isolation")
-    assert "no static partitions" in said(Mechanism.MPS, "sm_isolation", NEW, T4)
-    assert "partial with static partitions" in said(Mechanism.MPS, "error_isolation", NEW)
-    assert said(Mechanism.MPS, "error_isolation", NEW, T4) == "No: a fatal fault ends all clients of the GPU"
-    assert "of 132 SMs" in said(Mechanism.MPS, "sm_isolation")
-    assert "SMs" not in said(Mechanism.MPS, "sm_isolation", HOST, replace(H200, multiprocessors=None))
+    assert "static partitions" in said(Way.MPS, "sm_isolation", NEW).replace("no static partitions", "")
+    assert "no static partitions" in said(Way.MPS, "sm_isolation")
+    assert "no static partitions" in said(Way.MPS, "sm_isolation", NEW, T4)
+    assert "partial with static partitions" in said(Way.MPS, "error_isolation", NEW)
+    assert said(Way.MPS, "error_isolation", NEW, T4) == "No: a fatal fault ends all clients of the GPU"
+    assert "of 132 SMs" in said(Way.MPS, "sm_isolation")
+    assert "SMs" not in said(Way.MPS, "sm_isolation", HOST, replace(H200, multiprocessors=None))
 
 
 def test_mps_before_volta_has_one_address_space():
-    assert said(Mechanism.MPS, "memory_protection", HOST, replace(T4, compute_capability=(6, 0))).startswith("No")
-    assert said(Mechanism.MPS, "memory_protection", HOST, T4).startswith("Yes")
+    assert said(Way.MPS, "memory_protection", HOST, replace(T4, compute_capability=(6, 0))).startswith("No")
+    assert said(Way.MPS, "memory_protection", HOST, T4).startswith("Yes")
 
 
 def test_mig_cells_come_from_the_live_profiles():
-    assert said(Mechanism.MIG, "max_partitions") == "7 of 1g.18gb"
-    assert said(Mechanism.MIG, "sm_isolation") == "Yes: 16 to 132 SMs of its own"
-    assert said(Mechanism.MIG, "memory_protection") == "Yes: 16.0 GiB to 140.0 GiB of its own"
+    assert said(Way.MIG, "max_partitions") == "7 of 1g.18gb"
+    assert said(Way.MIG, "sm_isolation") == "Yes: 16 to 132 SMs of its own"
+    assert said(Way.MIG, "memory_protection") == "Yes: 16.0 GiB to 140.0 GiB of its own"
 
 
 def test_the_sms_that_mig_mode_costs_are_told():
-    assert "132 of the GPU's 144 in MIG mode" in said(
-        Mechanism.MIG, "sm_isolation", HOST, replace(H200, multiprocessors=144)
-    )
+    assert "132 of the GPU's 144 in MIG mode" in said(Way.MIG, "sm_isolation", HOST, replace(H200, multiprocessors=144))
 
 
 def test_profiles_that_the_driver_does_not_list_are_unknown():
     blind = replace(H200, layout=None)
-    assert "does not list the profiles" in said(Mechanism.MIG, "max_partitions", HOST, blind)
+    assert "does not list the profiles" in said(Way.MIG, "max_partitions", HOST, blind)
     on = replace(blind, mig_enabled=True)
-    assert said(Mechanism.MIG, "max_partitions", HOST, on) == TABLE.cell(Mechanism.MIG, "max_partitions").today
-    assert said(Mechanism.MIG, "sm_isolation", HOST, blind) == TABLE.cell(Mechanism.MIG, "sm_isolation").today
+    assert said(Way.MIG, "max_partitions", HOST, on) == TABLE.cell(Way.MIG, "max_partitions").today
+    assert said(Way.MIG, "sm_isolation", HOST, blind) == TABLE.cell(Way.MIG, "sm_isolation").today
     assert blind.largest_instance_count is None
 
 
 @pytest.mark.parametrize("row", [row.key for row in TABLE.rows])
 def test_without_mig_no_mig_cell_says_anything(row):
-    assert said(Mechanism.MIG, row, HOST, T4) is None
+    assert said(Way.MIG, row, HOST, T4) is None
 
 
 @pytest.mark.parametrize(
@@ -150,14 +148,14 @@ def test_without_mig_no_mig_cell_says_anything(row):
     ],
 )
 def test_when_mig_can_be_changed(root, gpu, words):
-    text = said(Mechanism.MIG, "reconfigure", replace(HOST, root=root), gpu)
+    text = said(Way.MIG, "reconfigure", replace(HOST, root=root), gpu)
     assert [word for word in words if word not in text] == []
 
 
 def test_the_unknown_is_left_out():
     unknown = replace(H200, compute_capability=None, processes=None)
-    assert said(Mechanism.MIG, "reconfigure", HOST, unknown) == TABLE.cell(Mechanism.MIG, "reconfigure").today
-    assert "now" not in said(Mechanism.MIG, "reconfigure", HOST, replace(H200, processes=None))
+    assert said(Way.MIG, "reconfigure", HOST, unknown) == TABLE.cell(Way.MIG, "reconfigure").today
+    assert "now" not in said(Way.MIG, "reconfigure", HOST, replace(H200, processes=None))
 
 
 @pytest.mark.parametrize(
@@ -170,40 +168,38 @@ def test_the_unknown_is_left_out():
     ],
 )
 def test_time_slice_levels(root, settable, words):
-    text = said(
-        Mechanism.TIMESLICE, "reconfigure", replace(HOST, root=root), replace(H200, time_slice_settable=settable)
-    )
+    text = said(Way.TIMESLICE, "reconfigure", replace(HOST, root=root), replace(H200, time_slice_settable=settable))
     assert text.startswith(words)
 
 
 def test_time_slicing_is_bounded_by_free_memory():
-    assert "120.0 GiB of 140.0 GiB free" in said(Mechanism.TIMESLICE, "max_partitions")
+    assert "120.0 GiB of 140.0 GiB free" in said(Way.TIMESLICE, "max_partitions")
     unknown = replace(H200, memory_used_bytes=None)
-    assert said(Mechanism.TIMESLICE, "max_partitions", HOST, unknown) == "Unlimited; memory is the limit"
+    assert said(Way.TIMESLICE, "max_partitions", HOST, unknown) == "Unlimited; memory is the limit"
 
 
 @pytest.mark.parametrize(
     ("mechanism", "host", "gpu", "usable", "why"),
     [
-        (Mechanism.STREAMS, HOST, T4, True, "inside each program"),
-        (Mechanism.MPS, HOST, T4, True, "without root"),
-        (Mechanism.MPS, HOST, replace(T4, mps_daemons=1), True, "1 running"),
-        (Mechanism.MPS, HOST, replace(H200, mig_enabled=True), True, "per MIG instance"),
-        (Mechanism.MPS, replace(HOST, mps_program=False), T4, False, "not installed"),
-        (Mechanism.MPS, HOST, replace(T4, compute_mode=ComputeMode.PROHIBITED), False, "prohibited"),
-        (Mechanism.TIMESLICE, HOST, T4, True, "the default"),
-        (Mechanism.TIMESLICE, HOST, replace(H200, mig_enabled=True), True, "inside each MIG instance"),
-        (Mechanism.TIMESLICE, HOST, replace(T4, compute_mode=ComputeMode.EXCLUSIVE_PROCESS), False, "exclusive-process"),
-        (Mechanism.MIG, HOST, T4, False, "Tesla T4 has no MIG"),
-        (Mechanism.MIG, HOST, replace(T4, mig_capable=None), None, "unknown"),
-        (Mechanism.MIG, HOST, H200, True, "off now"),
-        (Mechanism.MIG, replace(HOST, root=False), H200, True, "turning it on needs root"),
-        (Mechanism.MIG, replace(HOST, root=False), replace(H200, mig_enabled=True), True, "on, 0 instances; changing it needs root"),
-        (Mechanism.VGPU, HOST, T4, None, "NVIDIA's vGPU driver"),
-        (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=True), True, "vGPU host driver runs"),
-        (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=False), False, "vGPU guest"),
-        (Mechanism.VGPU, HOST, replace(T4, name="NVIDIA GH200 480GB", vgpu_capable=False), False, "does not support"),
-        (Mechanism.MIG, HOST, replace(H200, error="it fell off the bus"), None, "fell off the bus"),
+        (Way.STREAMS, HOST, T4, True, "inside each program"),
+        (Way.MPS, HOST, T4, True, "without root"),
+        (Way.MPS, HOST, replace(T4, mps_daemons=1), True, "1 running"),
+        (Way.MPS, HOST, replace(H200, mig_enabled=True), True, "per MIG instance"),
+        (Way.MPS, replace(HOST, mps_program=False), T4, False, "not installed"),
+        (Way.MPS, HOST, replace(T4, compute_mode=ComputeMode.PROHIBITED), False, "prohibited"),
+        (Way.TIMESLICE, HOST, T4, True, "the default"),
+        (Way.TIMESLICE, HOST, replace(H200, mig_enabled=True), True, "inside each MIG instance"),
+        (Way.TIMESLICE, HOST, replace(T4, compute_mode=ComputeMode.EXCLUSIVE_PROCESS), False, "exclusive-process"),
+        (Way.MIG, HOST, T4, False, "Tesla T4 has no MIG"),
+        (Way.MIG, HOST, replace(T4, mig_capable=None), None, "unknown"),
+        (Way.MIG, HOST, H200, True, "off now"),
+        (Way.MIG, replace(HOST, root=False), H200, True, "turning it on needs root"),
+        (Way.MIG, replace(HOST, root=False), replace(H200, mig_enabled=True), True, "on, 0 instances; changing it needs root"),
+        (Way.VGPU, HOST, T4, None, "NVIDIA's vGPU driver"),
+        (Way.VGPU, HOST, replace(T4, vgpu_capable=True), True, "vGPU host driver runs"),
+        (Way.VGPU, HOST, replace(T4, vgpu_capable=False), False, "vGPU guest"),
+        (Way.VGPU, HOST, replace(T4, name="NVIDIA GH200 480GB", vgpu_capable=False), False, "does not support"),
+        (Way.MIG, HOST, replace(H200, error="it fell off the bus"), None, "fell off the bus"),
     ],
 )  # fmt: skip
 def test_whether_a_mechanism_can_be_had(mechanism, host, gpu, usable, why):
@@ -216,33 +212,33 @@ def test_whether_a_mechanism_can_be_had(mechanism, host, gpu, usable, why):
 
 def test_gpus_that_agree_are_said_once_and_others_apart():
     three = (H200, T4, replace(T4, index=2))
-    assert text_here(TABLE, Mechanism.MIG, "max_partitions", HOST, three) == "GPU 0: 7 of 1g.18gb. GPU 1,2: not here"
-    assert text_here(TABLE, Mechanism.MIG, "max_partitions", HOST, three[1:]) is None
-    assert text_here(TABLE, Mechanism.MPS, "max_partitions", HOST, three) == "48 clients (MPS 13000)"
-    assert availability_text(Mechanism.TIMESLICE, HOST, three) == "yes, it is the default"
-    assert availability_text(Mechanism.STREAMS, HOST, ()) == "not here"
+    assert text_here(TABLE, Way.MIG, "max_partitions", HOST, three) == "GPU 0: 7 of 1g.18gb. GPU 1,2: not here"
+    assert text_here(TABLE, Way.MIG, "max_partitions", HOST, three[1:]) is None
+    assert text_here(TABLE, Way.MPS, "max_partitions", HOST, three) == "48 clients (MPS 13000)"
+    assert availability_text(Way.TIMESLICE, HOST, three) == "yes, it is the default"
+    assert availability_text(Way.STREAMS, HOST, ()) == "not here"
 
 
 def test_a_record_has_every_view():
-    one = record(TABLE, Mechanism.MPS, "max_partitions", "580.1", HOST)
+    one = record(TABLE, Way.MPS, "max_partitions", "580.1", HOST)
     assert (one["published"], one["host"], one["limit"]) == ("48", "48 clients (MPS 13000)", 48)
-    assert record(TABLE, Mechanism.MPS, "max_partitions", None, None)["host"] is None
+    assert record(TABLE, Way.MPS, "max_partitions", None, None)["host"] is None
 
 
 def test_an_explanation_has_views_disagreement_and_sources():
-    lines = explanation(TABLE, Mechanism.TIMESLICE, "error_isolation", HOST.driver, HOST, None)
+    lines = explanation(TABLE, Way.TIMESLICE, "error_isolation", HOST.driver, HOST, None)
     heads = [head for head, _ in lines]
     assert heads[:4] == ["question", "published 2022", "today", "this host"]
     assert heads.count("source") == 4
     assert "they all do" in dict(lines)["sources disagree"]
-    text = dict(explanation(TABLE, Mechanism.MPS, "sm_isolation", "580", None, "no driver"))
+    text = dict(explanation(TABLE, Way.MPS, "sm_isolation", "580", None, "no driver"))
     assert text["this host"] == "not known: no driver"
     assert text["option"].startswith("static, driver 590 on (not this driver):")
-    assert "no: " not in dict(explanation(TABLE, Mechanism.MIG, "telemetry", None, HOST, None))["this host"]
+    assert "no: " not in dict(explanation(TABLE, Way.MIG, "telemetry", None, HOST, None))["this host"]
 
 
 def test_today_is_told_by_driver():
-    heads = [head for head, _ in explanation(TABLE, Mechanism.MPS, "memory_protection", None, None, None)]
+    heads = [head for head, _ in explanation(TABLE, Way.MPS, "memory_protection", None, None, None)]
     assert heads[2:5] == ["before driver 495", "driver 495 on", "driver 615 on"]
 
 
@@ -252,9 +248,9 @@ def test_today_is_told_by_driver():
 @pytest.mark.parametrize(
     ("text", "mechanism"),
     [
-        ("streams", Mechanism.STREAMS), ("CUDA streams", Mechanism.STREAMS), ("MPS", Mechanism.MPS),
-        ("time-slicing", Mechanism.TIMESLICE), ("timeslicing", Mechanism.TIMESLICE), ("ts", Mechanism.TIMESLICE),
-        ("Time Slice", Mechanism.TIMESLICE), ("time", Mechanism.TIMESLICE), ("mig", Mechanism.MIG), ("vGPU", Mechanism.VGPU),
+        ("streams", Way.STREAMS), ("CUDA streams", Way.STREAMS), ("MPS", Way.MPS),
+        ("time-slicing", Way.TIMESLICE), ("timeslicing", Way.TIMESLICE), ("ts", Way.TIMESLICE),
+        ("Time Slice", Way.TIMESLICE), ("time", Way.TIMESLICE), ("mig", Way.MIG), ("vGPU", Way.VGPU),
     ],
 )  # fmt: skip
 def test_a_mechanism_by_its_names(text, mechanism):
@@ -332,7 +328,7 @@ def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
     host = HostFacts(
         host="h", driver=driver, driver_major=driver_branch(driver), root=root, mps_program=True, mps_version=version
     )
-    for mechanism in Mechanism:
+    for mechanism in COLUMNS:
         for row in TABLE.rows:
             text = cell_here(TABLE, mechanism, row.key, host, gpu)
             assert (text is None) == (availability(mechanism, host, gpu).usable is False)

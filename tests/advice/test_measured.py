@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpushare.advice.advise import Advice, Confidence, advise
 from gpushare.advice.measured import ANSWERED, BENCH_WAYS, Effect, MeasuredAdvice, bench_ways, measured
 from gpushare.advice.rules import Kind, rules
-from gpushare.advice.ways import Way
+from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
 
 FARM = {"processes": 4, "memory": "2G", "users": "same", "saturating": False}

@@ -9,7 +9,7 @@ import pytest
 from gpushare.advice.advise import Advice, advice_answer, advise
 from gpushare.advice.case import Case, workload_of
 from gpushare.advice.situation import Situation
-from gpushare.advice.ways import Way
+from gpushare.base.model import Way
 from tests.advice.conftest import facts_of, table
 
 APART = {"users": "different", "isolation": "full", "memory": "4G"}

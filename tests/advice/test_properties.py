@@ -15,7 +15,8 @@ from gpushare.advice.case import workload_of
 from gpushare.advice.questions import QUESTIONS, answer_of, next_question, ways_of
 from gpushare.advice.rules import Outcome, verdicts, winner
 from gpushare.advice.table import load_table, table_of
-from gpushare.advice.ways import CONCURRENT, LEAVING, Way
+from gpushare.advice.ways import CONCURRENT, LEAVING
+from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
 
 HOSTS = ("a100-80gb", "t4", "h200", "a30")

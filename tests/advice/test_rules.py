@@ -11,9 +11,8 @@ import pytest
 from gpushare.advice.case import workload_of
 from gpushare.advice.recipe import recipe
 from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, rules, verdicts
-from gpushare.advice.ways import Way
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode, Holder, TimeSlice
+from gpushare.base.model import ComputeMode, Holder, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.mig.profile import ComputeInstance, GpuInstance
 from tests.advice.conftest import facts_of, situation_of

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gpushare.advice.table import Mechanism, Table, driver_branch, load_table, table_of
+from gpushare.advice.table import Table, driver_branch, load_table, table_of
 from gpushare.base.errors import BadUsage
+from gpushare.base.model import Way
 from gpushare.inputs import documents
 
-MECHANISMS = (Mechanism.STREAMS, Mechanism.MPS, Mechanism.TIMESLICE, Mechanism.MIG, Mechanism.VGPU)
+MECHANISMS = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
 # NVIDIA's table of 2022, copied by hand from the article, not from our file.
 PUBLISHED = {
     "partition_type": (
@@ -72,19 +73,19 @@ LEVELS = {
 CELLS = [(one, row) for row in PUBLISHED for one in MECHANISMS]
 # Where the sources of the references contradict each other.
 DISPUTED = {
-    (Mechanism.TIMESLICE, "error_isolation"): ("they all do", "Yes"),
-    (Mechanism.TIMESLICE, "memory_protection"): ("no memory or fault isolation", "read another's memory"),
-    (Mechanism.TIMESLICE, "sm_isolation"): ("equal share", "Yes"),
-    (Mechanism.TIMESLICE, "reconfigure"): ("N/A", "four levels"),
-    (Mechanism.TIMESLICE, "target_use"): ("Red Hat", "CERN"),
-    (Mechanism.MPS, "max_partitions"): ("60", "48"),
-    (Mechanism.MPS, "sm_isolation"): ("not partitioning", "static partitions"),
-    (Mechanism.MPS, "memory_protection"): ("quota", "faults"),
-    (Mechanism.MPS, "target_use"): ("inside MIG", "CIP203"),
-    (Mechanism.MIG, "target_use"): ("inside MIG", "CIP203"),
-    (Mechanism.MIG, "max_partitions"): ("inside MIG", "CIP203"),
-    (Mechanism.MIG, "reconfigure"): ("no reset", "refused"),
-    (Mechanism.VGPU, "memory_bandwidth_qos"): ("Yes", "MIG-backed"),
+    (Way.TIMESLICE, "error_isolation"): ("they all do", "Yes"),
+    (Way.TIMESLICE, "memory_protection"): ("no memory or fault isolation", "read another's memory"),
+    (Way.TIMESLICE, "sm_isolation"): ("equal share", "Yes"),
+    (Way.TIMESLICE, "reconfigure"): ("N/A", "four levels"),
+    (Way.TIMESLICE, "target_use"): ("Red Hat", "CERN"),
+    (Way.MPS, "max_partitions"): ("60", "48"),
+    (Way.MPS, "sm_isolation"): ("not partitioning", "static partitions"),
+    (Way.MPS, "memory_protection"): ("quota", "faults"),
+    (Way.MPS, "target_use"): ("inside MIG", "CIP203"),
+    (Way.MIG, "target_use"): ("inside MIG", "CIP203"),
+    (Way.MIG, "max_partitions"): ("inside MIG", "CIP203"),
+    (Way.MIG, "reconfigure"): ("no reset", "refused"),
+    (Way.VGPU, "memory_bandwidth_qos"): ("Yes", "MIG-backed"),
 }
 
 
@@ -181,7 +182,7 @@ def test_nothing_else_is_disputed(table):
     [("470.1", 48), ("535.288.01", 48), ("580.159.04", 48), ("589", 48), ("590.44", 60), ("615.71.09", 60), (None, 60)],
 )
 def test_mps_takes_48_clients_and_60_from_590_on(table, driver, limit):
-    cell = table.cell(Mechanism.MPS, "max_partitions", driver)
+    cell = table.cell(Way.MPS, "max_partitions", driver)
     assert cell.limit == limit
     assert str(limit) in cell.today
 
@@ -194,17 +195,17 @@ def test_mps_takes_48_clients_and_60_from_590_on(table, driver, limit):
     ],
 )
 def test_static_partitions_come_with_their_driver(table, row, option, before, since, level):
-    plain = table.cell(Mechanism.MPS, row, before).level
-    assert table.level(Mechanism.MPS, row, before, option=option) == plain
-    assert table.level(Mechanism.MPS, row, since, option=option) == level
-    assert table.level(Mechanism.MPS, row, since) == plain
-    assert "static partitions" in table.cell(Mechanism.MPS, row, since).today
-    assert "static partitions" not in table.cell(Mechanism.MPS, row, before).today
+    plain = table.cell(Way.MPS, row, before).level
+    assert table.level(Way.MPS, row, before, option=option) == plain
+    assert table.level(Way.MPS, row, since, option=option) == level
+    assert table.level(Way.MPS, row, since) == plain
+    assert "static partitions" in table.cell(Way.MPS, row, since).today
+    assert "static partitions" not in table.cell(Way.MPS, row, before).today
 
 
 @pytest.mark.parametrize(("driver", "level"), [("470.256.02", "separate"), ("495", "quota"), ("615", "quota")])
 def test_mps_has_memory_limits_from_cuda_11_5_on(table, driver, level):
-    assert table.cell(Mechanism.MPS, "memory_protection", driver).level == level
+    assert table.cell(Way.MPS, "memory_protection", driver).level == level
 
 
 def test_only_mig_has_bandwidth_of_its_own(table):
@@ -214,7 +215,7 @@ def test_only_mig_has_bandwidth_of_its_own(table):
         for option in (None, "mig-backed")
         if table.level(one, "memory_bandwidth_qos", option=option) != "none"
     ]
-    assert having == [(Mechanism.MIG, None), (Mechanism.MIG, "mig-backed"), (Mechanism.VGPU, "mig-backed")]
+    assert having == [(Way.MIG, None), (Way.MIG, "mig-backed"), (Way.VGPU, "mig-backed")]
 
 
 def test_levels_are_compared_in_the_order_of_the_row(table):
@@ -229,7 +230,7 @@ def test_levels_are_compared_in_the_order_of_the_row(table):
 
 def test_an_unknown_row_is_refused(table):
     with pytest.raises(BadUsage, match="no row 'colour'") as caught:
-        table.cell(Mechanism.MIG, "colour")
+        table.cell(Way.MIG, "colour")
     assert caught.value.code == "no_row"
 
 
@@ -326,8 +327,8 @@ def test_the_file_has_no_faults():
 
 def test_an_edited_copy_is_another_table(table):
     other = table_of(edited("- {limit: 48}", "- {limit: 20}"))
-    assert other.cell(Mechanism.MPS, "max_partitions", "580").limit == 20
-    assert table.cell(Mechanism.MPS, "max_partitions", "580").limit == 48
+    assert other.cell(Way.MPS, "max_partitions", "580").limit == 20
+    assert table.cell(Way.MPS, "max_partitions", "580").limit == 48
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from gpushare.base.model import (
     ComputeMode,
     Gpu,
     GpuProcess,
-    Mechanism,
     MpsClient,
     MpsDaemon,
     MpsServer,
     Priority,
     TimeSlice,
-    mechanism,
+    Way,
     sharing_now,
+    way_in_force,
 )
 
 MPS_PROCESS = GpuProcess(pid=9, mps=True)
@@ -47,32 +47,32 @@ def gpu(
 @pytest.mark.parametrize(
     ("shown", "daemons", "expected"),
     [
-        (gpu(), (), Mechanism.TIME_SLICING),
-        (gpu(mig=None), (), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(),), Mechanism.MPS),
-        (gpu(), (daemon(None, more=(0, 1)),), Mechanism.MPS),
-        (gpu(), (daemon(1),), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(None),), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(error="gone", pid=None),), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(error="gone", pid=None), daemon()), Mechanism.MPS),
+        (gpu(), (), Way.TIMESLICE),
+        (gpu(mig=None), (), Way.TIMESLICE),
+        (gpu(), (daemon(),), Way.MPS),
+        (gpu(), (daemon(None, more=(0, 1)),), Way.MPS),
+        (gpu(), (daemon(1),), Way.TIMESLICE),
+        (gpu(), (daemon(None),), Way.TIMESLICE),
+        (gpu(), (daemon(error="gone", pid=None),), Way.TIMESLICE),
+        (gpu(), (daemon(error="gone", pid=None), daemon()), Way.MPS),
         # Stopped or hanging: its clients have the GPU all the same.
-        (gpu(), (daemon(error="no answer"),), Mechanism.MPS),
+        (gpu(), (daemon(error="no answer"),), Way.MPS),
         (gpu(), (daemon(None, error="unreadable", pipe=None),), None),
-        (gpu(processes=(MPS_PROCESS,)), (daemon(None, error="unreadable", pipe=None),), Mechanism.MPS),
-        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (daemon(),), Mechanism.MPS),
-        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (), Mechanism.EXCLUSIVE),
-        (gpu(ComputeMode.EXCLUSIVE_THREAD), (), Mechanism.EXCLUSIVE),
-        (gpu(ComputeMode.PROHIBITED), (daemon(),), Mechanism.PROHIBITED),
-        (gpu(mig=True), (daemon(),), Mechanism.MIG),
+        (gpu(processes=(MPS_PROCESS,)), (daemon(None, error="unreadable", pipe=None),), Way.MPS),
+        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (daemon(),), Way.MPS),
+        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (), Way.EXCLUSIVE),
+        (gpu(ComputeMode.EXCLUSIVE_THREAD), (), Way.EXCLUSIVE),
+        (gpu(ComputeMode.PROHIBITED), (daemon(),), Way.PROHIBITED),
+        (gpu(mig=True), (daemon(),), Way.MIG),
         # The mode alone is unknown: what else is seen still holds.
-        (gpu(None, mig=True), (), Mechanism.MIG),
-        (gpu(None), (daemon(),), Mechanism.MPS),
+        (gpu(None, mig=True), (), Way.MIG),
+        (gpu(None), (daemon(),), Way.MPS),
         (gpu(None), (), None),
         (gpu(error="lost"), (daemon(),), None),
     ],
 )
-def test_the_way_of_sharing_in_force(shown: Gpu, daemons: tuple[MpsDaemon, ...], expected: Mechanism | None) -> None:
-    assert mechanism(shown, daemons) is expected
+def test_the_way_of_sharing_in_force(shown: Gpu, daemons: tuple[MpsDaemon, ...], expected: Way | None) -> None:
+    assert way_in_force(shown, daemons) is expected
 
 
 SERVED = MpsDaemon(
@@ -87,18 +87,18 @@ SERVED = MpsDaemon(
 @pytest.mark.parametrize(
     ("processes", "daemons", "expected"),
     [
-        (None, (SERVED,), Mechanism.MPS),
-        ((), (SERVED,), Mechanism.MPS),
+        (None, (SERVED,), Way.MPS),
+        ((), (SERVED,), Way.MPS),
         # Its server and its clients are not outside; a new server is in no list yet, and graphics are no CUDA program.
-        ((GpuProcess(pid=5, compute=True), GpuProcess(pid=6, compute=True)), (SERVED,), Mechanism.MPS),
-        ((GpuProcess(pid=7, compute=True, name="nvidia-cuda-mps-server"),), (SERVED,), Mechanism.MPS),
-        ((GpuProcess(pid=7, graphics=True), GpuProcess(pid=8, mps=True)), (SERVED,), Mechanism.MPS),
-        ((GpuProcess(pid=7, compute=True),), (SERVED,), Mechanism.MPS_AND_OTHERS),
-        ((GpuProcess(pid=7, compute=True),), (), Mechanism.TIME_SLICING),
+        ((GpuProcess(pid=5, compute=True), GpuProcess(pid=6, compute=True)), (SERVED,), Way.MPS),
+        ((GpuProcess(pid=7, compute=True, name="nvidia-cuda-mps-server"),), (SERVED,), Way.MPS),
+        ((GpuProcess(pid=7, graphics=True), GpuProcess(pid=8, mps=True)), (SERVED,), Way.MPS),
+        ((GpuProcess(pid=7, compute=True),), (SERVED,), Way.MPS_TIMESLICE),
+        ((GpuProcess(pid=7, compute=True),), (), Way.TIMESLICE),
     ],
 )
 def test_programs_outside_mps_are_told(
-    processes: tuple[GpuProcess, ...] | None, daemons: tuple[MpsDaemon, ...], expected: Mechanism
+    processes: tuple[GpuProcess, ...] | None, daemons: tuple[MpsDaemon, ...], expected: Way
 ) -> None:
     assert sharing_now(gpu(processes=processes), daemons) is expected
 

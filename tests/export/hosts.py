@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.base.units import GIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Export
@@ -22,9 +22,9 @@ from tests.export.plugin_config import from_config
 T4_BYTES = 15 * GIB
 
 
-def gpu(index: int = 0, sharing: Sharing = Sharing.TIMESLICE, **changes: Any) -> GpuDescription:
+def gpu(index: int = 0, sharing: Way = Way.TIMESLICE, **changes: Any) -> GpuDescription:
     """Return a T4, or with MIG devices an H100."""
-    is_mig = sharing is Sharing.MIG
+    is_mig = sharing is Way.MIG
     found = GpuDescription(
         index=index,
         uuid=f"GPU-{index:08x}-0000-0000-0000-000000000000",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
-from gpushare.base.model import Priority, Sharing, TimeSlice, device_key
+from gpushare.base.model import Priority, TimeSlice, Way, device_key
 from gpushare.base.units import GIB
 from gpushare.export.containers import (
     COMPOSE_FILE,
@@ -24,9 +24,9 @@ from gpushare.export.description import HostDescription
 from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
 
 PIPE = "/run/gpushare/mps/gpu-0/pipe"
-MPS = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
-MIG = ContainerDevice(gpu=gpu(0, Sharing.MIG, mig=(mig(),)), mig=mig())
-MIG_MPS = ContainerDevice(gpu=gpu(0, Sharing.MIG), mig=mig(mps=mps(50.0)))
+MPS = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
+MIG = ContainerDevice(gpu=gpu(0, Way.MIG, mig=(mig(),)), mig=mig())
+MIG_MPS = ContainerDevice(gpu=gpu(0, Way.MIG), mig=mig(mps=mps(50.0)))
 
 # Restated from the compose specification (deploy.resources.reservations.devices, volumes): members that we write.
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -179,7 +179,7 @@ def test_what_is_lost() -> None:
 
 
 def test_which_device() -> None:
-    described = host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1))), gpu(1, Sharing.MIG, mig=(mig(2),)), gpu(2))
+    described = host(gpu(0, Way.MIG, mig=(mig(0), mig(1))), gpu(1, Way.MIG, mig=(mig(2),)), gpu(2))
     assert container_device(described, mig(1).uuid).mig == mig(1)
     # A GPU in MIG mode stands for its only device.
     assert container_device(described, gpu(1).uuid).mig == mig(2)
@@ -189,8 +189,8 @@ def test_which_device() -> None:
 @pytest.mark.parametrize(
     ("described", "uuid", "kind", "code"),
     [
-        (host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))), gpu(0).uuid, BadUsage, "one_device"),
-        (host(gpu(0, Sharing.MIG)), gpu(0).uuid, NotFound, "no_device"),
+        (host(gpu(0, Way.MIG, mig=(mig(0), mig(1)))), gpu(0).uuid, BadUsage, "one_device"),
+        (host(gpu(0, Way.MIG)), gpu(0).uuid, NotFound, "no_device"),
         (t4s(1), "GPU-nobody", NotFound, "unknown_gpu"),
     ],
 )
@@ -213,5 +213,5 @@ def test_a_pipe_directory_that_cannot_be_mounted(
     engine: Any, path: str | None, kind: type[GpushareError], code: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        engine(ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(pipe_directory=path))))
+        engine(ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(pipe_directory=path))))
     assert refused.value.code == code

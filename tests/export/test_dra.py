@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
-from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export.description import HostDescription
 from gpushare.export.dra import GROUP, claims_export
@@ -20,9 +20,9 @@ from tests.export.hosts import all_loaded, check_kubernetes, gpu, host, loaded, 
 
 UNEVEN = host(
     gpu(0, time_slice=TimeSlice.LONG),
-    gpu(1, Sharing.EXCLUSIVE),
-    gpu(2, Sharing.MPS, mps=mps(30.0, memory_limit_bytes=4 * GIB, priority=Priority.LOW)),
-    gpu(3, Sharing.MIG, mig=(mig(0), mig(1), mig(2, mps=mps(50.0)), mig(3, "3g.40gb", replicas=2))),
+    gpu(1, Way.EXCLUSIVE),
+    gpu(2, Way.MPS, mps=mps(30.0, memory_limit_bytes=4 * GIB, priority=Priority.LOW)),
+    gpu(3, Way.MIG, mig=(mig(0), mig(1), mig(2, mps=mps(50.0)), mig(3, "3g.40gb", replicas=2))),
 )
 
 
@@ -68,12 +68,12 @@ def test_each_gpu_is_said_by_itself() -> None:
 @pytest.mark.parametrize(
     ("described", "lost"),
     [
-        (host(gpu(0, Sharing.EXCLUSIVE)), []),
-        (host(gpu(0, Sharing.TIMESLICE)), ["the number of programs"]),
-        (host(gpu(0, Sharing.EXCLUSIVE, replicas=2)), ["the number of programs"]),
-        (host(gpu(0, Sharing.MPS, mps=mps(priority=Priority.LOW))), ["low MPS priority"]),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0, mps=mps(priority=Priority.LOW)),))), ["low MPS priority"]),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0, replicas=2),))), ["the number of programs per MIG device"]),
+        (host(gpu(0, Way.EXCLUSIVE)), []),
+        (host(gpu(0, Way.TIMESLICE)), ["the number of programs"]),
+        (host(gpu(0, Way.EXCLUSIVE, replicas=2)), ["the number of programs"]),
+        (host(gpu(0, Way.MPS, mps=mps(priority=Priority.LOW))), ["low MPS priority"]),
+        (host(gpu(0, Way.MIG, mig=(mig(0, mps=mps(priority=Priority.LOW)),))), ["low MPS priority"]),
+        (host(gpu(0, Way.MIG, mig=(mig(0, replicas=2),))), ["the number of programs per MIG device"]),
     ],
 )
 def test_what_is_lost(described: HostDescription, lost: list[str]) -> None:
@@ -131,9 +131,9 @@ def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
         (t4s(), {"kubernetes": "1.31"}, NotSupported, "no_dra"),
         (t4s(), {"kubernetes": "newest"}, BadUsage, "bad_version"),
         (t4s(), {"kubernetes": "1.34."}, BadUsage, "bad_version"),
-        (t4s(sharing=Sharing.MPS, mps=mps(33.3)), {}, NotSupported, "fractional_threads"),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0, "1c.3g.40gb"),))), {}, NotSupported, "partial_compute_instance"),
-        (host(gpu(0, Sharing.MIG)), {}, NotSupported, "no_device"),
+        (t4s(sharing=Way.MPS, mps=mps(33.3)), {}, NotSupported, "fractional_threads"),
+        (host(gpu(0, Way.MIG, mig=(mig(0, "1c.3g.40gb"),))), {}, NotSupported, "partial_compute_instance"),
+        (host(gpu(0, Way.MIG)), {}, NotSupported, "no_device"),
     ],
 )
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
@@ -195,7 +195,7 @@ def test_parameters_that_it_takes() -> None:
 )
 def test_what_is_written_means_the_same(percent: int | None, mebibytes: int | None, level: TimeSlice) -> None:
     limits = mps(None if percent is None else float(percent), memory_limit_bytes=mebibytes and mebibytes * 2**20)
-    found = claims_export(host(gpu(0, time_slice=level), gpu(1, Sharing.MPS, mps=limits)))
+    found = claims_export(host(gpu(0, time_slice=level), gpu(1, Way.MPS, mps=limits)))
     devices = loaded(found, "gpu-0-00000000-timeslice.yaml")["spec"]["devices"]
     # The default level needs no parameters, and so no alpha gate.
     assert ("config" in devices) is (level is not TimeSlice.DEFAULT)

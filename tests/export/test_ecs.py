@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
-from gpushare.base.model import Priority, Sharing
+from gpushare.base.model import Priority, Way
 from gpushare.base.units import GIB
 from gpushare.export.containers import ContainerDevice
 from gpushare.export.ecs import FILE, ecs_export
 from tests.export.hosts import gpu, mig, mps, text
 
-SHARE = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(25.0, memory_limit_bytes=4 * GIB)))
+SHARE = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=4 * GIB)))
 
 
 def task(share: ContainerDevice, **options: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def requirement(share: ContainerDevice) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("share", [SHARE, ContainerDevice(gpu=gpu(0, Sharing.EXCLUSIVE))])
+@pytest.mark.parametrize("share", [SHARE, ContainerDevice(gpu=gpu(0, Way.EXCLUSIVE))])
 def test_the_api_takes_it(share: ContainerDevice) -> None:
     session = pytest.importorskip("botocore.session")
     validate = pytest.importorskip("botocore.validate").ParamValidator().validate
@@ -42,14 +42,14 @@ def test_a_share() -> None:
         "type": "GPU",
         "sharingStrategy": {"nvidiaMps": {"memory": 4096, "maxComputePercent": 25}},
     }
-    without = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(None, memory_limit_bytes=GIB)))
+    without = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(None, memory_limit_bytes=GIB)))
     assert requirement(without)["sharingStrategy"] == {"nvidiaMps": {"memory": 1024}}
-    whole = ContainerDevice(gpu=gpu(0, Sharing.EXCLUSIVE))
+    whole = ContainerDevice(gpu=gpu(0, Way.EXCLUSIVE))
     assert requirement(whole) == {"type": "GPU", "value": "1"}
 
 
 def test_what_is_lost() -> None:
-    low = ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(25.0, memory_limit_bytes=GIB, priority=Priority.LOW)))
+    low = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=GIB, priority=Priority.LOW)))
     assert any("low MPS priority" in one for one in ecs_export(low).lost)
     assert any("per process" in one for one in ecs_export(low).needs)
 
@@ -58,14 +58,14 @@ def test_what_is_lost() -> None:
     ("share", "options", "kind", "code"),
     [
         (ContainerDevice(gpu=gpu(0)), {}, NotSupported, "no_time_slicing"),
-        (ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(25.0))), {}, NotFound, "no_memory_limit"),
+        (ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0))), {}, NotFound, "no_memory_limit"),
         (
-            ContainerDevice(gpu=gpu(0, Sharing.MPS, mps=mps(33.3, memory_limit_bytes=GIB))),
+            ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(33.3, memory_limit_bytes=GIB))),
             {},
             NotSupported,
             "fractional_threads",
         ),
-        (ContainerDevice(gpu=gpu(0, Sharing.MIG), mig=mig()), {}, NotSupported, "no_mig_there"),
+        (ContainerDevice(gpu=gpu(0, Way.MIG), mig=mig()), {}, NotSupported, "no_mig_there"),
         (SHARE, {"family": "a b"}, BadUsage, "bad_name"),
     ],
 )

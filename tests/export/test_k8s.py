@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
-from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.model import Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
@@ -20,7 +20,7 @@ from gpushare.mig.wish import parse_wish
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
 from tests.export.plugin_config import from_config
 
-MIG_HOST = host(gpu(0, Sharing.MIG, mig=tuple(mig(n) for n in range(7))), gpu(1, Sharing.MIG, mig=(mig(8, "3g.40gb"),)))
+MIG_HOST = host(gpu(0, Way.MIG, mig=tuple(mig(n) for n in range(7))), gpu(1, Way.MIG, mig=(mig(8, "3g.40gb"),)))
 
 
 def plugin(found: Any, key: str) -> Any:
@@ -76,7 +76,7 @@ def test_every_node_and_renamed() -> None:
 
 
 def test_gpus_that_are_not_shared() -> None:
-    found = operator_export(t4s(sharing=Sharing.EXCLUSIVE))
+    found = operator_export(t4s(sharing=Way.EXCLUSIVE))
     assert check_kubernetes(found) == 2
     assert plugin(found, "whole").strategy is None
     assert loaded(found, "verify-gpu.yaml")["spec"]["replicas"] == 4
@@ -84,7 +84,7 @@ def test_gpus_that_are_not_shared() -> None:
 
 @pytest.mark.parametrize("limit", [None, T4_BYTES // 4])
 def test_mps_with_the_equal_part(limit: int | None) -> None:
-    found = operator_export(t4s(sharing=Sharing.MPS, mps=mps(25.0, memory_limit_bytes=limit)))
+    found = operator_export(t4s(sharing=Way.MPS, mps=mps(25.0, memory_limit_bytes=limit)))
     assert check_kubernetes(found) == 2
     assert plugin(found, "mps-4").strategy == "mps"
     assert plugin(found, "mps-4").replicas == (("nvidia.com/gpu", 4),)
@@ -93,7 +93,7 @@ def test_mps_with_the_equal_part(limit: int | None) -> None:
 
 
 def test_mps_without_limits_gets_some() -> None:
-    lost = operator_export(t4s(sharing=Sharing.MPS, replicas=5, mps=mps(None, priority=Priority.LOW))).lost
+    lost = operator_export(t4s(sharing=Way.MPS, replicas=5, mps=mps(None, priority=Priority.LOW))).lost
     assert any("20 %" in one for one in lost)
     assert any("low priority" in one for one in lost)
 
@@ -129,13 +129,13 @@ def test_other_nodes_keep_what_they_have() -> None:
     """One ConfigMap is for the whole cluster: what another host's export wrote there must not go, or mean another."""
     first, second = (
         operator_export(t4s(1, replicas=4)),
-        operator_export(t4s(1, sharing=Sharing.MPS, replicas=4, mps=mps(None))),
+        operator_export(t4s(1, sharing=Way.MPS, replicas=4, mps=mps(None))),
     )
     for found in (first, second):
         assert "--server-side" in found.commands[0]
         assert found.commands[0].endswith("-f device-plugin-config.yaml")
     assert first.commands[0] != second.commands[0]
-    cut = [host(gpu(0, Sharing.MIG, mig=tuple(mig(number) for number in range(count)))) for count in (2, 3)]
+    cut = [host(gpu(0, Way.MIG, mig=tuple(mig(number) for number in range(count)))) for count in (2, 3)]
     labels = [next(one for one in operator_export(one).commands if "mig.config=" in one) for one in cut]
     assert [one.rpartition("=")[2] for one in labels] == [
         "gpushare-2x1g.10gb --overwrite",
@@ -146,7 +146,7 @@ def test_other_nodes_keep_what_they_have() -> None:
 
 
 def test_mig_shared_beside_shared_gpus() -> None:
-    mixed = host(gpu(0, Sharing.MIG, mig=(mig(0, replicas=2), mig(1, replicas=2))), gpu(1, replicas=3))
+    mixed = host(gpu(0, Way.MIG, mig=(mig(0, replicas=2), mig(1, replicas=2))), gpu(1, replicas=3))
     sharing = of_node(mixed)
     assert sharing.key == "mig-timeslice-2-3"
     assert dict(sharing.plugin.replicas) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
@@ -155,7 +155,7 @@ def test_mig_shared_beside_shared_gpus() -> None:
 
 
 def test_mig_single() -> None:
-    alike = host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1))))
+    alike = host(gpu(0, Way.MIG, mig=(mig(0), mig(1))))
     found = operator_export(alike, mig_strategy="single")
     assert plugin(found, "mig").mig_strategy == "single"
     assert of_node(alike, mig_strategy="single").capacity(alike) == {"nvidia.com/gpu": 2}
@@ -175,17 +175,17 @@ def test_without_the_operator(described: HostDescription) -> None:
 
 
 def with_mps(**changes: Any) -> HostDescription:
-    return t4s(sharing=Sharing.MPS, mps=mps(changes.pop("percent", 25.0), **changes))
+    return t4s(sharing=Way.MPS, mps=mps(changes.pop("percent", 25.0), **changes))
 
 
 @pytest.mark.parametrize(
     ("described", "code", "hint"),
     [
-        (host(gpu(0), gpu(1, Sharing.EXCLUSIVE)), "per_gpu", "gpushare export dra"),
+        (host(gpu(0), gpu(1, Way.EXCLUSIVE)), "per_gpu", "gpushare export dra"),
         (host(gpu(0, replicas=2), gpu(1, replicas=3)), "per_gpu", "gpushare export dra"),
-        (host(gpu(0), gpu(1, Sharing.MPS, mps=mps())), "per_gpu", "gpushare export dra"),
+        (host(gpu(0), gpu(1, Way.MPS, mps=mps())), "per_gpu", "gpushare export dra"),
         (
-            host(gpu(0, Sharing.MPS, mps=mps(25.0)), gpu(1, Sharing.MPS, mps=mps(50.0))),
+            host(gpu(0, Way.MPS, mps=mps(25.0)), gpu(1, Way.MPS, mps=mps(50.0))),
             "per_gpu",
             "gpushare export dra",
         ),
@@ -194,13 +194,13 @@ def with_mps(**changes: Any) -> HostDescription:
         (with_mps(percent=30.0), "uneven_limits", "gpushare export dra"),
         (with_mps(memory_limit_bytes=1 * GIB), "uneven_limits", "--memory 3840M"),
         (
-            host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1, Sharing.MPS, mps=mps())),
+            host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1, Way.MPS, mps=mps())),
             "mps_beside_mig",
             "gpushare export dra",
         ),
-        (host(gpu(0, Sharing.MIG, mig=(mig(mps=mps()),))), "mps_on_mig", "gpushare export dra"),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0, "1c.3g.40gb"),))), "partial_compute_instance", "gpushare export slurm"),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0, replicas=2), mig(1)))), "per_gpu", "gpushare export dra"),
+        (host(gpu(0, Way.MIG, mig=(mig(mps=mps()),))), "mps_on_mig", "gpushare export dra"),
+        (host(gpu(0, Way.MIG, mig=(mig(0, "1c.3g.40gb"),))), "partial_compute_instance", "gpushare export slurm"),
+        (host(gpu(0, Way.MIG, mig=(mig(0, replicas=2), mig(1)))), "per_gpu", "gpushare export dra"),
     ],
 )
 def test_what_the_plugin_cannot_say(described: HostDescription, code: str, hint: str) -> None:
@@ -214,8 +214,8 @@ def test_what_the_plugin_cannot_say(described: HostDescription, code: str, hint:
     "described",
     [
         MIG_HOST,
-        host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1)),
-        host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1, Sharing.MIG)),
+        host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1)),
+        host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1, Way.MIG)),
     ],
 )
 def test_what_strategy_single_cannot_say(described: HostDescription) -> None:
@@ -230,7 +230,7 @@ def test_what_strategy_single_cannot_say(described: HostDescription) -> None:
     [
         (t4s(replicas=1), {}, "bad_replicas"),
         (with_mps(percent=2.0), {}, "bad_plugin_config"),
-        (t4s(sharing=Sharing.MPS, mps=mps(None), replicas=17, compute_capability=(7, 0)), {}, "bad_plugin_config"),
+        (t4s(sharing=Way.MPS, mps=mps(None), replicas=17, compute_capability=(7, 0)), {}, "bad_plugin_config"),
         (t4s(), {"namespace": "default"}, "bad_namespace"),
         (t4s(), {"namespace": "A B"}, "bad_namespace"),
         (t4s(), {"mig_strategy": "none"}, "bad_strategy"),
@@ -247,9 +247,9 @@ GPUS = st.builds(
         "sharing": sharing,
         "replicas": replicas,
         "time_slice": level,
-        "mps": mps(percent, memory_limit_bytes=memory) if sharing is Sharing.MPS else None,
+        "mps": mps(percent, memory_limit_bytes=memory) if sharing is Way.MPS else None,
     },
-    st.sampled_from([Sharing.TIMESLICE, Sharing.MPS, Sharing.EXCLUSIVE]),
+    st.sampled_from([Way.TIMESLICE, Way.MPS, Way.EXCLUSIVE]),
     st.none() | st.integers(2, 60),
     st.none() | st.sampled_from(TimeSlice),
     st.none() | st.sampled_from([10.0, 20.0, 25.0, 33.0, 33.3, 50.0]),
@@ -270,18 +270,18 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
     assert read == sharing.plugin
     # Never another way of sharing than the host's, and the same one for all its GPUs.
     assert {one["sharing"] for one in kinds} == {
-        {None: Sharing.EXCLUSIVE, "mps": Sharing.MPS, "timeSlicing": Sharing.TIMESLICE}[read.strategy]
+        {None: Way.EXCLUSIVE, "mps": Way.MPS, "timeSlicing": Way.TIMESLICE}[read.strategy]
     }
     for kind in kinds:
         number = dict(read.replicas).get("nvidia.com/gpu", 1)
-        assert kind["replicas"] in {None, number} or kind["sharing"] is Sharing.EXCLUSIVE
+        assert kind["replicas"] in {None, number} or kind["sharing"] is Way.EXCLUSIVE
         if kind["mps"] is not None:
             assert kind["mps"].limits.threads_percent in {None, 100 // number}
             assert kind["mps"].limits.memory_limit_bytes in {None, T4_BYTES // number // MIB * MIB}
 
 
 def test_mps_restarts_its_control_daemon_too() -> None:
-    shared = operator_export(t4s(sharing=Sharing.MPS, mps=mps(25.0)))
+    shared = operator_export(t4s(sharing=Way.MPS, mps=mps(25.0)))
     restarts = [one for one in shared.commands if "rollout restart" in one]
     assert restarts[0].endswith("daemonset/gpu-feature-discovery daemonset/nvidia-device-plugin-mps-control-daemon")
     assert "mps-control-daemon" not in "\n".join(operator_export(t4s()).commands)

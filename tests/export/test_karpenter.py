@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotSupported
-from gpushare.base.model import Sharing, TimeSlice
+from gpushare.base.model import TimeSlice, Way
 from gpushare.export import k8s
 from gpushare.export.description import HostDescription
 from gpushare.export.karpenter import node_pool_export
@@ -111,7 +111,7 @@ def test_the_pool_and_what_karpenter_cannot_know() -> None:
 
 
 def test_whole_gpus_need_no_overlay() -> None:
-    found = node_pool_export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
+    found = node_pool_export(t4s(2, sharing=Way.EXCLUSIVE), max_nodes=3)
     assert [one.name for one in found.documents] == ["node-class.yaml", "node-pool.yaml", "verify-gpu.yaml"]
     assert found.commands[0] == "kubectl apply -f node-class.yaml -f node-pool.yaml"
     # An alpha feature for nothing.
@@ -136,7 +136,7 @@ def test_one_instance_type_and_no_limit() -> None:
 
 
 def test_mig_leaves_no_whole_gpu() -> None:
-    found = node_pool_export(host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))))
+    found = node_pool_export(host(gpu(0, Way.MIG, mig=(mig(0), mig(1)))))
     check_crds(found)
     assert loaded(found, "node-overlay.yaml")["spec"]["capacity"] == {
         "nvidia.com/mig-1g.10gb": "2",
@@ -154,7 +154,7 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (host(gpu(0), gpu(1, name="NVIDIA L4")), {}, NotSupported, "several_models"),
         (t4s(name=None), {}, NotSupported, "no_model"),
         (t4s(time_slice=TimeSlice.SHORT), {}, NotSupported, "no_slice_length"),
-        (host(gpu(0), gpu(1, Sharing.EXCLUSIVE)), {}, NotSupported, "per_gpu"),
+        (host(gpu(0), gpu(1, Way.EXCLUSIVE)), {}, NotSupported, "per_gpu"),
         (t4s(), {"name": "GPU"}, BadUsage, "bad_name"),
         (t4s(), {"node_class": "A"}, BadUsage, "bad_name"),
         (t4s(), {"ami": "windows2022@latest"}, BadUsage, "bad_ami"),
@@ -163,7 +163,7 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(), {"role": "x y"}, BadUsage, "bad_name"),
         (t4s(), {"node_class": "ours", "role": "nodes"}, BadCombination, "bad_combination"),
         (t4s(), {"node_class": "ours", "ami": "al2023@latest"}, BadCombination, "bad_combination"),
-        (host(gpu(0, Sharing.MIG, mig=(mig(0),))), {"ami": "bottlerocket@latest"}, NotSupported, "no_mig_there"),
+        (host(gpu(0, Way.MIG, mig=(mig(0),))), {"ami": "bottlerocket@latest"}, NotSupported, "no_mig_there"),
         (t4s(), {"instance_type": "big"}, BadUsage, "bad_instance_type"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
     ],
@@ -196,7 +196,7 @@ def test_the_node_class() -> None:
 
 @pytest.mark.parametrize(
     ("described", "way", "number"),
-    [(t4s(4, replicas=4), "time-slicing", 4), (t4s(2, sharing=Sharing.MPS, mps=mps(50.0)), "mps", 2)],
+    [(t4s(4, replicas=4), "time-slicing", 4), (t4s(2, sharing=Way.MPS, mps=mps(50.0)), "mps", 2)],
 )
 def test_bottlerocket_shares_by_its_own_plugin(described: HostDescription, way: str, number: int) -> None:
     found = node_pool_export(described, ami="bottlerocket@1.54.0", cluster="prod")

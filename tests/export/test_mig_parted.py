@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import NotSupported
-from gpushare.base.model import Gpu, Sharing
+from gpushare.base.model import Gpu, Way
 from gpushare.export.containers import FILE, layout_name, parted_export
 from gpushare.mig.parted import choose, parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
@@ -19,7 +19,7 @@ from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 def test_equal_gpus_share_an_entry() -> None:
     cut = (mig(0), mig(1), mig(4, "3g.40gb"))
-    found = parted_export(host(*(gpu(index, Sharing.MIG, mig=cut) for index in range(3))), name="day")
+    found = parted_export(host(*(gpu(index, Way.MIG, mig=cut) for index in range(3))), name="day")
     (entry,) = yaml.safe_load(text(found, FILE))["mig-configs"]["day"]
     assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
     assert any("-c day" in one for one in found.commands)
@@ -29,7 +29,7 @@ def test_equal_gpus_share_an_entry() -> None:
 def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> None:
     described = host(
         *(
-            gpu(index, Sharing.MIG, mig=tuple(mig(start, profile) for start, profile in enumerate(cut)))
+            gpu(index, Way.MIG, mig=tuple(mig(start, profile) for start, profile in enumerate(cut)))
             for index, cut in enumerate(cuts)
         )
     )
@@ -37,13 +37,13 @@ def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> Non
     assert re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", name)
     # The same layout has the same name, another one has not.
     assert name == layout_name(described)
-    more = gpu(0, Sharing.MIG, mig=(mig(9, "7g.80gb"),))
+    more = gpu(0, Way.MIG, mig=(mig(9, "7g.80gb"),))
     assert name != layout_name(host(more, *described.gpus[1:]))
 
 
 def test_a_gpu_without_mig_is_never_named() -> None:
     """By number mig-parted refuses it, under all it skips it."""
-    (entry,) = yaml.safe_load(text(parted_export(host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
+    (entry,) = yaml.safe_load(text(parted_export(host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
         "mig-configs"
     ]["x"]
     assert entry["devices"] == "all"
@@ -56,9 +56,9 @@ def test_a_gpu_without_mig_is_never_named() -> None:
 def test_what_is_lost() -> None:
     lost = parted_export(
         host(
-            gpu(0, Sharing.MIG, mig=(mig(mps=mps(), name="train"),)),
-            gpu(1, Sharing.MPS, mps=mps(), mig_capable=True),
-            gpu(2, Sharing.EXCLUSIVE, mig_capable=True),
+            gpu(0, Way.MIG, mig=(mig(mps=mps(), name="train"),)),
+            gpu(1, Way.MPS, mps=mps(), mig_capable=True),
+            gpu(2, Way.EXCLUSIVE, mig_capable=True),
             whole=False,
         ),
         name="x",
@@ -73,9 +73,9 @@ PROFILES = st.lists(st.sampled_from(["1g.10gb", "1g.10gb+me", "2g.20gb", "3g.40g
 @given(st.lists(st.none() | PROFILES, min_size=1, max_size=6), st.booleans())
 def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool) -> None:
     gpus = [
-        gpu(index, Sharing.TIMESLICE, mig_capable=True)
+        gpu(index, Way.TIMESLICE, mig_capable=True)
         if cut is None
-        else gpu(index, Sharing.MIG, mig=tuple(mig(number, profile) for number, profile in enumerate(cut)))
+        else gpu(index, Way.MIG, mig=tuple(mig(number, profile) for number, profile in enumerate(cut)))
         for index, cut in enumerate(cuts)
     ]
     document = yaml.safe_load(text(parted_export(host(*gpus, whole=whole), name="current"), FILE))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
-from gpushare.base.model import Priority, Sharing, TimeSlice
+from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB
 from gpushare.export.description import HostDescription
 from gpushare.export.document import Export
@@ -24,10 +24,10 @@ from gpushare.export.slurm import slurm_export, slurm_order
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 MIXED = host(
-    gpu(0, Sharing.EXCLUSIVE),
+    gpu(0, Way.EXCLUSIVE),
     gpu(1, replicas=3),
-    gpu(2, Sharing.MPS, mps=mps(25.0, memory_limit_bytes=3840 * MIB)),
-    gpu(3, Sharing.MIG, mig=(mig(0), mig(1), mig(4, "3g.40gb"))),
+    gpu(2, Way.MPS, mps=mps(25.0, memory_limit_bytes=3840 * MIB)),
+    gpu(3, Way.MIG, mig=(mig(0), mig(1), mig(4, "3g.40gb"))),
 )
 
 
@@ -79,8 +79,8 @@ def test_time_slicing_becomes_shards() -> None:
 
 # Two pairs with NVLink, one behind the other: devices are counted by PCI bus id, files by their minor.
 PAIRS = host(
-    gpu(0, Sharing.EXCLUSIVE, minor=3, links=(-1, 1, 0, 0)),
-    gpu(1, Sharing.EXCLUSIVE, minor=2, links=(1, -1, 0, 0)),
+    gpu(0, Way.EXCLUSIVE, minor=3, links=(-1, 1, 0, 0)),
+    gpu(1, Way.EXCLUSIVE, minor=2, links=(1, -1, 0, 0)),
     gpu(2, minor=1, links=(0, 0, -1, 1)),
     gpu(3, minor=0, links=(0, 0, 1, -1)),
 )
@@ -96,7 +96,7 @@ def test_jobs_of_several_gpus_get_connected_ones() -> None:
 
 
 def test_gpus_of_their_own_need_no_shared_resource() -> None:
-    found = slurm_export(t4s(2, sharing=Sharing.EXCLUSIVE))
+    found = slurm_export(t4s(2, sharing=Way.EXCLUSIVE))
     assert len(records(found)) == 2
     assert lines(found) == {
         "GresTypes": "gpu",
@@ -152,7 +152,7 @@ def test_with_mig_slurmd_looks_itself() -> None:
 )
 def test_slurmd_names_mig_devices_by_their_memory(model: str, profile: str, mib: int, named: str) -> None:
     device = mig(profile=profile, memory_total_bytes=mib << 20)
-    described = host(gpu(0, Sharing.MIG, name=model, mig=(device,)))
+    described = host(gpu(0, Way.MIG, name=model, mig=(device,)))
     assert node_gres(slurm_export(described)) == {f"gpu:{named}": 1}
     own = f"{model.lower().replace(' ', '_')}_{profile}"
     assert any("by their memory" in one for one in slurm_export(described).needs) is (named != own)
@@ -175,9 +175,9 @@ def test_mps_comes_with_its_scripts() -> None:
 def test_what_is_lost() -> None:
     lost = slurm_export(
         host(
-            gpu(0, Sharing.MPS, mps=mps(priority=Priority.LOW)),
+            gpu(0, Way.MPS, mps=mps(priority=Priority.LOW)),
             gpu(1, time_slice=TimeSlice.LONG),
-            gpu(2, Sharing.MIG, mig=(mig(name="train"),)),
+            gpu(2, Way.MIG, mig=(mig(name="train"),)),
         )
     ).lost
     for word in ("slice length", "low priority", "names", "one user"):
@@ -185,13 +185,11 @@ def test_what_is_lost() -> None:
 
 
 UNEQUAL = host(
-    gpu(0, Sharing.MPS, mps=mps()),
-    gpu(1, Sharing.MPS, mps=mps(), minor=2, name="NVIDIA A30"),
-    gpu(2, Sharing.MPS, mps=mps(), minor=5),
+    gpu(0, Way.MPS, mps=mps()),
+    gpu(1, Way.MPS, mps=mps(), minor=2, name="NVIDIA A30"),
+    gpu(2, Way.MPS, mps=mps(), minor=5),
 )
-CUT = host(
-    gpu(0, Sharing.MIG, mig=(mig(0), mig(1))), gpu(1, Sharing.MPS, mps=mps()), gpu(2), gpu(3, Sharing.MPS, mps=mps())
-)
+CUT = host(gpu(0, Way.MIG, mig=(mig(0), mig(1))), gpu(1, Way.MPS, mps=mps()), gpu(2), gpu(3, Way.MPS, mps=mps()))
 
 
 def numbers(found: Export) -> dict[str, str]:
@@ -223,12 +221,12 @@ def test_the_prolog_knows_slurms_numbers(described: HostDescription, autodetect:
 @pytest.mark.parametrize(
     ("described", "options", "kind", "code"),
     [
-        (host(gpu(0, Sharing.MIG, mig=(mig(mps=mps()),))), {}, NotSupported, "sharing_on_mig"),
-        (host(gpu(0, Sharing.MIG, mig=(mig(replicas=2),))), {}, NotSupported, "sharing_on_mig"),
-        (host(gpu(0, Sharing.MIG)), {}, NotSupported, "no_device"),
+        (host(gpu(0, Way.MIG, mig=(mig(mps=mps()),))), {}, NotSupported, "sharing_on_mig"),
+        (host(gpu(0, Way.MIG, mig=(mig(replicas=2),))), {}, NotSupported, "sharing_on_mig"),
+        (host(gpu(0, Way.MIG)), {}, NotSupported, "no_device"),
         (t4s(minor=None), {}, NotSupported, "no_minor"),
         (
-            host(gpu(0, Sharing.MIG, mig=(mig(capabilities=None),))),
+            host(gpu(0, Way.MIG, mig=(mig(capabilities=None),))),
             {"autodetect": "off"},
             NotSupported,
             "no_capabilities",
@@ -245,10 +243,10 @@ def test_refused(described: HostDescription, options: dict[str, Any], kind: type
 
 KINDS = st.sampled_from(
     [
-        {"sharing": Sharing.EXCLUSIVE},
-        {"sharing": Sharing.TIMESLICE, "replicas": 2},
-        {"sharing": Sharing.MPS, "mps": mps()},
-        {"sharing": Sharing.MIG, "mig": (mig(0), mig(1))},
+        {"sharing": Way.EXCLUSIVE},
+        {"sharing": Way.TIMESLICE, "replicas": 2},
+        {"sharing": Way.MPS, "mps": mps()},
+        {"sharing": Way.MIG, "mig": (mig(0), mig(1))},
     ]
 )
 
@@ -259,7 +257,7 @@ def test_what_is_written_means_the_same(kinds: list[dict[str, Any]], autodetect:
     gres = records(found)
     for index, kind in enumerate(kinds):
         names = {one["Name"] for one in gres if one.get("File") == f"/dev/nvidia{index}"} - {"gpu"}
-        wanted = {Sharing.TIMESLICE: {"shard"}, Sharing.MPS: {"mps"}}.get(kind["sharing"], set())
+        wanted = {Way.TIMESLICE: {"shard"}, Way.MPS: {"mps"}}.get(kind["sharing"], set())
         assert names == wanted
     number = sum(len(kind.get("mig", ())) or 1 for kind in kinds)
     assert sum(value for key, value in node_gres(found).items() if key.startswith("gpu:")) == number
@@ -284,10 +282,10 @@ def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
 
 
 DETECTED = host(
-    gpu(0, Sharing.MPS, mps=mps(), minor=4),
-    gpu(1, Sharing.MPS, mps=mps(), minor=10, name="NVIDIA A30"),
-    gpu(2, Sharing.MIG, mig=(mig(0), mig(1)), minor=0),
-    gpu(3, Sharing.MPS, mps=mps(), minor=2),
+    gpu(0, Way.MPS, mps=mps(), minor=4),
+    gpu(1, Way.MPS, mps=mps(), minor=10, name="NVIDIA A30"),
+    gpu(2, Way.MIG, mig=(mig(0), mig(1)), minor=0),
+    gpu(3, Way.MPS, mps=mps(), minor=2),
 )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.export.description import HostDescription
 from gpushare.export.slurm import STATE, slurm_export
 from tests.export.hosts import gpu, host, mps, text
@@ -212,7 +212,7 @@ def test_mps_behind_mig_devices(cluster: Callable[..., Cluster]) -> None:
     assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (uuid, f"{uuid} none")
 
 
-PAIRED = host(gpu(0, replicas=3), gpu(1, replicas=3), *(gpu(index, Sharing.MPS, mps=mps()) for index in (2, 3)))
+PAIRED = host(gpu(0, replicas=3), gpu(1, replicas=3), *(gpu(index, Way.MPS, mps=mps()) for index in (2, 3)))
 
 
 @pytest.mark.parametrize("autodetect", ["off", "nvml"])
@@ -222,8 +222,8 @@ def test_a_share_of_mps_and_a_shard(
 ) -> None:
     """In any order: in the prolog CUDA_VISIBLE_DEVICES is that of the last gres of the list."""
     one = cluster(described, autodetect)
-    uuid = next(gpu.uuid for gpu in described.gpus if gpu.sharing is Sharing.MPS)
-    shards = [gpu.uuid for gpu in described.gpus if gpu.sharing is Sharing.TIMESLICE]
+    uuid = next(gpu.uuid for gpu in described.gpus if gpu.sharing is Way.MPS)
+    shards = [gpu.uuid for gpu in described.gpus if gpu.sharing is Way.TIMESLICE]
     for gres in ("mps:60,shard:1", "shard:1,mps:60"):
         task = one.job(gres)
         assert (task["CUDA_VISIBLE_DEVICES"], task["DAEMON"]) == (uuid, f"{uuid} none")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.base.units import MIB
 from gpushare.export.description import HostDescription
 from gpushare.export.document import apply_script
@@ -18,7 +18,7 @@ from gpushare.export.systemd import units_export
 from tests.export.hosts import gpu, host, mps, text
 
 HOST = host(
-    *(gpu(index, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB if index else None)) for index in range(12)),
+    *(gpu(index, Way.MPS, mps=mps(memory_limit_bytes=3840 * MIB if index else None)) for index in range(12)),
     gpu(12),
     gpu(13),
 )
@@ -52,9 +52,7 @@ esac
 """
 
 
-@pytest.mark.parametrize(
-    "share", [HOST, host(gpu(0, Sharing.MPS, mps=mps()), gpu(1)), host(gpu(0, Sharing.MPS, mps=mps()))]
-)
+@pytest.mark.parametrize("share", [HOST, host(gpu(0, Way.MPS, mps=mps()), gpu(1)), host(gpu(0, Way.MPS, mps=mps()))])
 def test_shellcheck_finds_nothing(share: HostDescription, tmp_path: Path) -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:

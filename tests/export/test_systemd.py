@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.errors import BadUsage, ExitCode
-from gpushare.base.model import ComputeMode, Priority, Sharing
+from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.base.units import MIB
 from gpushare.export.systemd import READY, units_export
 from gpushare.mps.home import LIMIT_FILE
@@ -19,9 +19,9 @@ from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 LIMITS = mps(33.3, memory_limit_bytes=3840 * MIB, priority=Priority.LOW, users=("alice",))
 HOST = host(
-    gpu(0, Sharing.MPS, mps=LIMITS, compute_mode=ComputeMode.EXCLUSIVE_PROCESS),
+    gpu(0, Way.MPS, mps=LIMITS, compute_mode=ComputeMode.EXCLUSIVE_PROCESS),
     gpu(1),
-    gpu(2, Sharing.MIG, mig=(mig(0, mps=mps(None)), mig(1))),
+    gpu(2, Way.MIG, mig=(mig(0, mps=mps(None)), mig(1))),
 )
 GPU_UNIT, MIG_UNIT = "gpushare-mps-gpu-00000000-ab4d6893.service", "gpushare-mps-mig-00000000-45f0367f.service"
 
@@ -74,7 +74,7 @@ def test_a_daemon_in_the_foreground() -> None:
     other = settings(text(found, MIG_UNIT))
     assert len(other["ExecStartPre"]) == 1
     # A user's name may end in a $, which systemd would take for a variable.
-    samba = units_export(host(gpu(0, Sharing.MPS, mps=mps(None, users=("pc$", "bob")))))
+    samba = units_export(host(gpu(0, Way.MPS, mps=mps(None, users=("pc$", "bob")))))
     assert "u:pc$$:rx,u:bob:rx,m::rx" in text(samba, GPU_UNIT)
     assert other["ExecStartPost"][0].endswith(f"{READY} - - - -")
     assert "CUDA_VISIBLE_DEVICES=MIG-00000000-0000-0000-0000-000000000000" in other["Environment"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.errors import NotFound, NotSupported
-from gpushare.base.model import ComputeMode, Priority, Sharing, TimeSlice
+from gpushare.base.model import ComputeMode, Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
 from gpushare.export.description import HostDescription, MigDescription, in_place, wished
@@ -35,16 +35,16 @@ def test_each_way_of_sharing() -> None:
         "exclusive: true",
     )
     sliced, clients, alone, untouched = found.gpus
-    assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Sharing.TIMESLICE, TimeSlice.LONG, 3)
+    assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Way.TIMESLICE, TimeSlice.LONG, 3)
     assert clients.mps is not None
     assert (clients.mps.limits.threads_percent, clients.mps.limits.memory_limit_bytes) == (25.0, 4 * GIB)
     assert (clients.mps.limits.priority, clients.replicas) == (Priority.LOW, 4)
     assert clients.compute_mode is alone.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
-    assert alone.sharing is Sharing.EXCLUSIVE
+    assert alone.sharing is Way.EXCLUSIVE
     # No entry is for it.
     assert untouched == H100S.gpus[3]
     # What was there before and is not wished for is gone.
-    before = host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1, Sharing.MPS, mps=mps(), time_slice=TimeSlice.LONG))
+    before = host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1, Way.MPS, mps=mps(), time_slice=TimeSlice.LONG))
     assert read("timeslice: default", described=before).gpus[0].mig == ()
     assert read("exclusive: true", "exclusive: true", described=before).gpus[1].mps is None
 
@@ -100,7 +100,7 @@ def found_in(live: HostDescription, *entries: str, daemons_only: bool = False) -
 
 
 def divided(*there: MigDescription) -> HostDescription:
-    return host(gpu(0, Sharing.MIG, mig=there))
+    return host(gpu(0, Way.MIG, mig=there))
 
 
 def numbers(found: HostDescription) -> list[int]:

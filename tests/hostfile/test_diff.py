@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.model import ComputeMode, Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.model import ComputeMode, Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.diff import mps_points, points
@@ -22,7 +22,7 @@ from tests.mig.boards import instance, profiles_of
 UUID = "GPU-0"
 PROFILES = {profile.name: profile for profile in profiles_of(find_model("h100"))}
 ALL = Match(by=Exactness.ALL)
-SLICED = Entry(match=ALL, sharing=Sharing.TIMESLICE)
+SLICED = Entry(match=ALL, sharing=Way.TIMESLICE)
 
 
 def live(*, gpu: dict[str, Any] | None = None, **changes: Any) -> LiveGpu:
@@ -41,7 +41,7 @@ def with_mig(*there: tuple[str, int], mig_enabled: bool = True, **changes: Any) 
 
 def mig(*wishes: str | InstanceWish) -> Entry:
     found = tuple(InstanceWish(wish=one) if isinstance(one, str) else one for one in wishes)
-    return Entry(match=ALL, sharing=Sharing.MIG, mig=found)
+    return Entry(match=ALL, sharing=Way.MIG, mig=found)
 
 
 def mps_wish(users: tuple[str, ...] = (), *, exclusive: bool = False, **limits: Any) -> MpsWish:
@@ -60,7 +60,7 @@ def test_what_is_as_the_file_has_it_is_not_said() -> None:
     assert said(live(), SLICED) == []
     assert said(with_mig(("3g.40gb", 0)), mig("3g.40gb")) == []
     mps = mps_wish(threads_percent=30.0)
-    entry = Entry(match=ALL, sharing=Sharing.MPS, mps=mps)
+    entry = Entry(match=ALL, sharing=Way.MPS, mps=mps)
     assert said(live(daemons={UUID: LiveMps(pid=1, wish=mps)}), entry) == []
 
 
@@ -111,7 +111,7 @@ def test_a_daemon_of_a_run_is_no_part_of_what_the_host_is_set_to() -> None:
 def test_a_daemon_that_gpushare_did_not_start_is_said() -> None:
     now = live(foreign=("PID 9 in /tmp/nvidia-mps",))
     assert said(now, SLICED) == ["MPS: PID 9 in /tmp/nvidia-mps; the file: none"]
-    wanted = Entry(match=ALL, sharing=Sharing.MPS, mps=MpsWish())
+    wanted = Entry(match=ALL, sharing=Way.MPS, mps=MpsWish())
     assert said(now, wanted)[0] == "MPS: PID 9 in /tmp/nvidia-mps; the file: a daemon of gpushare"
 
 
@@ -135,16 +135,16 @@ def test_the_mode_and_the_one_that_is_pending(facts: dict[str, Any], entry: Entr
 @pytest.mark.parametrize(
     ("mode", "sharing", "point"),
     [
-        (ComputeMode.EXCLUSIVE_PROCESS, Sharing.TIMESLICE, True),
-        (ComputeMode.PROHIBITED, Sharing.TIMESLICE, True),
-        (None, Sharing.TIMESLICE, False),
-        (ComputeMode.DEFAULT, Sharing.EXCLUSIVE, True),
-        (None, Sharing.EXCLUSIVE, True),
-        (ComputeMode.EXCLUSIVE_PROCESS, Sharing.EXCLUSIVE, False),
+        (ComputeMode.EXCLUSIVE_PROCESS, Way.TIMESLICE, True),
+        (ComputeMode.PROHIBITED, Way.TIMESLICE, True),
+        (None, Way.TIMESLICE, False),
+        (ComputeMode.DEFAULT, Way.EXCLUSIVE, True),
+        (None, Way.EXCLUSIVE, True),
+        (ComputeMode.EXCLUSIVE_PROCESS, Way.EXCLUSIVE, False),
     ],
 )
-def test_the_compute_mode(mode: ComputeMode | None, sharing: Sharing, point: bool) -> None:
-    wanted = ComputeMode.EXCLUSIVE_PROCESS if sharing is Sharing.EXCLUSIVE else ComputeMode.DEFAULT
+def test_the_compute_mode(mode: ComputeMode | None, sharing: Way, point: bool) -> None:
+    wanted = ComputeMode.EXCLUSIVE_PROCESS if sharing is Way.EXCLUSIVE else ComputeMode.DEFAULT
     shown = "unknown" if mode is None else mode.title
     made = said(live(gpu={"compute_mode": mode}), Entry(match=ALL, sharing=sharing))
     assert made == ([f"compute mode: {shown}; the file: {wanted.title}"] if point else [])
@@ -152,7 +152,7 @@ def test_the_compute_mode(mode: ComputeMode | None, sharing: Sharing, point: boo
 
 def test_the_compute_mode_of_a_daemon_that_is_to_be_alone() -> None:
     wish = MpsWish(exclusive=True)
-    entry = Entry(match=ALL, sharing=Sharing.MPS, mps=wish)
+    entry = Entry(match=ALL, sharing=Way.MPS, mps=wish)
     now = live(daemons={UUID: LiveMps(pid=1, wish=wish)})
     assert [one.split(":")[0] for one in said(now, entry)] == ["compute mode"]
     alone = replace(now, gpu=Gpu(index=0, uuid=UUID, mig_enabled=False, compute_mode=ComputeMode.EXCLUSIVE_PROCESS))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.base.model import Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.hostfile.file import (
     Entry,
@@ -115,16 +115,16 @@ matches = st.one_of(
     ),
 )
 entries = st.one_of(
-    st.builds(Entry, match=matches, sharing=st.just(Sharing.EXCLUSIVE)),
+    st.builds(Entry, match=matches, sharing=st.just(Way.EXCLUSIVE)),
     st.builds(
         Entry,
         match=matches,
-        sharing=st.just(Sharing.TIMESLICE),
+        sharing=st.just(Way.TIMESLICE),
         time_slice=st.sampled_from(TimeSlice),
         replicas=replicas,
     ),
-    st.builds(Entry, match=matches, sharing=st.just(Sharing.MPS), mps=daemons),
-    st.builds(Entry, match=matches, sharing=st.just(Sharing.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
+    st.builds(Entry, match=matches, sharing=st.just(Way.MPS), mps=daemons),
+    st.builds(Entry, match=matches, sharing=st.just(Way.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
 )
 texts = st.from_regex(r"[ -~]{1,12}", fullmatch=True)
 several = st.lists(st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True), max_size=2, unique=True).map(tuple)
@@ -162,7 +162,7 @@ def test_what_is_written_is_read_back(file: HostFile) -> None:
 
 def test_a_whole_file() -> None:
     file = parse(FULL)
-    assert [entry.sharing for entry in file.entries] == [Sharing.TIMESLICE, Sharing.MPS, Sharing.MIG, Sharing.EXCLUSIVE]
+    assert [entry.sharing for entry in file.entries] == [Way.TIMESLICE, Way.MPS, Way.MIG, Way.EXCLUSIVE]
     first, second, third, _ = file.entries
     assert (first.match.values, first.time_slice) == (("0", "1"), TimeSlice.LONG)
     assert second.mps == MpsWish(

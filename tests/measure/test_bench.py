@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
-from gpushare.base.model import Gpu
+from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import Device
 from gpushare.cli.bench import bench_notes
 from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
@@ -29,9 +29,9 @@ from gpushare.measure.bench_data import (
 from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
-from gpushare.measure.ways import ALONE, QUEUE, BenchWay, parse_ways
+from gpushare.measure.ways import ALONE, BenchWay, parse_ways
 
-OUTSIDE = BenchWay(name=ALONE, kind=QUEUE)
+OUTSIDE = BenchWay(name=ALONE, kind=Way.WHOLE)
 RATE = Metric(pattern="rate=(.+)")
 LOWER = Metric(pattern="ms=(.+)", higher_is_better=False)
 

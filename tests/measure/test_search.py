@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.model import Way
 from gpushare.measure.search import (
     FASTER,
     MOST_SECONDS,
@@ -25,7 +26,6 @@ from gpushare.measure.search import (
     outcome,
     sliced,
 )
-from gpushare.run.results import CAPS, SLICES
 
 Model = Callable[[Setting], Figures]
 GOAL = Goal(keep=0.9)
@@ -62,10 +62,10 @@ def knee(threads: float, *, normal: float = 0.0, error: float = 0.001, steep: fl
 
 @given(st.integers(2, 20), st.floats(0.0, 30.0), st.sampled_from([0.004, 0.01, 0.05]))
 def test_the_largest_cap_that_meets_the_goal_is_found_in_few_steps(step: int, normal: float, steep: float) -> None:
-    search, model = Search(goal=GOAL, ways=(CAPS,)), knee(5.0 * step, normal=normal, steep=steep)
+    search, model = Search(goal=GOAL, ways=(Way.CAPS,)), knee(5.0 * step, normal=normal, steep=steep)
     known: dict[Setting, Figures] = {}
     order = searched(search, model, known)
-    grid = [model(setting) for line in search.lines(CAPS) for setting in line]
+    grid = [model(setting) for line in search.lines(Way.CAPS) for setting in line]
     right = best_of(GOAL, grid)
     best = best_of(GOAL, known.values())
     assert (best is None) == (right is None)
@@ -87,10 +87,10 @@ def test_the_best_slices_are_found_for_production_with_gaps(request_ms: float, g
             setting=setting, kept=1.0, p99=p99, p99_low=p99, p99_high=p99, share=share, windows=1, seconds=6.0
         )
 
-    search = Search(goal=Goal(keep=0.97, p99_factor=goal), ways=(SLICES,), request_us=1000 * request_ms)
+    search = Search(goal=Goal(keep=0.97, p99_factor=goal), ways=(Way.SLICES,), request_us=1000 * request_ms)
     known: dict[Setting, Figures] = {}
     order = searched(search, model, known)
-    right = best_of(search.goal, [model(setting) for line in search.lines(SLICES) for setting in line])
+    right = best_of(search.goal, [model(setting) for line in search.lines(Way.SLICES) for setting in line])
     best = best_of(search.goal, known.values())
     if right is not None:
         assert best is not None
@@ -108,7 +108,7 @@ def test_figures_that_scatter_are_measured_longer_and_not_for_ever(seed: int) ->
         return replace(figures, kept=figures.kept + source.gauss(0.0, figures.error))
 
     known: dict[Setting, Figures] = {}
-    order = searched(Search(goal=GOAL, ways=(CAPS,)), model, known)
+    order = searched(Search(goal=GOAL, ways=(Way.CAPS,)), model, known)
     best = best_of(GOAL, known.values())
     assert best is not None
     assert abs(best.setting.threads - 65.0) <= 5.0
@@ -120,12 +120,12 @@ def test_slices_come_first_and_caps_only_where_they_can_give_more() -> None:
 
     def model(setting: Setting) -> Figures:
         return Figures(
-            setting=setting, kept=1.0, error=0.001, share=0.99 if setting.way == SLICES else 0.5, seconds=6.0
+            setting=setting, kept=1.0, error=0.001, share=0.99 if setting.way is Way.SLICES else 0.5, seconds=6.0
         )
 
     known: dict[Setting, Figures] = {}
-    assert {setting.way for setting in searched(search, model, known)} == {SLICES}
-    assert left_out(CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
+    assert {setting.way for setting in searched(search, model, known)} == {Way.SLICES}
+    assert left_out(Way.CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
 
 
 def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
@@ -138,7 +138,7 @@ def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
         return Figures(setting=setting, kept=kept, error=0.0005, share=share, seconds=6.0)
 
     known: dict[Setting, Figures] = {}
-    searched(Search(goal=GOAL, ways=(CAPS,)), model, known)
+    searched(Search(goal=GOAL, ways=(Way.CAPS,)), model, known)
     result = outcome(GOAL, list(known.values()), stable=True)
     assert result.best is not None
     assert not result.best.setting.low
@@ -146,18 +146,18 @@ def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
 
 
 def test_an_earlier_search_is_gone_on_from() -> None:
-    search, model = Search(goal=GOAL, ways=(CAPS,)), knee(55.0)
+    search, model = Search(goal=GOAL, ways=(Way.CAPS,)), knee(55.0)
     known: dict[Setting, Figures] = {}
     first = searched(search, model, known)
     earlier = {setting: replace(figures, earlier="2026-11-25 10:00") for setting, figures in known.items()}
-    wanted = next_setting(search, CAPS, earlier)
+    wanted = next_setting(search, Way.CAPS, earlier)
     assert wanted is not None
     assert "measured on 2026-11-25 10:00" in (wanted.again or "")
     again = searched(search, model, earlier)
     assert set(again) < set(first)
     assert len(again) <= 2
     # With another goal, the same figures say where to look.
-    assert len(searched(Search(goal=Goal(keep=0.95), ways=(CAPS,)), model, earlier)) <= 6
+    assert len(searched(Search(goal=Goal(keep=0.95), ways=(Way.CAPS,)), model, earlier)) <= 6
 
 
 @pytest.mark.parametrize(

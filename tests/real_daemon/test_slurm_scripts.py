@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.model import Sharing
+from gpushare.base.model import Way
 from gpushare.base.units import MIB
 from gpushare.export.slurm import STATE, slurm_export
 from tests.export.hosts import gpu, host, mps, text
@@ -22,7 +22,7 @@ from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens
 
 pytestmark = pytest.mark.needs_root
 # The daemon prints this limit as 3G.
-HOST = host(gpu(0, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB)))
+HOST = host(gpu(0, Way.MPS, mps=mps(memory_limit_bytes=3840 * MIB)))
 OWNER = 61007
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
-from gpushare.base.model import Mechanism, Priority, mechanism
+from gpushare.base.model import Priority, Way, way_in_force
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
@@ -87,7 +87,7 @@ def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
     snapshot = Observer(host).look()
     (daemon,) = snapshot.daemons
     assert (daemon.gpu_index, daemon.threads_percent) == (0, 25.0)
-    assert mechanism(snapshot.gpus[0], snapshot.daemons) is Mechanism.MPS
+    assert way_in_force(snapshot.gpus[0], snapshot.daemons) is Way.MPS
 
 
 def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -> None:

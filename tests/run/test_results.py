@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import Way
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.run.results import Tuned, find_tuned, keep_tuned
@@ -47,7 +48,7 @@ def test_a_result_without_a_way_is_of_caps(host: Host) -> None:
 
 
 def test_slices_are_kept(host: Host) -> None:
-    sliced = Tuned(**{**OLD, "threads_percent": 100.0}, way="slices", production_slice_us=16000, other_slice_us=100)
+    sliced = Tuned(**{**OLD, "threads_percent": 100.0}, way=Way.SLICES, production_slice_us=16000, other_slice_us=100)
     keep_tuned(host, sliced)
     assert find_tuned(host, "web") == sliced
 

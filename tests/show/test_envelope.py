@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
-from gpushare.base.model import ComputeMode, Mechanism
+from gpushare.base.model import ComputeMode, Way
 from gpushare.show.render import csv_text, document, write, write_error
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable
 from gpushare.show.status import status_result
@@ -82,9 +82,9 @@ def test_what_json_cannot_carry_never_breaks_the_document(shown):
     result = Result(command="x", data={"a": math.nan, "b": [math.inf, 1.5], "c": "caf\udce9"})
     read = json.loads(shown(result, OutputFormat.JSON)[0].encode())
     assert read["data"] == {"a": None, "b": [None, 1.5], "c": "caf\ufffd"}
-    assert document(Result(command="x", data={"m": ComputeMode.EXCLUSIVE_PROCESS, "n": Mechanism.MPS}))["data"] == {
+    assert document(Result(command="x", data={"m": ComputeMode.EXCLUSIVE_PROCESS, "n": Way.MPS}))["data"] == {
         "m": "exclusive-process",
-        "n": "MPS",
+        "n": "mps",
     }
 
 

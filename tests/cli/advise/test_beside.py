@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
 from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 
@@ -89,7 +89,6 @@ def test_a_daemon_in_the_way_is_a_condition(cli: Any) -> None:
 
 def test_a_daemon_of_somebody_else_is_not_stopped_by_a_command(cli: Any) -> None:
     from gpushare.advice.recipe import recipe
-    from gpushare.advice.ways import Way
     from tests.advice.conftest import situation_of
 
     case = {"processes": 3, "memory": "2G", "users": "different", "pattern": "interactive"}
@@ -202,7 +201,6 @@ def test_two_small_instances_fit_next_to_a_named_one(cli: Any) -> None:
 
 def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
     from gpushare.advice.recipe import recipe
-    from gpushare.advice.ways import Way
     from tests.advice.conftest import situation_of
 
     case = {"processes": 3, "memory": "2G", "users": "same", "saturating": False}

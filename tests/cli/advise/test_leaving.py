@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.advice.ways import Way, way_of
+from gpushare.advice.ways import way_of
+from gpushare.base.model import Way
 from tests.cli.advise.test_advise import on_a_terminal
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until

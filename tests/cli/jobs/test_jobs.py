@@ -103,11 +103,11 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Start
 
     until(runs_now, "production runs")
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "time-slicing"
+    assert gpu["mechanism"] == "timeslice"
     cli("mps", "start", "--threads", "30").ok()
     client = world.client()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "MPS + time-slicing"
+    assert gpu["mechanism"] == "mps+timeslice"
     shown = cli("status", output="plain").ok().out
     (row,) = [line for line in shown.splitlines() if " web " in line]
     assert "production  time-slice 16ms" in row
@@ -116,7 +116,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Start
     started.signal(signal.SIGTERM)
     started.result()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "MPS"
+    assert gpu["mechanism"] == "mps"
 
 
 def test_a_job_without_a_name_gets_one(real: Callable[..., Started], cli: Cli, world: World) -> None:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, write_record
-from gpushare.run.results import SLICES, keep_tuned
+from gpushare.run.results import keep_tuned
 from gpushare.sim.state import StateFile
 from tests.cli.drive import Answer, Started, World, until
 from tests.cli.run.test_roles import LOOP, TUNED, recorded, running
@@ -77,7 +78,7 @@ def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(
 
 
 def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, other_slice_us=200))
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, other_slice_us=200))
     recorded(world, running)
     planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
     assert "whose server has a time-slice of 200us" in planned.out
@@ -86,7 +87,7 @@ def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
 
 
 def test_what_was_tuned_counts_before_production_runs(cli: Cli, world: World) -> None:
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, other_slice_us=200))
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, other_slice_us=200))
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     assert "whose server has a time-slice of 200us" in planned.out
 
@@ -94,7 +95,7 @@ def test_what_was_tuned_counts_before_production_runs(cli: Cli, world: World) ->
 def test_production_under_mps_that_was_tuned_for_slices_is_told(
     cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES))
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES))
     recorded(world, running)
     monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, output_path
-from gpushare.run.results import SLICES, keep_tuned
+from gpushare.run.results import keep_tuned
 from gpushare.sim.state import StateFile
 from tests.cli.drive import Answer, Started, World, until
 from tests.cli.run.test_roles import TUNED
@@ -129,7 +130,7 @@ def test_where_no_slice_can_be_set_no_program_starts(
 
 def test_production_whose_slice_was_only_tuned_starts_without_it(real: Callable[..., Started], world: World) -> None:
     assert world.host.nvml.count() == 1
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, production_slice_us=8000))
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, production_slice_us=8000))
     with StateFile(world.spec).changed() as state:
         state.channel_fault = "seccomp"
     answer = real("run", "--production", "web", "--", *JOB, "50", "--seconds", "2").result()
@@ -142,7 +143,7 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
     assert "run true on GPU 0, outside MPS, with a time-slice of 16ms" in planned.out
     assert "nvidia-cuda-mps-control" not in planned.out
     assert "with a time-slice of 16ms" in cli("run", "--production", "web", "-n", "--", "true").ok().out
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=SLICES, production_slice_us=8000))
+    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, production_slice_us=8000))
     tuned = ("run", "--production", "web")
     assert "with a time-slice of 8ms" in cli(*tuned, "-n", "--", "true").ok().out
     assert "with a time-slice of 4ms" in cli(*tuned, "--slice", "4ms", "-n", "--", "true").ok().out
