@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -33,18 +33,12 @@ if TYPE_CHECKING:
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
 LAPSE_SECONDS: Final = 60.0
-# The waiting jobs of a user that could take a place for this long together, and do not, are passed: they may only look like
-# jobs. Later ones of that user are passed, too, for some time.
-PATIENCE_SECONDS: Final = 10.0
-_PASSED_SECONDS: Final = 600.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
 # How often a job of several devices chooses those that it waits for: again if one of them is lost.
 _MOST_FIXES: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
-# How long to wait for jobs that are just entering the ledger.
-_CHOOSING_SECONDS: Final = 0.5
 # How long a job with a time takes besides, to start and to end.
 TIME_MARGIN_SECONDS: Final = 15.0
 # Further waiting jobs of one user are not in the line yet.
@@ -55,30 +49,37 @@ ABOVE: Final = ("refuse", "end", "warn", "pause")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reservation:
-    """A job in the ledger. ``held`` are the devices on which it holds a place; none: it waits for ``count`` of ``keys``."""
+class Request:
+    """A job that asks for a place: its bytes (None: unknown) on each of ``count`` of these devices, best first."""
 
-    claim: Claim
-    name: str | None
     memory_bytes: int | None
     keys: tuple[str, ...]
     client: bool
+    count: int = 1
+    name: str | None = None
+    production: bool = False
+    # It leaves the GPU when production needs room; at the end of its turn.
+    leaves: bool = False
+    turns: bool = False
+    opportunistic: bool = False
+    # How long it runs at most, by its user: then it passes those that cannot start before its end.
+    run_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation(Request):
+    """A job in the ledger. ``held`` are the devices on which it holds a place; none: it waits."""
+
+    claim: Claim
     held: tuple[str, ...]
     # Others have seen that it holds its place.
     sure: bool
-    count: int = 1
-    production: bool = False
-    # It leaves the GPU when production needs room; and has said that it cannot.
-    leaves: bool = False
+    # It has said that it cannot leave the GPU for production.
     stays: bool = False
-    # It leaves at the end of its turn for any job that waits.
-    turns: bool = False
-    opportunistic: bool = False
     # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
-    # How long it runs at most; and until when, from when it has its place (CLOCK_BOOTTIME): its user's word.
-    run_seconds: float | None = None
+    # Until when it runs, from when it has its place (CLOCK_BOOTTIME): its user's word.
     until_ns: int | None = None
 
     @property
@@ -148,7 +149,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
-    found = [one for claim in sorted(claims, key=lambda one: one.rank) if (one := _reservation(claim)) is not None]
+    found = [one for claim in sorted(claims, key=lambda claim: claim.rank) if (one := _reservation(claim)) is not None]
     # What is out of the GPU has left its place to others, and what is lost never comes back.
     gone: list[Swap] = []
     if has_records(host, "swap"):
@@ -211,7 +212,7 @@ def line_order(found: Sequence[Reservation]) -> list[Reservation]:
     return sorted(found, key=lambda job: places[job.id])
 
 
-def _spares(one: Reservation | Request, uid: int, other: Reservation | Request, other_uid: int) -> bool:
+def _spares(one: Request, uid: int, other: Request, other_uid: int) -> bool:
     """Return whether a waiting job lets another one go first; with the users of both."""
     if set(other.keys).isdisjoint(one.keys):
         return False
@@ -225,8 +226,10 @@ def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> 
 
 
 def _reservation(claim: Claim) -> Reservation | None:
-    """Return what a claim says; None: nothing that we would have written."""
+    """Return what a claim says; None: it is just coming, or says nothing that we would have written."""
     facts: dict[str, str] = {}
+    if claim.ticket is None:
+        return None
     for fact in claim.facts:
         word, _, rest = fact.partition(" ")
         if word in {"hold", "sure", "back"}:
@@ -288,13 +291,11 @@ def line_of(
     clients: int | None = None,
     limits: Mapping[int, int] | None = None,
     now: float | None = None,
-    lapsed: Collection[str] = (),
 ) -> Line | None:
     """Return the ledger of one device as of now; None: its memory is unknown.
 
     ``device`` has been read a moment ago, with its processes. ``clients`` is how many clients its MPS server takes.
     ``limits`` are the bytes that users may reserve there together, by uid: what they reserve beyond counts for nothing.
-    ``lapsed`` are reservations that do not count while they have nothing on the device, whatever their files say.
     """
     total = device.memory_total_bytes
     if total is None:
@@ -320,7 +321,7 @@ def line_of(
         own_processes = [process for process in processes if owners.get(process.pid) == one.id]
         held = sum(process.memory_used_bytes or 0 for process in own_processes)
         there = one.id in owners.values()
-        if not there and (one.id in lapsed or at - one.claim.touched_at > LAPSE_SECONDS):
+        if not there and at - one.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.whole_bytes if one.memory_bytes is None else one.memory_bytes
         limit = (limits or {}).get(one.claim.uid)
@@ -378,13 +379,7 @@ def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mappin
     return limit is None or line.granted.get(uid, 0) + size <= limit
 
 
-def _in_line(one: Reservation, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
-    return _waiting(one.id, one.claim.uid, one, lines, limits)
-
-
-def _waiting(
-    name: str, uid: int, one: Reservation | Request, lines: Mapping[str, Line], limits: Mapping[int, int]
-) -> Waiting:
+def _waiting(name: str, uid: int, one: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
     # A job that its user's limit holds back delays nobody.
     keys = tuple(
         key for key in one.keys if key not in lines or _within_limit(lines[key], uid, one.memory_bytes, limits)
@@ -410,15 +405,8 @@ def would_take(
 ) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    before = [_in_line(one, by_key, limits) for one in waiting_before(found, request, uid)]
+    before = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(found, request, uid)]
     return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("", ())
-
-
-def who_could_take(found: Sequence[Reservation], line: Line, limits: Mapping[int, int], patience: Patience) -> set[str]:
-    """Return the waiting jobs that can take a place on a device now."""
-    by_key = {line.device.uuid: line}
-    waiting = [one for one in found if one.waits and patience.lets_go_first(one)]
-    return set(_admitted(by_key, [_in_line(job, by_key, limits) for job in waiting]))
 
 
 def is_on(process: GpuProcess, device: Device) -> bool:
@@ -454,90 +442,14 @@ def ancestry(host: Host, pid: int) -> Iterator[int]:
         above = host.processes.parent(above)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A job that asks for a place: its bytes (None: unknown) on each of ``count`` of these devices, best first."""
-
-    memory_bytes: int | None
-    keys: tuple[str, ...]
-    client: bool
-    count: int = 1
-    name: str | None = None
-    production: bool = False
-    # It leaves the GPU when production needs room; at the end of its turn.
-    leaves: bool = False
-    turns: bool = False
-    opportunistic: bool = False
-    # How long it runs at most: then it passes those that cannot start before its end.
-    run_seconds: float | None = None
-
-
-class Lapses:
-    """Which reservations have had nothing on their device for as long as this looks at them, whatever their files say."""
-
-    def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-
-    def look(self, host: Host, found: Sequence[Reservation], devices: Sequence[Device]) -> set[str]:
-        """Return the reservations of others that do not count any more; ``devices`` were read just now."""
-        now = time.monotonic()
-        used: set[str] = set()
-        for device in devices:
-            here = [one for one in found if device.uuid in one.held]
-            processes = [process for process in device.gpu.processes or () if is_on(process, device)]
-            used |= set(owners_of(host, here, processes).values())
-        self._since = {one.id: self._since.get(one.id, now) for one in found if one.held and one.id not in used}
-        return {name for name, since in self._since.items() if now - since > LAPSE_SECONDS}
-
-    def pending(self, line: Line) -> bool:
-        """Return whether a reservation that counts on a device may still lapse."""
-        return any(job.id in self._since for job in line.holders)
-
-
-class Patience:
-    """Which waiting jobs are passed, as one looks at them again and again: a user's jobs share `PATIENCE_SECONDS`.
-
-    A job that does take its place shows that its user's jobs are real, and they have all of it again.
-    """
-
-    def __init__(self) -> None:
-        self._passed: set[str] = set()
-        self._until: dict[int, float] = {}
-        self._spent: dict[int, float] = defaultdict(float)
-        # Who could take a place at the last look, with their users.
-        self._could: dict[str, int] = {}
-        self._looked = time.monotonic()
-
-    def look(self, found: Sequence[Reservation], could: Collection[str]) -> None:
-        """Note who can take a place now."""
-        now = time.monotonic()
-        before, self._could = self._could, {one.id: one.claim.uid for one in found if one.id in could}
-        for uid in set(before.values()) & set(self._could.values()):
-            self._spent[uid] += now - self._looked
-        self._looked = now
-        for one in found:
-            if one.held and one.id in before:
-                self._spent[one.claim.uid] = 0.0
-        for uid in {uid for uid in self._could.values() if self._spent[uid] >= PATIENCE_SECONDS}:
-            self._until[uid], self._spent[uid] = now + _PASSED_SECONDS, 0.0
-        self._passed |= {one.id for one in found if one.waits and now < self._until.get(one.claim.uid, now)}
-
-    def lets_go_first(self, one: Reservation) -> bool:
-        """Return whether a waiting job counts: it is not stopped, and was not passed."""
-        return not one.stopped and one.id not in self._passed
-
-
 class Place:
     """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
 
-    What others say of themselves in their claims is compared with what this job has seen of them since it came: they could
-    otherwise say that they came first, are about to come, or use their reservation, for as long as they like.
+    Others may say in their claims that they came first: those are before this job that it saw when it came.
     """
 
-    def __init__(
-        self, host: Host, request: Request, patience: Patience | None = None, lapses: Lapses | None = None
-    ) -> None:
-        """Enter the ledger. ``patience`` and ``lapses`` are those of a job that enters it again and again.
+    def __init__(self, host: Host, request: Request) -> None:
+        """Enter the ledger.
 
         Raises:
             NoPermission, OperationFailed: it cannot be written.
@@ -547,9 +459,6 @@ class Place:
         self.held: tuple[str, ...] = ()
         # Those that a job of several devices waits for, once it is the first in the line.
         self._fixed: tuple[str, ...] = ()
-        self._patience = patience or Patience()
-        # Which reservations have nothing on their device.
-        self._lapses = lapses or Lapses()
         self._enter()
 
     def _enter(self) -> None:
@@ -576,8 +485,7 @@ class Place:
             raise
         self._steps_back = self._added = self._fixes = 0
         self._told_limit: str | None = None
-        self._entered = time.monotonic()
-        # Those that came before this job, once that is sure.
+        # Those that came before this job.
         self._before: frozenset[str] | None = None
 
     @property
@@ -628,28 +536,19 @@ class Place:
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
-        claims = all_claims(self._host, PREFIX)
-        # Choosing takes microseconds. Whoever shows an earlier ticket later than this did not draw it then.
-        while self._before is None and any(claim.ticket is None for claim in claims or ()) and self._has_just_come():
-            time.sleep(0.002)
-            claims = all_claims(self._host, PREFIX)
-        found = self._others(reservations(self._host, claims))
-        own = self._claim.path.name
-        mine = next((claim for claim in claims or () if claim.path.name == own), None)
-        if claims is None or found is None or mine is None:
+        found, own = self._others(), self._claim.path.name
+        if found is None:
             return ()
         if self._before is None:
-            self._before = frozenset(
-                claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
-            )
+            ids = [one.id for one in sorted(found, key=lambda one: one.claim.rank)]
+            self._before = frozenset(ids[: ids.index(own)] if own in ids else ids)
         lines = self._lines(found, devices, clients, limits)
         waiting = [
-            _in_line(one, lines, limits)
+            _waiting(one.id, one.claim.uid, one, lines, limits)
             for one in found
-            if one.id == own or (one.waits and self._patience.lets_go_first(one) and self._goes_first(one))
+            if one.id == own or (one.waits and not one.stopped and self._goes_first(one))
         ]
         taken = _admitted(lines, waiting)
-        self._patience.look(found, taken.keys() - {own})
         free = taken.get(own, ())
         if not free:
             self._fix(lines, waiting)
@@ -678,16 +577,14 @@ class Place:
         self._fixes += 1
         self._claim.tell(f"fix {','.join(self._fixed)}")
 
-    def _others(self, found: Sequence[Reservation] | None) -> list[Reservation] | None:
+    def _others(self) -> list[Reservation] | None:
+        found = reservations(self._host)
         return None if found is None else not_around(self._host, found)
 
     def _goes_first(self, one: Reservation) -> bool:
         """Return whether a job is before this one: it came before, or this one spares it."""
         came = self._before is not None and one.id in self._before
         return came or _spares(self.request, os.geteuid(), one, one.claim.uid)
-
-    def _has_just_come(self) -> bool:
-        return time.monotonic() - self._entered < _CHOOSING_SECONDS
 
     def _still_fit(
         self,
@@ -697,7 +594,7 @@ class Place:
         limits: Mapping[int, int],
     ) -> bool:
         """Return whether devices have room for this job with all that hold them now, but for those who step back."""
-        found = self._others(reservations(self._host))
+        found = self._others()
         own = next((one for one in found or () if one.id == self._claim.path.name), None)
         if found is None or own is None:
             return False
@@ -719,11 +616,8 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> dict[str, Line]:
-        lapsed = self._lapses.look(self._host, [one for one in found if one.id != self._claim.path.name], devices)
         lines = {
-            device.uuid: line_of(
-                self._host, device, found, clients=clients.get(device.uuid), limits=limits, lapsed=lapsed
-            )
+            device.uuid: line_of(self._host, device, found, clients=clients.get(device.uuid), limits=limits)
             for device in devices
         }
         return {key: line for key, line in lines.items() if line is not None}

@@ -20,7 +20,6 @@ from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_s
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import (
     Line,
-    Patience,
     Place,
     Request,
     Reservation,
@@ -28,7 +27,6 @@ from gpushare.memory.ledger import (
     line_of,
     owners_of,
     reservations,
-    who_could_take,
 )
 from gpushare.memory.move import check_alone, move, targets
 from gpushare.memory.room import back_bytes, client_limit, room_kept
@@ -468,8 +466,6 @@ class Swapping(Part):
         self._clock = clock
         self._place: Place | None = place
         self._asked = place.request
-        # With all that wait while it comes and goes: who is passed once sends it out no more.
-        self._patience = Patience()
         self._swap: Swap | None = None
         # Somebody else has taken it out, so the policy does not bring it back.
         self._by_hand = False
@@ -588,7 +584,7 @@ class Swapping(Part):
         place = self._place
         if place is None:
             request = replace(self._asked, keys=(self._device.uuid,), client=False)
-            place = Place(self._host, request, self._patience)
+            place = Place(self._host, request)
         if not place.held:
             place.take(self._device.uuid)
             place.add(self._pid)
@@ -602,7 +598,7 @@ class Swapping(Part):
         self._device = Device(gpu=gpu)
         if place is None:
             request = replace(self._asked, keys=(uuid,), client=False)
-            place = Place(self._host, request, self._patience)
+            place = Place(self._host, request)
             place.take(uuid)
         # It holds both until its program is named in the new one.
         self._memory.moved(self._device)
@@ -635,7 +631,7 @@ class Swapping(Part):
             gpu_uuid=self._device.uuid,
             processes=processes,
         )
-        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)), self._patience)
+        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)))
         try:
             # Not in the line: it leaves as much room as it takes, and to a job before it.
             place.take(target.uuid)
@@ -724,20 +720,13 @@ class Swapping(Part):
             one
             for one in found
             # What can never come is nothing to make room for.
-            if one.waits
-            and self._device.uuid in one.keys
-            and (one.memory_bytes or 0) <= total
-            # Neither is one that does not come.
-            and self._patience.lets_go_first(one)
+            if one.waits and self._device.uuid in one.keys and (one.memory_bytes or 0) <= total and not one.stopped
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [job for job in waiting if job.id != own]
         # What others call production is not ours.
         production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
-        if line is not None and (self._place is None or self._place.held):
-            # While it waits for its place, the place looks.
-            self._patience.look(found, who_could_take(found, line, self._limits, self._patience))
         later = 0 if line is None else self._later_bytes(line, own)
         self._makes_room_for = next(
             (one for one in others if self._movable and line is not None and _comes_if_gone(one, line, own)), None
@@ -852,7 +841,7 @@ class Swapping(Part):
         # Before it takes a place: while it is stopped, others can have the room.
         check_continues(self._host, now)
         if self._place is None:
-            self._place = Place(self._host, self._request(now), self._patience)
+            self._place = Place(self._host, self._request(now))
         free = bool(self._place.held) or self._take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
         if not free or has_room(self._host, now, now.memory_bytes) is False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -700,20 +700,7 @@ def planted(host: Host, *lines: str, name: int = 0xF) -> Iterator[Path]:
         path.unlink()
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what lets the ledger's clock go on."""
-    now = [1000.0]
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", forward)
-    return forward
-
-
-def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    clocked(monkeypatch)
+def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host) -> None:
     keys = ",".join(one.uuid for one in devices(host))
     with planted(host, f"fact want 0 0 {keys}") as path:
         # Its owner may set this to any time, or touch it in a loop.
@@ -733,9 +720,8 @@ def test_nobody_comes_first_by_an_earlier_ticket(host: Host) -> None:
         assert take(host, honest)
 
 
-def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host) -> None:
     """A claim can choose for days, and then say that it was there before all others."""
-    clocked(monkeypatch)
     key = devices(host)[0].uuid
     blocker = enter(host, 20 * GIB)
     blocker.take(key)
@@ -746,54 +732,6 @@ def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host, monkeypatch: pyte
             file.write("ticket 1\n")
         blocker.leave()
         assert take(host, honest)
-
-
-def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting gpushare that was stopped (Ctrl-Z), or a file that only looks like one."""
-    forward = clocked(monkeypatch)
-    key = devices(host)[0].uuid
-    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1"):
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-        assert not take(host, honest)
-        forward(ledger.PATIENCE_SECONDS / 2)
-        assert not take(host, honest)
-        forward(ledger.PATIENCE_SECONDS / 2)
-        assert not take(host, honest)
-        assert take(host, honest)
-
-
-def test_all_jobs_of_a_user_that_do_not_come_share_one_patience(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else 64 claims for the whole GPU, which are let in one after another, hold up each new job for ten minutes."""
-    forward = clocked(monkeypatch)
-    key = devices(host)[0].uuid
-    with contextlib.ExitStack() as held:
-        for number in range(1, 33):
-            held.enter_context(planted(host, f"fact want - 0 {key}", f"ticket {number}", name=number))
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-        for _ in range(6):
-            assert not take(host, honest)
-            forward(ledger.PATIENCE_SECONDS / 5)
-        assert take(host, honest)
-
-
-def test_a_user_whose_jobs_come_has_all_patience_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = clocked(monkeypatch)
-    key = devices(host)[0].uuid
-    with (
-        planted(host, f"fact want - 0 {key}", "ticket 1", name=1) as first,
-        planted(host, f"fact want - 0 {key}", "ticket 2", name=2),
-    ):
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-        for _ in range(4):
-            assert not take(host, honest)
-            forward(ledger.PATIENCE_SECONDS / 5)
-        with first.open("a") as file:
-            file.write(f"fact sure {key}\n")
-        assert not take(host, honest)
-        first.write_text("ended")
-        for _ in range(4):
-            assert not take(host, honest)
-            forward(ledger.PATIENCE_SECONDS / 5)
 
 
 def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -834,18 +772,6 @@ def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: 
     assert take(host, small)
     monkeypatch.undo()
     assert not take(host, large)
-
-
-def test_a_reservation_that_is_only_touched_lapses(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = clocked(monkeypatch)
-    key = devices(host)[0].uuid
-    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1", f"fact sure {key}") as path:
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-        for _ in range(4):
-            os.utime(path)
-            assert not take(host, honest)
-            forward(ledger.LAPSE_SECONDS / 3)
-        assert take(host, honest)
 
 
 def test_the_time_of_a_claim_cannot_be_in_the_future(host: Host) -> None:
