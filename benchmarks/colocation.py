@@ -304,7 +304,7 @@ def best_of_grid(row: dict[str, Any]) -> float | None:
 
 
 def render(document: dict[str, Any]) -> str:
-    """Return the table of docs/measurements.md."""
+    """Return the table of benchmarks/results/README.md."""
     lines = [
         "| pair, goal | tune: seconds, ended by | its choice | its estimate: rate, p99 / other | measured again | best of the grid |",
         "|---|---|---|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ KEPT = PROJECT / "benchmarks" / "results"
 
 def document_lines(start: str) -> list[str]:
     """Return the rows of the document's tables that begin with a text."""
-    document = PROJECT.joinpath("docs", "measurements.md").read_text()
+    document = KEPT.joinpath("README.md").read_text()
     return [line for line in document.splitlines() if line.startswith(f"| {start}")]
 
 
@@ -39,6 +40,41 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
     verbs = paused["verbs"]
     assert f"{min(verbs['pause_seconds']):.2f} to {max(verbs['pause_seconds']):.2f} s" in line
     assert f"{min(verbs['resume_seconds']):.2f} to {max(verbs['resume_seconds']):.2f} s" in line
+
+
+def pairs_measured() -> dict[str, tuple[float, float | None, float]]:
+    """Return rate of production, its p99 and rate of the other job, relative to alone, by pair."""
+    sharing, roles, new = (
+        json.loads(KEPT.joinpath(f"{name}.json").read_text())
+        for name in ("sharing-nvidia-h200-20261122", "h100-roles", "colocation-h100")
+    )
+    rows = {name: (row["kept"], row["p99"], row["opportunistic"]) for name, row in sharing["pairs"].items()}
+    for name, key in (("server at half load", "next_to_1"), ("the same + 2", "next_to_2")):
+        row = roles["root"][key]
+        rows[name] = (row["rate_relative"], row["p99_relative"], row["others_sum"])
+    judged = {row["pair"]: row["judged"] for row in new["rows"]}
+    return {**rows, **{name: (row["kept"], row["p99"], row["share"]) for name, row in judged.items()}}
+
+
+def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
+    pairs = pairs_measured()
+    page = PROJECT.joinpath("docs", "measurements.md").read_text()
+    for name, (rate, p99, share) in pairs.items():
+        (line,) = (line for line in page.splitlines() if re.match(rf"\| H[12]00, \w+: {re.escape(name)}", line))
+        figures = [f"{number:.2f}".removeprefix("0") for number in (rate, share)]
+        assert line.endswith(f"| {figures[0]} | {'-' if p99 is None else f'{p99:.2f}x'.removeprefix('0')} | {figures[1]} |")
+    ways = json.loads(KEPT.joinpath("sharing-nvidia-h200-20261122.json").read_text())["ways"]
+    for way, row in (("time-slicing", "plain time-slicing"), ("MPS", "plain MPS"), ("MPS, low priority", "MPS, low")):
+        found = ways[f"infer + big: {way}"]
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
+        assert f"| {found['p99']:.1f}x | {found['opportunistic']:.2f} |".replace("0.", ".") in line
+    readme = " ".join(PROJECT.joinpath("README.md").read_text().split())
+    p99s = [p99 for _, p99, _ in pairs.values() if p99 is not None]
+    rates, shares = ([figures[at] for figures in pairs.values()] for at in (0, 2))
+    for numbers in (rates, p99s, shares):
+        assert f"{min(numbers):.2f} to {max(numbers):.2f}" in readme
+    assert f"{ways['infer + big: time-slicing']['p99']:.1f} times" in readme
+    assert f"{pairs['infer + big'][1]:.1f} times" in readme
 
 
 def test_the_document_has_the_figures_of_memory() -> None:

@@ -19,13 +19,14 @@ README = PROJECT / "README.md"
 DOCUMENTS = [
     *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((PROJECT / "docs").rglob("*.md")),
+    *sorted((PROJECT / "benchmarks" / "results").glob("*.md")),
 ]
 PICTURES = sorted((PROJECT / "docs" / "pictures").glob("*.svg"))
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def named(path: Path) -> str:
-    return path.name
+    return str(path.relative_to(PROJECT))
 
 
 def anchors(text: str) -> set[str]:
@@ -43,6 +44,12 @@ def test_links_lead_somewhere(path: Path) -> None:
         found = path.parent / file if file else path
         assert found.exists(), target
         assert not anchor or anchor in anchors(found.read_text()), target
+
+
+def test_the_index_names_every_page() -> None:
+    index = PROJECT / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", index.read_text())}
+    assert set(DOCUMENTS) & set((PROJECT / "docs").rglob("*.md")) - {index} <= linked
 
 
 def command_lines(text: str) -> Iterator[str]:

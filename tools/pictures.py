@@ -184,7 +184,7 @@ _BAR = 50
 
 
 def _bench() -> tuple[str, Text]:
-    """Bars of real figures, those of docs/measurements.md: a simulated GPU has no speed worth showing."""
+    """Bars of real figures, those of benchmarks/results: a simulated GPU has no speed worth showing."""
     results = json.loads(_RESULTS.read_text(encoding="utf-8"))
     lines = []
     for name, job in _JOBS.items():

@@ -101,8 +101,8 @@ def test_every_changing_verb_has_a_row() -> None:
 
 def test_the_counts_of_the_document_are_the_tools(tmp_path: Path) -> None:
     """`--write` changes what stands between its marks, and nothing else."""
-    path = tmp_path / "reliability.md"
-    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    path = tmp_path / "crashes.md"
+    text = (ROOT / "benchmarks" / "results" / "crashes.md").read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     write(path, Result.of([Counts(row="nothing")], real_daemon=False, part=""))
     begin, end = (f"<!-- python -m benchmarks.crashes --write: simulated {word} -->" for word in ("begin", "end"))
