@@ -62,7 +62,9 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
     for name, (rate, p99, share) in pairs.items():
         (line,) = (line for line in page.splitlines() if re.match(rf"\| H[12]00, \w+: {re.escape(name)}", line))
         figures = [f"{number:.2f}".removeprefix("0") for number in (rate, share)]
-        assert line.endswith(f"| {figures[0]} | {'-' if p99 is None else f'{p99:.2f}x'.removeprefix('0')} | {figures[1]} |")
+        assert line.endswith(
+            f"| {figures[0]} | {'-' if p99 is None else f'{p99:.2f}x'.removeprefix('0')} | {figures[1]} |"
+        )
     ways = json.loads(KEPT.joinpath("sharing-nvidia-h200-20261122.json").read_text())["ways"]
     for way, row in (("time-slicing", "plain time-slicing"), ("MPS", "plain MPS"), ("MPS, low priority", "MPS, low")):
         found = ways[f"infer + big: {way}"]
