@@ -8,13 +8,25 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperOption
 
+from gpushare.advice.advise import Advice, advice_answer, verdict_answer
+from gpushare.advice.advise import advise as advice_for
+from gpushare.advice.case import Case, Pattern, Role, Workload, checked, read_case, workload_of
+from gpushare.advice.facts import GpuFacts, HostFacts, host_facts, instance_facts
+from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
+from gpushare.advice.measured import measured_answer as answer_of
+from gpushare.advice.questions import next_question, with_answer
+from gpushare.advice.recipe import Change, Recipe, Verb
+from gpushare.advice.rules import verdicts, winner
+from gpushare.advice.situation import MPS_CONTEXT_BYTES, Situation
+from gpushare.advice.table import load_table
+from gpushare.advice.ways import way_of
 from gpushare.base.errors import (
     BadCombination,
     BadUsage,
@@ -27,7 +39,8 @@ from gpushare.base.errors import (
     no_gpu,
 )
 from gpushare.base.model import Way
-from gpushare.base.units import quoted
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import MIB, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
@@ -40,28 +53,31 @@ from gpushare.cli.options import (
     carried_out,
     gpus_of,
     note,
+    positive,
     settings,
 )
+from gpushare.host.host import Host
+from gpushare.hostfile.file import MpsWish
+from gpushare.hostfile.steps import daemon_step, level_step, stop_step
+from gpushare.mig.change import MigChange
+from gpushare.mig.daemons import own_daemons, refuse_used
+from gpushare.mig.driver import may_change
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.planner import plan_add, plan_exact
+from gpushare.mps.home import own_home
+from gpushare.mps.limits import Limits
+from gpushare.mps.set import plan_limits
+from gpushare.mps.start import plan_start
+from gpushare.plan import Plan, Step
+from gpushare.show.advise import answer_table, reasons_table, verdicts_table
+from gpushare.show.plan import plan_result, undone
+from gpushare.show.result import OutputFormat, Result
+from gpushare.snapshot import HostState, Observer
+from gpushare.timeslice.policy import plan_level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from gpushare.advice.advise import Advice
-    from gpushare.advice.case import Case, Workload
-    from gpushare.advice.facts import GpuFacts, HostFacts
-    from gpushare.advice.measured import MeasuredAdvice
-    from gpushare.advice.recipe import Change, Recipe
-    from gpushare.advice.situation import Situation
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.metric import Metric
-    from gpushare.mig.change import MigChange
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.plan import Plan, Step
-    from gpushare.show.result import Result
-    from gpushare.snapshot import HostState
-
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
@@ -201,14 +217,6 @@ def advise(
     Give what you know; on a terminal, gpushare asks for the rest. The jobs go on all idle GPUs. Nothing is changed
     without --apply. A file uses the same names: workloads: [{processes: 4, memory: 6G}]
     """
-    from gpushare.advice.advise import advise as advised
-    from gpushare.advice.case import checked
-    from gpushare.advice.facts import host_facts
-    from gpushare.advice.situation import Situation
-    from gpushare.advice.table import load_table
-    from gpushare.advice.ways import way_of
-    from gpushare.snapshot import HostState
-
     words = dict(context.meta["workload"])
     root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
     fills = words.pop("production_saturating")
@@ -265,7 +273,7 @@ def advise(
             situation = replace(situation, gpu=_idle_first(situation.case, facts))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
-    return _answered(advised(situation), explained, live=live, apply=apply)
+    return _answered(advice_for(situation), explained, live=live, apply=apply)
 
 
 def _check_apply(*, apply: bool, measure: bool, explained: bool) -> None:
@@ -279,8 +287,6 @@ def _check_apply(*, apply: bool, measure: bool, explained: bool) -> None:
 
 def _production_fills(case: Case, fills: bool | None) -> Case:
     """Return the case with whether production alone fills the GPU."""
-    from gpushare.advice.case import Role
-
     if fills is None:
         return case
     if Role.PRODUCTION not in case.roles:
@@ -325,8 +331,6 @@ def _argv(command: str) -> list[str]:
 def _number(option: str, text: str | None) -> int | None:
     if text is None:
         return None
-    from gpushare.advice.case import workload_of
-
     try:
         return workload_of({"processes": text}).processes
     except BadUsage as error:
@@ -349,8 +353,6 @@ def _case(
 def _recover(host: Host) -> None:
     """Undo a MIG change that was interrupted before the advice looks at the host, as every change of MIG does."""
     from gpushare.cli.mig_change import recovered
-    from gpushare.mig.driver import may_change
-    from gpushare.mig.ledger import MigLedger
 
     ledger = MigLedger(host)
     if ledger.interrupted() is not None and may_change(host):
@@ -361,9 +363,6 @@ def _recover(host: Host) -> None:
 
 def _named(state: HostState, facts: HostFacts, gpu: str | None) -> GpuFacts | None:
     """Return the GPU or MIG instance that -g names; None without -g."""
-    from gpushare.advice.facts import instance_facts
-    from gpushare.base.selection import select_one
-
     if not facts.gpus:
         raise no_gpu()
     if all(one.error is not None for one in facts.gpus) and gpu is None:
@@ -383,10 +382,6 @@ def _first(facts: HostFacts, wanted: Callable[[GpuFacts], bool]) -> GpuFacts:
 
 def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
     """Return the first GPU, idle and uncut ones before others, on which the case has an answer."""
-    from gpushare.advice.rules import verdicts, winner
-    from gpushare.advice.situation import Situation
-    from gpushare.advice.table import load_table
-
     if case.any("running"):
         return _first(facts, lambda one: bool(one.processes))
 
@@ -403,8 +398,6 @@ def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
 
 
 def _may_ask(*, explained: bool) -> bool:
-    from gpushare.show.result import OutputFormat
-
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
     wanted = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
     return terminal and wanted and not explained
@@ -414,10 +407,6 @@ RUNS_ON: Final = "running programs are not affected: they join MPS or an instanc
 
 
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
-    from gpushare.advice.advise import advice_answer, verdict_answer
-    from gpushare.show.advise import answer_table, reasons_table, verdicts_table
-    from gpushare.show.result import Result
-
     data = advice_answer(advice)
     notes = [*data.notes, *([RUNS_ON] if live else [])]
     if explained is not None:
@@ -439,8 +428,6 @@ _MOST_CHARACTERS: Final = 256 << 10
 
 def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
     """Return the case of the options. ``pair`` is the number of production and of opportunistic processes."""
-    from gpushare.advice.case import Case, Role, workload_of
-
     production, opportunistic = pair
     sizes = str(words["memory"]).split(",") if words.get("memory") is not None else []
     if production is None and opportunistic is None:
@@ -479,8 +466,6 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 def _of_sizes(words: Mapping[str, Any], sizes: Sequence[str], root: bool | None) -> Case:
     """Return the case of processes that need different sizes of memory: ``--memory 34G,17G``."""
-    from gpushare.advice.case import Case, workload_of
-
     base = workload_of({**words, "memory": None, "processes": None})
     shares = (None,) * len(sizes) if base.shares is None else base.shares
     if words.get("processes") not in {None, str(len(sizes))} or len(shares) != len(sizes):
@@ -503,8 +488,6 @@ def _of_sizes(words: Mapping[str, Any], sizes: Sequence[str], root: bool | None)
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
-    from gpushare.advice.case import read_case
-
     try:
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
@@ -522,8 +505,6 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
-    from gpushare.advice.case import workload_of
-
     if len(case.workloads) > 1 and words.get("processes") is not None:
         raise BadCombination(
             "--processes cannot be combined with several workloads", "give the number of each in the file: processes: 4"
@@ -539,9 +520,6 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU as a case: one workload per user and program."""
-    from gpushare.advice.case import Case, Workload
-    from gpushare.snapshot import Observer
-
     gpu = next(one for one in Observer(host).look().gpus if one.index == index)
     if gpu.processes is None:
         raise NotFound(
@@ -574,7 +552,6 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
 
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU in a recording of ``gpushare observe`` as a case."""
-    from gpushare.advice.case import Case, Pattern, Workload
     from gpushare.measure.dcgm import read_measured
     from gpushare.measure.recording import workloads_of
 
@@ -626,9 +603,6 @@ def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
 
 def _without_context(used: int | None) -> int | None:
     """Return the memory of a process without its CUDA context, which the budget adds."""
-    from gpushare.advice.situation import MPS_CONTEXT_BYTES
-    from gpushare.base.units import MIB
-
     return None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
 
 
@@ -660,8 +634,6 @@ def with_numbers(situation: Situation) -> Situation:
 
 
 def _number_asked(one: Workload, name: str, text: str, example: str) -> Workload:
-    from gpushare.advice.case import workload_of
-
     while line := answered(_prompt(text, [f"like {example}"])).strip():
         try:
             return replace(one, **{name: getattr(workload_of({name: line}), name)})
@@ -672,8 +644,6 @@ def _number_asked(one: Workload, name: str, text: str, example: str) -> Workload
 
 def asked(situation: Situation) -> Situation:
     """Ask the questions that still decide; an empty answer leaves one open."""
-    from gpushare.advice.questions import next_question, with_answer
-
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
         words = [answer.word for answer in question.answers]
@@ -699,9 +669,6 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         NotSupported: nothing fits, or the lines need several shells.
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
-    from gpushare.plan import Plan
-    from gpushare.show.plan import plan_result, undone
-
     recipe = _set_up(advice)
     changes = [line.change for line in recipe.lines if line.change is not None]
     if not changes:
@@ -734,13 +701,10 @@ def _nothing_to_set_up(advice: Advice) -> str:
 
 def _carried(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
-    from gpushare.advice.recipe import Verb
-    from gpushare.base.selection import select_one
+    from gpushare.cli.mig_change import carried
 
     mig = next((one for one in changes if one.verb.value.startswith("mig ")), None)
     if mig is not None:
-        from gpushare.cli.mig_change import carried
-
         parts = [one for one in changes if one.verb.value.startswith("mig ")]
         if len({one.verb for one in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
             needs = ", ".join(f"GPU {one.gpu} needs `{one.verb.value}`" for one in parts)
@@ -755,17 +719,13 @@ def _carried(changes: Sequence[Change]) -> Result:
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
-        from gpushare.mps.home import own_home
-
         homes = [own_home(host, device.uuid)]
     return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
 
 
 def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Sequence[Change]) -> MigChange:
     """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
-    from gpushare.advice.recipe import Verb
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
-    from gpushare.mig.planner import plan_add, plan_exact
 
     mig = parts[0]
     gpus, layouts = current(host, ",".join(str(one.gpu) for one in parts))
@@ -783,13 +743,6 @@ def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Se
 
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     """Return the plan of changes without MIG: the first is planned now, the others when the first is done."""
-    from gpushare.advice.recipe import Verb
-    from gpushare.mps.limits import Limits
-    from gpushare.mps.set import plan_limits
-    from gpushare.mps.start import plan_start
-    from gpushare.plan import Plan
-    from gpushare.timeslice.policy import plan_level
-
     first = changes[0]
     if first.verb is Verb.MPS_START:
         plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
@@ -809,10 +762,6 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:
-    from gpushare.hostfile.steps import stop_step
-    from gpushare.mig.daemons import own_daemons, refuse_used
-    from gpushare.plan import Plan
-
     steps = []
     for own in own_daemons(host, device.gpu):
         if own.device.uuid == device.uuid:
@@ -823,11 +772,6 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 def _later(host: Host, change: Change) -> Step:
     """Return the step of a change that follows another one; it is planned when it acts."""
-    from gpushare.base.selection import Device, select_one
-    from gpushare.hostfile.file import MpsWish
-    from gpushare.hostfile.steps import daemon_step, level_step
-    from gpushare.mps.limits import Limits
-
     gpu = host.nvml.gpu(change.gpu)
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
@@ -873,7 +817,6 @@ class Wanted:
 
 
 def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
-    from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
@@ -905,9 +848,6 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
 
 
 def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: bool, apply: bool) -> Any:
-    from gpushare.advice.advise import advise
-    from gpushare.advice.measured import measured, unmeasured
-
     if situation.pair:
         raise NotSupported(
             "copies of one program cannot show how production behaves next to another job",
@@ -915,13 +855,11 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
             code="pair_not_measured",
         )
     situation, copies = _counted(situation, wanted.copies)
-    advice = advise(situation)
+    advice = advice_for(situation)
     notes = _first_notes(situation, wanted, copies, live=live)
     why = _why_not(advice)
     if why is not None:
         return _measured_answer(unmeasured(advice, why, copies), None, notes, apply=apply)
-    from gpushare.base.selection import select_one
-
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
         prepared = _prepared(host, device, advice, wanted, copies)
@@ -969,8 +907,6 @@ def _first_notes(situation: Situation, wanted: Wanted, copies: int, *, live: boo
 
 
 def _why_not(advice: Advice) -> str | None:
-    from gpushare.advice.measured import BENCH_WAYS, bench_ways
-
     if advice.best is None:
         return "nothing fits: there is nothing to measure"
     if not advice.situation.several:
@@ -984,7 +920,6 @@ def _why_not(advice: Advice) -> str | None:
 
 
 def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies: int) -> Prepared:
-    from gpushare.advice.measured import bench_ways
     from gpushare.measure.bench import BenchRequest, prepare
     from gpushare.measure.ways import parse_ways
 
@@ -1026,11 +961,8 @@ def _measured_answer(
     error: GpushareError | None = None,
     exit_code: int | None = None,
 ) -> Any:
-    from gpushare.advice.measured import measured_answer as answer_of
     from gpushare.cli.bench import bench_notes
-    from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.bench import bench_result
-    from gpushare.show.result import Result
 
     data = answer_of(found, bench)
     said = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]

@@ -6,13 +6,13 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.base.model import Way
-from gpushare.base.units import counted
+from gpushare.base.units import counted, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
@@ -26,16 +26,36 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
-from gpushare.plan import Step
+from gpushare.host.compute_mode import need_root
+from gpushare.host.host import Host
+from gpushare.host.records import sweep_leftovers
+from gpushare.hostfile.apply import GpuApply, plan_gpu
+from gpushare.hostfile.file import Entry, HostFile, Matched, text_of
+from gpushare.hostfile.kept import limits_in
+from gpushare.hostfile.live import captured
+from gpushare.hostfile.load import (
+    before_path,
+    changed_limits,
+    entries_of,
+    keep_applied,
+    keep_before,
+    kept_entries,
+    kept_file,
+    load,
+    names_in,
+    placed,
+)
+from gpushare.hostfile.look import live_gpus
+from gpushare.mig.change import transact
+from gpushare.mig.driver import need_rights
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.recover import recover
+from gpushare.plan import Loss, Plan, Step, carry_out, not_agreed, one_plan, taken
 from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.hostfile.apply import GpuApply
-    from gpushare.hostfile.file import Entry, HostFile, Matched
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.plan import Loss, Plan
-    from gpushare.show.result import Result
+from gpushare.show.result import Result
+from gpushare.snapshot import HostState
+from gpushare.timeslice.keep import keep_record
+from gpushare.timeslice.rules import KEEP_UNIT
 
 # Codes of a file that can never be applied here: such a file changes nothing.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
@@ -64,11 +84,6 @@ def apply(
     goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
     (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in force from then on.
     """
-    from gpushare.base.units import parse_seconds
-    from gpushare.hostfile.kept import limits_in
-    from gpushare.hostfile.load import load, names_in
-    from gpushare.mig.ledger import MigLedger
-
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))
     names_in(wanted)
@@ -101,10 +116,6 @@ def apply(
 
 def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
-    from gpushare.host.records import sweep_leftovers
-    from gpushare.mig.driver import need_rights
-    from gpushare.mig.recover import recover
-
     sweep_leftovers(host)
     if ledger.interrupted() is None:
         return ()
@@ -130,8 +141,6 @@ class _Row:
 
 def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
-    from gpushare.hostfile.load import entries_of
-
     deadline, told = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
@@ -163,24 +172,18 @@ def _row(host: Host, ledger: MigLedger, index: int, found: Matched, file: HostFi
     except NoPermission:
         raise
     except _WRONG as error:
-        from gpushare.hostfile.load import placed
-
         return _Row(index, entry, error=placed(error, file, index, entry))
     except GpushareError as error:
         return _Row(index, entry, error=error)
 
 
 def _plan(host: Host, ledger: MigLedger, index: int, found: Matched) -> GpuApply:
-    from gpushare.hostfile.apply import plan_gpu
-
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in found.entries and gpu.uuid}
     return plan_gpu(host, ledger, index, found.entries[index], others=others)
 
 
 def _need_root(host: Host, rows: Sequence[_Row]) -> None:
     if any(row.plan is not None and row.plan.needs_root for row in rows):
-        from gpushare.host.compute_mode import need_root
-
         need_root(host, "changing how a GPU is shared")
 
 
@@ -191,9 +194,6 @@ def _carried(
 
     Returns the rows, the entries, notes, and the command that takes it all back.
     """
-    from gpushare.hostfile.load import entries_of
-    from gpushare.mig.recover import recover
-
     agreed: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
     while True:
@@ -211,12 +211,6 @@ def _carried(
 
 def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
     """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it."""
-    from gpushare.hostfile.file import text_of
-    from gpushare.hostfile.live import captured
-    from gpushare.hostfile.load import before_path, keep_before, kept_file
-    from gpushare.hostfile.look import live_gpus
-    from gpushare.snapshot import HostState
-
     changed = {row.gpu for row in rows if row.steps}
     state = HostState(host)
     file, _ = captured(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
@@ -236,16 +230,11 @@ def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
 
 
 def _whole(rows: Sequence[_Row]) -> Plan:
-    from gpushare.plan import Plan, one_plan
-
     plans = [row.plan.change.plan for row in rows if row.plan is not None]
     return one_plan(plans) if plans else Plan(title="apply", steps=())
 
 
 def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequence[Loss]) -> _Row:
-    from gpushare.mig.change import transact
-    from gpushare.plan import carry_out
-
     if row.error is not None or not row.steps:
         return row
     try:
@@ -265,8 +254,6 @@ def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequ
 
 
 def _not_agreed(gpu: int, losses: Sequence[Loss], agreed: Sequence[Loss]) -> NeedsConsent:
-    from gpushare.plan import not_agreed, taken
-
     return NeedsConsent(
         f"GPU {gpu} has changed since the question: applying the file {taken(not_agreed(losses, agreed))}",
         "run it again: it asks for this too; or agree to everything: -y",
@@ -276,8 +263,6 @@ def _not_agreed(gpu: int, losses: Sequence[Loss], agreed: Sequence[Loss]) -> Nee
 
 def _forgotten(host: Host, found: Matched) -> list[str]:
     """Return a note on GPUs that the file kept so far covers and this one does not."""
-    from gpushare.hostfile.load import kept_entries
-
     gone = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in found.entries]
     which = f"it has no entry for GPU {', '.join(gone)}, which the previous file had"
     fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
@@ -286,12 +271,8 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
 
 def _followed(host: Host, wanted: HostFile) -> list[str]:
     """Return a note on what follows the rules for time-slices: `apply` itself sets no process's slice."""
-    from gpushare.timeslice.rules import KEEP_UNIT
-
     if not wanted.rules:
         return []
-    from gpushare.timeslice.keep import keep_record
-
     record = keep_record(host)
     if record is not None and record.runs:
         how = f"gpushare timeslice keep runs (process {record.pid}); to read the file again: kill -HUP {record.pid}, or, as a unit, systemctl reload {KEEP_UNIT}"
@@ -302,8 +283,6 @@ def _followed(host: Host, wanted: HostFile) -> list[str]:
 
 def _limited(host: Host, wanted: HostFile) -> list[str]:
     """Return a note on the limits of users, which are in force once root has kept the file."""
-    from gpushare.hostfile.load import changed_limits
-
     if not wanted.memory:
         gone = host.root and changed_limits(host, wanted)
         return ["limits of users (memory) are no longer in force: this file has none"] if gone else []
@@ -314,8 +293,6 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
 
 def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
     """Return a dry run with the limits of users that would change: they are no steps of a GPU."""
-    from gpushare.hostfile.load import changed_limits
-
     limits = changed_limits(host, wanted)
     if not limits or planned.errors:
         return planned
@@ -326,8 +303,6 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
 
 def _kept(host: Host, text: str, result: Result) -> Result:
     """Keep an applied file for the next boot, and return the result with its path, or with the error."""
-    from gpushare.hostfile.load import keep_applied
-
     try:
         return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
     except GpushareError as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
-from gpushare.base.units import counted
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import counted, format_copies
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -22,19 +25,38 @@ from gpushare.cli.options import (
     PrintedNumber,
     gpus_of,
     note,
+    others_note,
+    positive,
     settings,
 )
+from gpushare.cli.progress import progress_line
+from gpushare.host.host import Host
+from gpushare.host.written_file import create_file
+from gpushare.measure.bench import BenchRequest, Measurement, Prepared, measure, plan_bench, prepare
+from gpushare.measure.bench_data import (
+    Header,
+    bench_data,
+    best_caps,
+    check_comparable,
+    check_new,
+    compared,
+    profile_of,
+    read_bench,
+    what_else_differs,
+    write_bench,
+)
+from gpushare.measure.built_in import built_in_workload
+from gpushare.measure.metric import Metric, parse_metric
+from gpushare.measure.sizes import parse_sizes, sizes_data
+from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
+from gpushare.memory.peaks import digest_of, keep_profile
+from gpushare.plan import Plan
+from gpushare.run.results import keep_benched
+from gpushare.show.bench import bench_result, check_plot, drawn, is_measured
+from gpushare.show.plan import plan_result
+from gpushare.show.sizes import drawn_sizes, sizes_result
 from gpushare.signals import Ended
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.measure.bench import BenchRequest, Measurement, Prepared
-    from gpushare.measure.metric import Metric
-
+from gpushare.snapshot import BLIND
 
 _MOST_REPEATS = 100
 
@@ -113,17 +135,11 @@ def bench(
     of the GPU are kept for run --wait.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
-    from gpushare.measure.bench_data import check_new, read_bench
-
     built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy or None, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else _picture(plot)
     before = None if compare is None else read_bench(compare)
-    from gpushare.base.selection import select_one
-    from gpushare.measure.metric import parse_metric
-    from gpushare.measure.sizes import parse_sizes
-
     asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
     asked = asked or parse_metric(None, latency=latency)
     sizes = (None,) if size is None else parse_sizes(size)
@@ -149,11 +165,7 @@ def bench(
     built_in = {**built_in, "size": sizes[0]}
     request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
     if before is not None:
-        from gpushare.measure.bench_data import check_comparable
-
         check_comparable(request.metric, before)
-    from gpushare.measure.bench import prepare
-
     prepared = prepare(host, device, request)
 
     if settings.dry_run:
@@ -193,9 +205,6 @@ def _check(
 
 
 def _picture(text: str) -> Path:
-    from gpushare.measure.bench_data import check_new
-    from gpushare.show.bench import check_plot
-
     check_plot(text)
     return check_new("--plot", text)
 
@@ -209,10 +218,6 @@ def _request(
     words: tuple[Any, ...],
 ) -> tuple[BenchRequest, Mapping[str, Any] | None]:
     """Return what to measure, and the facts of the built-in workload if that is measured."""
-    from gpushare.cli.options import positive
-    from gpushare.measure.bench import BenchRequest
-    from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
-
     copies, ways, repeat, window, timeout = words
     in_one = {} if command else IN_ONE_OPTIONS
     default = DEFAULT_WAYS if in_one else DEFAULT_WAYS.replace(",streams", "")
@@ -220,8 +225,6 @@ def _request(
     workload = None
     argv = list(command or ())
     if not command:
-        from gpushare.measure.built_in import built_in_workload
-
         chosen = built_in_workload(
             host,
             device,
@@ -258,12 +261,6 @@ def _over_sizes(
     picture: Path | None,
 ) -> Any:
     """Measure one size after the other, and show the times of all."""
-    from gpushare.measure.bench import plan_bench, prepare
-    from gpushare.measure.sizes import sizes_data
-    from gpushare.plan import Plan
-    from gpushare.show.plan import plan_result
-    from gpushare.show.sizes import drawn_sizes, sizes_result
-
     prepared = [(prepare(host, device, request), workload) for request, workload in requests]
     if settings.dry_run:
         steps = tuple(step for one, _ in prepared for step in plan_bench(host, device, one))
@@ -300,9 +297,6 @@ def _result(
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
-    from gpushare.measure.bench_data import compared, what_else_differs
-    from gpushare.show.bench import bench_result
-
     more: dict[str, Any] = {}
     if measurement.interrupted:
         if not measurement.runs:
@@ -319,8 +313,6 @@ def _result(
     comparison = None if before is None else compared(data, before)
     notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
     result = bench_result(data, notes, comparison=comparison, **more)
-    from gpushare.show.bench import drawn
-
     failed = _files(result.data, data, kept, picture, drawn)
     if measurement.interrupted and measurement.error is None:
         result = replace(result, errors=(_interrupted(len(measurement.runs), None if failed else kept),))
@@ -352,8 +344,6 @@ def _files(
     drawn: Callable[[Mapping[str, Any], str], bytes],
 ) -> list[GpushareError]:
     """Write the files that were asked for, and return what went wrong."""
-    from gpushare.measure.bench_data import write_bench
-
     failed = []
     try:
         if kept is not None:
@@ -362,8 +352,6 @@ def _files(
         failed.append(error)
     try:
         if picture is not None:
-            from gpushare.host.written_file import create_file
-
             create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
     except OSError as error:
         failed.append(
@@ -376,11 +364,6 @@ def measured(
     host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Measurement, int | None]:
     """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early."""
-    from gpushare.cli.progress import progress_line
-    from gpushare.measure.bench import measure
-    from gpushare.measure.bench_data import Header, bench_data
-    from gpushare.snapshot import BLIND
-
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
         measurement, number = measure(host, device, prepared, progress)
@@ -400,9 +383,6 @@ def measured(
 
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
     """Keep the caps for `gpushare farm`; a failure to do so does not fail the benchmark."""
-    from gpushare.measure.bench_data import best_caps
-    from gpushare.run.results import keep_benched
-
     caps = best_caps(data)
     if not caps:
         return
@@ -414,9 +394,6 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
 
 def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:
     """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
-    from gpushare.measure.bench_data import profile_of
-    from gpushare.memory.peaks import digest_of, keep_profile
-
     found = profile_of(measurement, digest_of(device, command))
     if host.processes.namespace_is_host() is False:
         # It is the increase of the whole GPU.
@@ -428,10 +405,6 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
 
 def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
     """Return what would be run, as a plan of a command."""
-    from gpushare.measure.bench import plan_bench
-    from gpushare.plan import Plan
-    from gpushare.show.plan import plan_result
-
     notes = [
         f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
         for one in prepared.left_out
@@ -442,10 +415,6 @@ def planned(host: Host, device: Device, prepared: Prepared, command: str = "benc
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
     """Return the notes on a benchmark, from its document."""
-    from gpushare.base.units import format_copies
-    from gpushare.cli.options import others_note
-    from gpushare.show.bench import is_measured
-
     missing: dict[str, list[int]] = {}
     for cell in data["cells"]:
         if not is_measured(cell):

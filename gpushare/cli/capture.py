@@ -8,8 +8,16 @@ from typing import Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage, no_gpu
+from gpushare.base.selection import select
 from gpushare.base.units import quoted
 from gpushare.cli.options import Command, GpuOption, settings
+from gpushare.hostfile.file import Exactness, document_of, text_of
+from gpushare.hostfile.live import captured
+from gpushare.hostfile.load import kept_file
+from gpushare.hostfile.look import live_gpus
+from gpushare.show.result import Result
+from gpushare.show.status import gpu_errors
+from gpushare.snapshot import HostState
 
 
 def register(app: typer.Typer) -> None:
@@ -34,14 +42,6 @@ def capture(
     `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot
     express. Needs root for what only root sees: grants, and daemons of other users.
     """
-    from gpushare.base.selection import select
-    from gpushare.hostfile.file import Exactness, document_of, text_of
-    from gpushare.hostfile.live import captured
-    from gpushare.hostfile.look import live_gpus
-    from gpushare.show.result import Result
-    from gpushare.show.status import gpu_errors
-    from gpushare.snapshot import HostState
-
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
         raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")
@@ -50,8 +50,6 @@ def capture(
     if not gpus:
         raise no_gpu()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
-    from gpushare.hostfile.load import kept_file
-
     kept = kept_file(state.host)
     if kept is not None and kept.rules:
         # What processes get cannot be seen on the host.

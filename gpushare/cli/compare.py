@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from itertools import product
+from typing import Annotated, Any, Final
 
 import typer
 
+from gpushare.advice.compare import (
+    answering,
+    availability,
+    availability_text,
+    explanation,
+    record,
+    text_here,
+    today_text,
+)
+from gpushare.advice.facts import HostFacts, host_facts
+from gpushare.advice.table import COLUMNS, Row, Table, driver_branch, load_table, mechanism_named, row_named
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu
+from gpushare.base.model import Gpu, Way
+from gpushare.base.selection import select
 from gpushare.base.units import quoted
 from gpushare.cli.options import Command, GpuOption, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gpushare.advice.facts import HostFacts
-    from gpushare.advice.table import Row, Table
-    from gpushare.base.model import Way
-    from gpushare.show.compare import ComparedRow
+from gpushare.show.compare import ComparedCell, ComparedRow, compare_table, csv_table, why_table
+from gpushare.show.result import Result
+from gpushare.show.status import gpu_errors
+from gpushare.snapshot import HostState
 
 
 class View(str, Enum):
@@ -60,8 +73,6 @@ def compare(
     The view published is NVIDIA's table of 2022, today is the current state by driver, and host is what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
-    from gpushare.advice.table import COLUMNS, load_table, mechanism_named
-
     table = load_table()
     asked_view = _view_of(view)
     _check_driver(driver, asked_view, gpu)
@@ -83,8 +94,6 @@ def _view_of(text: str | None) -> View | None:
 
 
 def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> None:
-    from gpushare.advice.table import driver_branch
-
     if driver is not None and driver_branch(driver) is None:
         raise BadUsage(f"{quoted(driver)} is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
     if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
@@ -101,13 +110,6 @@ def _facts(gpu: str | None) -> HostFacts:
     Raises:
         GpushareError: it does not answer, or none of the GPUs does.
     """
-    from dataclasses import replace
-
-    from gpushare.advice.compare import answering
-    from gpushare.advice.facts import host_facts
-    from gpushare.base.selection import select
-    from gpushare.snapshot import HostState
-
     state = HostState(settings.connect())
     facts = host_facts(state)
     if gpu is not None:
@@ -131,10 +133,6 @@ def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
 
 
 def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
-    from gpushare.advice.compare import record
-    from gpushare.show.compare import compare_table, csv_table
-    from gpushare.show.result import Result
-
     facts, why_not = None, None
     if view is View.HOST:
         facts = _facts(gpu)
@@ -166,9 +164,6 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
 def _rows(
     table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    from gpushare.advice.compare import answering, availability_text, text_here, today_text
-    from gpushare.show.compare import ComparedCell, ComparedRow
-
     def said(one: Way, key: str) -> ComparedCell:
         cell = table.cell(one, key, driver)
         text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
@@ -197,8 +192,6 @@ _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "targe
 
 def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
     """Return the titles of the mechanisms that no GPU of this host is known to have."""
-    from gpushare.advice.compare import answering, availability
-
     if facts is None:
         return frozenset()
     gpus = answering(facts)
@@ -214,10 +207,6 @@ def _data(
     driver: str | None,
     facts: HostFacts | None,
 ) -> dict[str, Any]:
-    from itertools import product
-
-    from gpushare.advice.compare import answering, availability
-
     found: list[dict[str, Any]] = []
     if facts is not None:
         for one, gpu in product(chosen, answering(facts)):
@@ -242,8 +231,6 @@ def _title(view: View, driver: str | None, facts: HostFacts | None) -> str:
 
 
 def _names(facts: HostFacts) -> str:
-    from collections import Counter
-
     counted = Counter(gpu.name or "unknown GPU" for gpu in facts.gpus if gpu.error is None)
     if len(counted) > 2:
         return f"{sum(counted.values())} GPUs"
@@ -257,9 +244,6 @@ def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
 
 
 def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
-    from gpushare.base.model import Gpu
-    from gpushare.show.status import gpu_errors
-
     return gpu_errors(Gpu(index=one.index, error=one.error) for one in (() if facts is None else facts.gpus))
 
 
@@ -267,10 +251,6 @@ def _why(
     table: Table, words: tuple[str, str], mechanisms: Sequence[str] | None, driver: str | None, gpu: str | None
 ) -> Any:
     """Explain one cell; the two words may come in either order."""
-    from gpushare.advice.compare import explanation, record
-    from gpushare.show.compare import csv_table, why_table
-    from gpushare.show.result import Result
-
     if mechanisms:
         raise BadUsage(
             "--why already names the mechanism",
@@ -294,8 +274,6 @@ def _why(
 
 
 def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Way]:
-    from gpushare.advice.table import mechanism_named, row_named
-
     try:
         mechanism = mechanism_named(second)
     except BadUsage as error:

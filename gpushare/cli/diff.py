@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
-from gpushare.base.errors import GpushareError
+from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import Way
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gpushare.host.host import Host
-    from gpushare.hostfile.diff import Point
-    from gpushare.hostfile.file import Entry, HostFile
-    from gpushare.hostfile.live import LiveGpu
-    from gpushare.timeslice.keep import Deviation
+from gpushare.host.host import Host
+from gpushare.hostfile.diff import Point, check_fits, points
+from gpushare.hostfile.file import Entry, HostFile
+from gpushare.hostfile.live import LiveGpu
+from gpushare.hostfile.load import changed_limits, entries_of, load, names_in
+from gpushare.hostfile.look import live_gpus
+from gpushare.show.result import Result
+from gpushare.snapshot import HostState
+from gpushare.timeslice.keep import Deviation, Policy, deviations
 
 
 def register(app: typer.Typer) -> None:
@@ -33,14 +35,6 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     With rules for time-slices (slices:) it also names the processes that have another slice than their rule says. Exit code
     0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
     """
-    import shlex
-
-    from gpushare.base.errors import ExitCode
-    from gpushare.hostfile.load import changed_limits, entries_of, load
-    from gpushare.hostfile.look import live_gpus
-    from gpushare.show.result import Result
-    from gpushare.snapshot import HostState
-
     path = host_file(path, file, "diff")
     wanted, _ = load(path)
     state = HostState(settings.connect())
@@ -70,9 +64,6 @@ def _processes(host: Host, wanted: HostFile) -> list[Deviation]:
     """Return the processes whose time-slice is not what the rules say."""
     if not wanted.rules:
         return []
-    from gpushare.hostfile.load import names_in
-    from gpushare.timeslice.keep import Policy, deviations
-
     return deviations(host, Policy(wanted.rules, names_in(wanted)))
 
 
@@ -111,8 +102,6 @@ class DiffAnswer:
 
 
 def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
-    from gpushare.hostfile.diff import check_fits, points
-
     entry, problem = entries[live.gpu.index], live.gpu.error
     found: tuple[Point, ...] = ()
     if problem is None:

@@ -10,6 +10,10 @@ import typer
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, settings
 from gpushare.doctor.check import Check, Verdict
+from gpushare.doctor.examine import examine, exit_code, worst
+from gpushare.hostfile.load import kept_entries
+from gpushare.show.doctor import COLOURS, check_lines
+from gpushare.show.result import Column, Result, Table
 
 
 def register(app: typer.Typer) -> None:
@@ -44,12 +48,6 @@ def doctor(
 
     Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
-    from gpushare.doctor.check import Verdict
-    from gpushare.doctor.examine import examine, exit_code, worst
-    from gpushare.hostfile.load import kept_entries
-    from gpushare.show.doctor import COLOURS, check_lines
-    from gpushare.show.result import Column, Result, Table
-
     host = settings.connect()
     checks = examine(host, lambda gpus: kept_entries(host, gpus))
     columns = (

@@ -11,11 +11,15 @@ from typing import IO, Annotated, Any, Final
 
 import typer
 
+from gpushare.advice import explain as facts
 from gpushare.advice.explain import Explanation, Match
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, settings
+from gpushare.show.explain import explained_text
+from gpushare.show.legend import HEADS
+from gpushare.show.result import Result
 
 
 def register(app: typer.Typer) -> None:
@@ -41,10 +45,6 @@ def explain(
     MIG, GI, M+C, vGPU, DCGM, MPI, NCCL, unified memory, oversubscription, turns, swap, architecture, static partitions,
     utilization, MPS utilization, reboot; and each column of `status` and `jobs`.
     """
-    from gpushare.advice import explain as facts
-    from gpushare.show.explain import explained_text
-    from gpushare.show.result import Result
-
     path = _log(words, file)
     if path is None:
         text = " ".join(words or ())
@@ -109,8 +109,6 @@ def _explained(match: Match) -> Explained:
 
 def _column(text: str) -> tuple[Match, ...]:
     """Return what a column of `status` or `jobs` means, if the text is its head."""
-    from gpushare.show.legend import HEADS
-
     heads = [head for head in HEADS if head.lower() == text.strip().lower()]
     return tuple(
         Match(

@@ -5,23 +5,45 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.model import Way
+from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli import metrics
 from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, settings
-from gpushare.export.document import Export
-
-if TYPE_CHECKING:
-    from gpushare.export.containers import ContainerDevice
-    from gpushare.export.description import GpuDescription, HostDescription
-    from gpushare.show.result import Result
-    from gpushare.snapshot import HostState
+from gpushare.export import description
+from gpushare.export.containers import (
+    ContainerDevice,
+    cdi_export,
+    compose_export,
+    container_device,
+    docker_export,
+    parted_export,
+)
+from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
+from gpushare.export.document import Export, apply_script, printed, write
+from gpushare.export.dra import claims_export
+from gpushare.export.ecs import ecs_export
+from gpushare.export.k8s import chart_export, operator_export
+from gpushare.export.karpenter import node_pool_export
+from gpushare.export.slurm import slurm_export
+from gpushare.export.systemd import FILE, units_export
+from gpushare.hostfile.diff import check_fits, points
+from gpushare.hostfile.load import entries_of, kept_file, load, placed
+from gpushare.hostfile.look import live_gpus
+from gpushare.mig.driver import MigReader
+from gpushare.mig.parted import check_config_name
+from gpushare.mps.home import own_home
+from gpushare.show.result import Result
+from gpushare.snapshot import HostState
 
 _NODE: Final = r"(?a)[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 
@@ -71,8 +93,6 @@ def dra(
     It sets sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
-    from gpushare.export.dra import claims_export
-
     found = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
     return exported("dra", found, to)
 
@@ -128,8 +148,6 @@ def karpenter(
 
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
-    from gpushare.export.karpenter import node_pool_export
-
     found = node_pool_export(
         described(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
         name=name,
@@ -161,8 +179,6 @@ def slurm(
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
     compute mode by the number of the GPU and fails from ten GPUs on; these do not.
     """
-    from gpushare.export.slurm import slurm_export
-
     found = slurm_export(
         described(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
     )
@@ -176,19 +192,11 @@ def mig_parted(
     to: To = None,
 ) -> Any:
     """Write the MIG layout as a mig-parted v1 file, like `gpushare mig export`, with what it needs and what is lost."""
-    from gpushare.export.containers import parted_export
-    from gpushare.mig.parted import check_config_name
-
     return exported("mig-parted", parted_export(described(gpu, file=file), name=check_config_name(name)), to)
 
 
 def _share(gpu: str | None, file: str | None) -> ContainerDevice:
     """Return the one device that a container gets."""
-    from gpushare.base.selection import select_one
-    from gpushare.export.containers import container_device
-    from gpushare.export.description import describe_host
-    from gpushare.snapshot import HostState
-
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
     found = describe_host(state, [device.gpu])
@@ -200,15 +208,11 @@ def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any
 
     nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
     """
-    from gpushare.export.containers import cdi_export
-
     return exported("cdi", cdi_export(_share(gpu, file)), to)
 
 
 def docker(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
-    from gpushare.export.containers import docker_export
-
     return exported("docker", docker_export(_share(gpu, file)), to)
 
 
@@ -221,8 +225,6 @@ def compose(
     to: To = None,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    from gpushare.export.containers import compose_export
-
     found = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
     return exported("compose", found, to)
 
@@ -240,8 +242,6 @@ def ecs(
 
     ECS starts the MPS daemon itself, and places containers by GPU memory: the share needs a memory limit.
     """
-    from gpushare.export.ecs import ecs_export
-
     return exported("ecs", ecs_export(_share(gpu, file), family=name, image=image), to)
 
 
@@ -264,10 +264,6 @@ def systemd(
     Such a daemon runs in the foreground, so systemd notices its end; stopping the unit waits for its clients.
     The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
     """
-    import shutil
-
-    from gpushare.export.systemd import FILE, units_export
-
     where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
     found = described(gpu, file=file, for_daemons=True)
     rules = _has_rules(at_boot, file)
@@ -276,8 +272,6 @@ def systemd(
 
 def _has_rules(at_boot: str | None, file: str | None) -> bool:
     """Return whether the file for the boot has rules; if it is not on this host, whether the given one has."""
-    from gpushare.hostfile.load import kept_file, load
-
     if file is not None:
         return bool(load(file)[0].rules)
     if at_boot is not None and os.path.exists(at_boot):
@@ -309,8 +303,6 @@ def register(app: typer.Typer) -> None:
 def node_name(given: str | None, *, short: bool = False) -> str | None:
     """Return the given node name, else this machine's (``short``: up to the dot); None for a simulated host."""
     if given is None:
-        import socket
-
         if settings.spec != "local":
             return None
         own = socket.gethostname().lower()
@@ -339,9 +331,6 @@ class ExportAnswer(Export):
 
 def exported(engine: str, found: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
-    from gpushare.export.document import apply_script, printed, write
-    from gpushare.show.result import Result
-
     script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, found)
     written = () if to is None else write([*found.documents, *([] if script is None else [script])], Path(to))
     where = "" if to is None else f"cd {shlex.quote(to)}; "
@@ -372,11 +361,6 @@ def described(
 
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
     """
-    from gpushare.base.model import Way
-    from gpushare.base.selection import select
-    from gpushare.export.description import describe_host
-    from gpushare.snapshot import HostState
-
     for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
         if number is not None and number < 2:
             raise BadUsage(
@@ -402,9 +386,6 @@ def described(
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
-    from gpushare.export import description
-    from gpushare.mps.home import own_home
-
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
     wanted = _as_in(state, path, live)
     return description.in_place(
@@ -417,13 +398,6 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
 
 
 def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
-    from gpushare.base.model import Way
-    from gpushare.export.description import wished
-    from gpushare.hostfile.diff import check_fits, points
-    from gpushare.hostfile.load import entries_of, load, placed
-    from gpushare.hostfile.look import live_gpus
-    from gpushare.mig.driver import MigReader
-
     wanted, _ = load(path)
     matched = entries_of(wanted, state.gpus)
     if matched.missing:
@@ -475,8 +449,6 @@ def k8s(
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
     node alike and cannot set a slice length; a host that needs more is refused, and `gpushare export dra` can do it.
     """
-    from gpushare.export.k8s import chart_export, operator_export
-
     if helm and (every_node or namespace != "gpu-operator"):
         raise BadUsage(
             "--helm cannot be combined with --every-node or --namespace",

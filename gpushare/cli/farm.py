@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named
+from gpushare.base.model import Gpu
+from gpushare.base.selection import Device, candidates, is_any, usable
+from gpushare.base.units import format_copies, parse_seconds, ranges
 from gpushare.cli.options import (
     CONTEXT,
     ChangingCommand,
@@ -21,15 +25,30 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from gpushare.base.model import Gpu
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.run.farm import Copy, FarmOptions, FarmResult
-    from gpushare.run.results import BenchedCap
+from gpushare.host.host import Host
+from gpushare.hostfile.kept import kept_limits
+from gpushare.measure.bench_data import best_caps, read_bench
+from gpushare.memory.limit import parse_budget
+from gpushare.mps.limits import Limits, client_memory
+from gpushare.plan import Plan
+from gpushare.run.farm import (
+    MOST_COPIES,
+    MOST_LINE_BYTES,
+    Copy,
+    FarmOptions,
+    FarmResult,
+    file_title,
+    parse_lines,
+    plan_farm,
+    sets_of,
+    share_of_threads,
+)
+from gpushare.run.farm import farm as run_farm
+from gpushare.run.jobs import check_job_name, farm_job
+from gpushare.run.program import RunOptions
+from gpushare.run.results import BenchedCap, find_benched
+from gpushare.show.plan import plan_result
+from gpushare.show.run import CopyLines, farm_result
 
 
 def register(app: typer.Typer) -> None:
@@ -100,14 +119,6 @@ def farm(
     the farm goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     With --gpus N, each copy runs outside MPS on N GPUs that are connected well, and reserves its memory on each.
     """
-    from gpushare.base.units import parse_seconds
-    from gpushare.hostfile.kept import kept_limits
-    from gpushare.memory.limit import parse_budget
-    from gpushare.mps.limits import Limits
-    from gpushare.run.farm import FarmOptions, sets_of
-    from gpushare.run.jobs import check_job_name
-    from gpushare.run.program import RunOptions
-
     if not command:
         raise BadUsage(
             "there is no program to run", "give one: gpushare farm --copies 8 -- python train.py {}", code="no_command"
@@ -161,8 +172,6 @@ def farm(
 
 
 def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
-    from gpushare.run.farm import MOST_COPIES
-
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
         raise BadUsage(wrong, "give one of them: --copies 8, or --each FILE", code="bad_copies")
@@ -190,8 +199,6 @@ def _count_of(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
 
 def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
     """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the ``instances``."""
-    from gpushare.base.selection import candidates, is_any, usable
-
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named(len(gpus), "say on which to run", hint)
@@ -201,8 +208,6 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
 
 def _lines_of(each: str) -> tuple[str, ...]:
     """Return the lines of a file, or of stdin."""
-    from gpushare.run.farm import MOST_COPIES, MOST_LINE_BYTES, file_title, parse_lines
-
     most = MOST_COPIES * (MOST_LINE_BYTES + 2)
     title = file_title(each)
     try:
@@ -225,20 +230,13 @@ def _lines_of(each: str) -> tuple[str, ...]:
 
 def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
-    from gpushare.run.farm import farm, plan_farm
-    from gpushare.run.jobs import farm_job
-    from gpushare.show.run import CopyLines
-
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
-        from gpushare.plan import Plan
-        from gpushare.show.plan import plan_result
-
         steps = tuple(plan_farm(host, devices, command, options, report))
         return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
-            shown = _finished(farm(host, devices, command, options, report), options, devices)
+            shown = _finished(run_farm(host, devices, command, options, report), options, devices)
             ended(shown.exit_code)
     finally:
         report.clear()
@@ -247,8 +245,6 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
 
 def _caps_of(like: str) -> list[BenchedCap]:
     """Return the best caps under MPS that a file of bench has, by number of copies."""
-    from gpushare.measure.bench_data import best_caps, read_bench
-
     found = sorted(best_caps(read_bench(like)), key=lambda cap: cap.copies)
     if not found:
         raise NotFound(
@@ -263,10 +259,6 @@ def _cap_by(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
     """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
-    from gpushare.base.units import format_copies
-    from gpushare.run.farm import share_of_threads
-    from gpushare.run.results import find_benched
-
     said: set[str] = set()
 
     def say(text: str) -> None:
@@ -298,10 +290,6 @@ def _cap_by(
 
 
 def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
-    from gpushare.base.units import ranges
-    from gpushare.mps.limits import client_memory
-    from gpushare.show.run import farm_result
-
     errors = _failures(result)
     if result.unrecorded:
         errors.append(
@@ -354,8 +342,6 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
 
 def _failures(result: FarmResult) -> list[GpushareError]:
     """Return one error for all copies that failed in the same way."""
-    from gpushare.base.units import ranges
-
     alike: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:
         # Each that was ended for its memory held another sum.

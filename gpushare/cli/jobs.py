@@ -9,6 +9,11 @@ import typer
 
 from gpushare.cli.options import settings
 from gpushare.cli.status import WatchCommand, WatchOption, interval
+from gpushare.run.jobs import KEPT_JOBS
+from gpushare.run.listing import listed_jobs
+from gpushare.show.jobs import jobs_result
+from gpushare.show.live import watch as keep_watching
+from gpushare.snapshot import Observer
 
 # Jobs that ended lately; all that are kept with -v.
 _MOST_ENDED: Final = 10
@@ -31,11 +36,6 @@ def jobs(
     `stop`, `pause` and others. Memory is what the processes of a job hold, and its limit. "-" is unknown, never zero.
     Root sees the jobs of all users, and of those that have ended its own. With -v all that are kept, a hundred.
     """
-    from gpushare.run.jobs import KEPT_JOBS
-    from gpushare.run.listing import listed_jobs
-    from gpushare.show.jobs import jobs_result
-    from gpushare.snapshot import Observer
-
     host = settings.connect()
     observer = Observer(host)
     most = KEPT_JOBS if settings.verbose else _MOST_ENDED
@@ -47,8 +47,6 @@ def jobs(
 
     if watch is None:
         return look()
-    from gpushare.show.live import watch as keep_watching
-
     seconds = interval(watch)
     # A missing driver ends the command instead of repeating.
     look()

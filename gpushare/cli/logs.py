@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, note, settings
+from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
+from gpushare.run.output import follow as followed
+from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.signals import Ended
-
-if TYPE_CHECKING:
-    from gpushare.run.output import Output
 
 # On a terminal, whose lines of before would be lost.
 _LINES_ON_A_TERMINAL: Final = 200
@@ -43,9 +43,6 @@ def logs(
     It is kept until a hundred later jobs have ended. As with `docker logs`, nothing of it is changed, escapes for the
     terminal included.
     """
-    from gpushare.run.output import find_output
-    from gpushare.show.result import OutputFormat
-
     document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
     if document and follow:
         raise BadCombination(
@@ -65,9 +62,6 @@ def logs(
 
 
 def _raw(output: Output, lines: int | None, *, follow: bool) -> int:
-    from gpushare.run.output import follow as followed
-    from gpushare.run.output import read_blocks, seek_lines
-
     host = settings.connect()
     most = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
     if most is not None and seek_lines(output.descriptor, most) and lines is None:
@@ -92,9 +86,6 @@ class LogsAnswer:
 
 
 def _document(output: Output, lines: int | None) -> Any:
-    from gpushare.run.output import is_present, seek_lines
-    from gpushare.show.result import Column, Result, Table
-
     before = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")

@@ -13,23 +13,35 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
 
+from gpushare import __version__
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
+from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
 from gpushare.cli.options import Command, note, settings
+from gpushare.export.document import unwritten
+from gpushare.host.host import Host
+from gpushare.host.records import replace_file
+from gpushare.host.written_file import directory_of
+from gpushare.hostfile.load import kept_entries
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.recover import interrupted_change
+from gpushare.mps.home import homes_in
+from gpushare.run.listing import listed_jobs
+from gpushare.run.look import with_memory
+from gpushare.run.pause import noted_pauses
+from gpushare.show.prometheus import IDLE_SECONDS, Reading, exposition, families
+from gpushare.show.result import Result
+from gpushare.snapshot import LastWork, Observer
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-
-    from gpushare.base.model import Snapshot
-    from gpushare.host.host import Host
-    from gpushare.show.prometheus import Reading
-    from gpushare.snapshot import LastWork
 
 
 _DEFAULT: Final = "127.0.0.1:9836"
@@ -87,8 +99,6 @@ class _Collector:
     """Reads the host at each scrape."""
 
     def __init__(self, host: Host) -> None:
-        from gpushare.snapshot import LastWork
-
         self._host = host
         self._work = LastWork(host)
         # Concurrent scrapes run in threads of their own.
@@ -104,20 +114,14 @@ class _Collector:
 
 def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Metric], GpushareError | None]:
     """Return the current metrics; for a host that does not answer, the few that remain and the error."""
-    from gpushare.show.prometheus import Reading, families
-
     try:
         return families(_reading(host, work)), None
     except GpushareError as error:
-        from gpushare import __version__
-
         return families(Reading(version=__version__, snapshot=None)), error
 
 
 def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
     """Return by GPU what processes hold that have done nothing for a while; a GPU of which that is unknown is left out."""
-    from gpushare.show.prometheus import IDLE_SECONDS
-
     found = {}
     for gpu in snapshot.gpus:
         idle = [(process, work.idle_seconds(process, snapshot.taken_at or 0.0)) for process in gpu.processes or ()]
@@ -129,18 +133,6 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
-    from gpushare import __version__
-    from gpushare.base.model import Way
-    from gpushare.hostfile.load import kept_entries
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.mig.recover import interrupted_change
-    from gpushare.mps.home import homes_in
-    from gpushare.run.listing import listed_jobs
-    from gpushare.run.look import with_memory
-    from gpushare.run.pause import noted_pauses
-    from gpushare.show.prometheus import Reading
-    from gpushare.snapshot import LastWork, Observer
-
     observer, work = Observer(host, power=True), work or LastWork(host, once=True)
     snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}
@@ -183,9 +175,6 @@ def prometheus(
     --textfile writes for the textfile collector of node_exporter, from a timer:
     gpushare export prometheus --textfile /var/lib/node_exporter/gpushare.prom
     """
-    from gpushare.show.prometheus import exposition
-    from gpushare.show.result import Result
-
     if rules + dashboard + (textfile is not None) > 1:
         raise BadUsage("--textfile, --rules and --dashboard cannot be combined", "give one of them", code="bad_export")
     if rules or dashboard:
@@ -205,16 +194,11 @@ def prometheus(
 
 
 def _packaged(name: str) -> str:
-    from importlib.resources import files
-
     return files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
-    from gpushare.host.records import replace_file
-    from gpushare.host.written_file import directory_of
-
     if path.suffix != ".prom":
         raise BadUsage(
             f"{quoted(str(path), 200)} does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile"
@@ -233,8 +217,6 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        from gpushare.export.document import unwritten
-
         raise unwritten(
             path,
             error,

@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotSupported
+from gpushare.base.errors import BadUsage, ExitCode, GpuLost, GpushareError, NotSupported
+from gpushare.base.model import Gpu
+from gpushare.base.selection import no_mig, select
 from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
+from gpushare.cli.mig_change import planned_or_refused
 from gpushare.cli.mig_files import wished
 from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
-from gpushare.mig.plan import Cost
-from gpushare.show.mig import MigGpu, ProfileRow
-from gpushare.show.plan import PlanAnswer, with_answer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from gpushare.base.model import Gpu
-    from gpushare.mig.places import Place
-    from gpushare.mig.plan import MigPlan, NoPlan
-    from gpushare.mig.profile import Layout
-    from gpushare.mig.wish import Wish
+from gpushare.gpu_models import find_model, profiles_of
+from gpushare.mig.holders import no_plan_error
+from gpushare.mig.layouts import layouts_of
+from gpushare.mig.ledger import MigLedger
+from gpushare.mig.places import Place, named_places
+from gpushare.mig.plan import Cost, MigPlan, NoPlan, Why, shown_steps
+from gpushare.mig.planner import eviction, plan_add, plan_exact
+from gpushare.mig.profile import Layout
+from gpushare.mig.recover import leftovers
+from gpushare.mig.target import is_profile, need_name
+from gpushare.mig.wish import Wish
+from gpushare.mig.wish import resolve as profile_of
+from gpushare.plan import Plan
+from gpushare.show.mig import (
+    GpuText,
+    MigGpu,
+    ProfileRow,
+    grouped,
+    layout_text,
+    plan_text,
+    profile_rows,
+    profiles_table,
+    silent_lines,
+    status_csv,
+    status_row,
+)
+from gpushare.show.plan import PlanAnswer, plan_result, with_answer
+from gpushare.show.render import resolve
+from gpushare.show.result import OutputFormat, Result
+from gpushare.show.status import gpu_errors
 
 
 def add_env(group: typer.Typer) -> None:
@@ -56,10 +78,6 @@ def env(
     The instance is checked first: a MIG UUID that came back with another size is not printed. A program started
     this way holds no lease: `gpushare run --mig` also keeps others out.
     """
-    import shlex
-
-    from gpushare.show.result import Result
-
     places = _places(name)
     place = places[0]
     environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}
@@ -82,9 +100,6 @@ def env(
 
 
 def _places(name: str) -> list[Place]:
-    from gpushare.mig.places import named_places
-    from gpushare.mig.target import is_profile, need_name
-
     if is_profile(name):
         raise BadUsage(
             f"'{name[:60]}' is a profile, and only a name tells which instance",
@@ -126,13 +141,6 @@ def status(gpu: GpuOption = None) -> Any:
     Equal GPUs are shown once. On a terminal, idle instances of equal GPUs have no UUIDs: -v shows them.
     A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.mig.recover import leftovers
-    from gpushare.show.mig import GpuText, grouped, layout_text, silent_lines, status_csv, status_row
-    from gpushare.show.render import resolve
-    from gpushare.show.result import OutputFormat, Result
-    from gpushare.show.status import gpu_errors
-
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
     gpus, layouts = capable(gpu, silent, hidden)
@@ -172,10 +180,6 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     The number in a name is rounded; the memory column is exact. With --model, published facts replace the
     driver's, each with its confidence; the driver's may differ.
     """
-    from gpushare.show.mig import profile_rows, profiles_table
-    from gpushare.show.result import Result
-    from gpushare.show.status import gpu_errors
-
     silent: list[Gpu] = []
     if model is not None:
         layout, confidence = offline(model)
@@ -201,13 +205,6 @@ def fits(
 
     Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
-    from gpushare.base.errors import ExitCode
-    from gpushare.mig.holders import no_plan_error
-    from gpushare.mig.plan import MigPlan, Why
-    from gpushare.mig.planner import plan_add
-    from gpushare.show.mig import plan_text
-    from gpushare.show.result import Result
-
     with _hints_for(model):
         asked = wished(wish, memory, sm)
         _, layouts = chosen(gpu, model)
@@ -240,8 +237,6 @@ def plan(
     Busy instances always stay. Without --exact the wish is added, and idle instances are destroyed only with
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.
     """
-    from gpushare.mig.planner import plan_add, plan_exact
-
     with _hints_for(model):
         asked = wished(wish, memory, sm)
         gpus, layouts = chosen(gpu, model)
@@ -256,19 +251,14 @@ def plan(
 
 def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
     """Return the result; if programs are in the way, with a hint that names the command to end them."""
-    from dataclasses import replace
-
-    from gpushare.mig.plan import NoPlan
-    from gpushare.mig.planner import eviction
-    from gpushare.mig.wish import resolve
-
     going = eviction(found) if isinstance(found, NoPlan) else None
     if not isinstance(found, NoPlan) or going is None:
         return found
     if exact:
         # A need is named by its profile on these GPUs.
         words = " ".join(
-            str(one) if isinstance(one.profile, str | int) else resolve(one, layouts[0].profiles).name for one in asked
+            str(one) if isinstance(one.profile, str | int) else profile_of(one, layouts[0].profiles).name
+            for one in asked
         )
         command = f"gpushare mig apply -g {','.join(str(one.gpu) for one in layouts)} {words} {going[1]}"
     else:
@@ -297,14 +287,6 @@ class MigPlanAnswer(PlanAnswer):
 
 def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
-    from dataclasses import replace
-
-    from gpushare.cli.mig_change import planned_or_refused
-    from gpushare.mig.plan import shown_steps
-    from gpushare.plan import Plan
-    from gpushare.show.mig import plan_text
-    from gpushare.show.plan import plan_result
-
     found = planned_or_refused(found)
     steps = shown_steps(found)
     notes = _plan_notes(found, off, made_ids=any("-ci CI" in (step.undo or "") for step in steps))
@@ -335,9 +317,6 @@ def capable(
     ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not list: their layouts
     are empty.
     """
-    from gpushare.base.selection import no_mig, select
-    from gpushare.mig.layouts import layouts_of
-
     host = settings.connect()
     chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
     if silent is not None:
@@ -364,9 +343,6 @@ def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[
 
 def offline(model: str) -> tuple[Layout, dict[str, str]]:
     """Return an empty GPU of a model from the catalogue, with the confidence of each profile."""
-    from gpushare.gpu_models import find_model, profiles_of
-    from gpushare.mig.profile import Layout
-
     found = find_model(model)
     if not found.profiles:
         raise NotSupported(f"{found.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Typer
 
 from gpushare.base.errors import (
     BadCombination,
@@ -20,9 +21,11 @@ from gpushare.base.errors import (
     NotSupported,
     OperationFailed,
 )
-from gpushare.base.selection import check_answers
+from gpushare.base.model import Gpu
+from gpushare.base.selection import Device, check_answers, no_mig, select, select_for_change
 from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
+from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file, read_config, wished
 from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
@@ -41,22 +44,30 @@ from gpushare.cli.options import (
     say_step,
     settings,
 )
-from gpushare.show.plan import PlanAnswer, with_answer
-
-if TYPE_CHECKING:
-    from typer import Typer
-
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.mig.change import GpuChange, MigChange
-    from gpushare.mig.grant import Naming
-    from gpushare.mig.ledger import ChangeRecord, MigLedger
-    from gpushare.mig.parted import Config, Demand
-    from gpushare.mig.plan import MigPlan, NoPlan
-    from gpushare.mig.planner import Target
-    from gpushare.mig.profile import Layout
-    from gpushare.plan import Plan, Step
-    from gpushare.show.result import Result
+from gpushare.host.host import Host
+from gpushare.host.records import sweep_leftovers
+from gpushare.host.users import has_records
+from gpushare.memory.swap import BACK, swaps
+from gpushare.mig.cdi import cdi_notes, refresh_steps
+from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
+from gpushare.mig.driver import MigReader, need_rights
+from gpushare.mig.grant import Naming, name_steps, name_taken, named, names_step, plan_grant, plan_names, plan_revoke
+from gpushare.mig.holders import no_plan_error
+from gpushare.mig.layouts import layouts_of
+from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, check_name, names_of
+from gpushare.mig.on_demand import left_instances, remove_left
+from gpushare.mig.parted import Config, Demand
+from gpushare.mig.plan import Cost, MigPlan, NoPlan
+from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
+from gpushare.mig.profile import Layout
+from gpushare.mig.recover import accept, as_command, is_complete, not_restored, way_forward
+from gpushare.mig.recover import recover as recover_changes
+from gpushare.mig.target import difference, find_targets, need_name
+from gpushare.mig.wish import in_order, parse_wish
+from gpushare.plan import Loss, Plan, Step
+from gpushare.show.mig import plan_text
+from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
+from gpushare.show.result import Result
 
 
 def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
@@ -64,9 +75,6 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
     On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
     """
-    from gpushare.base.selection import Device, no_mig, select_for_change
-    from gpushare.mig.layouts import layouts_of
-
     found = gpus_of(host)
     if named and gpu is None:
         devices: Sequence[Device] = [Device(gpu=one) for one in found if one.error is None and one.mig_capable]
@@ -92,16 +100,11 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
 def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Target]:
     """Return the instances that ``--evict`` names."""
-    from gpushare.mig.target import find_targets
-
     return [target for word in words or () for target in find_targets(word, layouts)]
 
 
 def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
     """Return the plan; raises if there is none."""
-    from gpushare.mig.holders import no_plan_error
-    from gpushare.mig.plan import MigPlan
-
     if isinstance(found, MigPlan):
         return found
     raise no_plan_error(found)
@@ -109,11 +112,6 @@ def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
 
 def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
     """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
-    from gpushare.mig.change import transact
-    from gpushare.mig.driver import need_rights
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.mig.recover import is_complete
-
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run:
@@ -149,16 +147,11 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
     Raises:
         OperationFailed: as `recover`, and `MigLedger.locked`.
     """
-    from gpushare.host.records import sweep_leftovers
-    from gpushare.mig.recover import recover
-
     with ledger.locked():
         sweep_leftovers(host)
-        notes = recover(host, ledger)
+        notes = recover_changes(host, ledger)
         # Where no job has had an instance of its own, nothing of it is loaded.
         if (host.run_directory / "on-demand").is_dir():
-            from gpushare.mig.on_demand import remove_left
-
             notes = (*notes, *remove_left(host, ledger))
         try:
             yield notes
@@ -171,17 +164,11 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
 def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     if not refresh:
         return change
-    from gpushare.mig.cdi import refresh_steps
-
     plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
     return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written again"))
 
 
 def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
-    from gpushare.mig.plan import Cost, MigPlan
-    from gpushare.show.mig import plan_text
-    from gpushare.show.plan import plan_result, undone
-
     said = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
@@ -221,8 +208,6 @@ class MigChangeAnswer(PlanAnswer):
 
 def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
-    from gpushare.mig.ledger import names_of
-
     names = {(one.gpu_uuid, one.profile, one.start): f" '{one.name}'" for one in names_of(host).values()}
     for one in change.gpus:
         if one.enable is not None and one.enable is not one.before.mig_enabled:
@@ -243,8 +228,6 @@ def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> It
 
 def _made(host: Host, change: MigChange) -> list[MadeInstance]:
     """Return the GPU instances that were created, or in which something was, each with the new UUIDs."""
-    from gpushare.mig.driver import MigReader
-
     rows = []
     for one in change.gpus:
         places = {new.instance.place for new in one.plan.created}
@@ -268,8 +251,6 @@ def _made(host: Host, change: MigChange) -> list[MadeInstance]:
 
 
 def _after(host: Host, change: MigChange) -> list[str]:
-    from gpushare.mig.cdi import cdi_notes
-
     gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus]
     notes = list(cdi_notes(host, gpus))
     notes += [
@@ -288,8 +269,6 @@ def _undo(change: MigChange) -> str | None:
 
 
 def _undo_of(change: GpuChange) -> list[str]:
-    from gpushare.mig.recover import as_command
-
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:
         return [f"gpushare mig enable -g {gpu}"]
@@ -323,10 +302,6 @@ def recover(
     What cannot be restored because its place is in use is reported here, by `mig status` and by `doctor` until it is
     restored or accepted, and each call tries again. A journal that cannot be read blocks every change.
     """
-    from gpushare.host.records import sweep_leftovers
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.show.result import Result
-
     host = settings.connect()
     ledger = MigLedger(host)
     if not settings.dry_run:
@@ -350,10 +325,6 @@ def recover(
 
 def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
     """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
-    from gpushare.mig.driver import need_rights
-    from gpushare.mig.on_demand import left_instances, remove_left
-    from gpushare.mig.recover import not_restored, recover, way_forward
-
     left, jobs = ledger.interrupted(), left_instances(host)
     if ledger.running() or (left is None and not jobs and not ledger.not_restored()):
         return (), None, ()
@@ -365,7 +336,7 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | No
     else:
         need_rights(host)
         with ledger.locked():
-            done = (*recover(host, ledger, retry=True), *remove_left(host, ledger))
+            done = (*recover_changes(host, ledger, retry=True), *remove_left(host, ledger))
     lost = not_restored(host, ledger)
     if lost and not done:
         hints = dict.fromkeys(one.remedy for one in lost)
@@ -374,16 +345,12 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | No
 
 
 def _foreseen(host: Host, left: ChangeRecord) -> str:
-    from gpushare.mig.recover import is_complete
-
     if is_complete(host, left):
         return f"'{left.title}' was interrupted but is complete; nothing would be undone"
     return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
 
 
 def _forgotten(host: Host, ledger: MigLedger) -> tuple[str, ...]:
-    from gpushare.mig.recover import accept
-
     if settings.dry_run:
         return () if ledger.running() else accept(host, ledger, dry_run=True)
     with ledger.locked():
@@ -428,11 +395,6 @@ def create(
     NAME` and `mig env NAME` find it even after a reboot. A compute instance (1c.3g.40gb) without a name goes
     into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
     """
-    from gpushare.cli.mig_files import wished
-    from gpushare.mig.ledger import check_name
-    from gpushare.mig.plan import NoPlan
-    from gpushare.mig.planner import plan_add
-
     asked = wished(wish, memory, sm)
     if name is not None:
         check_name(name)
@@ -466,8 +428,6 @@ def destroy(
 
     A UUID means the GPU instance if it has only this compute instance, else the compute instance.
     """
-    from gpushare.mig.planner import plan_destroy
-    from gpushare.mig.target import find_targets
 
     def make(host: Host, ledger: MigLedger) -> MigChange:
         # Names and UUIDs tell the GPU; bare ids do not.
@@ -524,8 +484,6 @@ def apply(
             "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
         )
     words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
-    from gpushare.cli.mig_files import exact_without_file, read_config
-
     if exact and file is None:
         raise exact_without_file()
 
@@ -561,9 +519,6 @@ def _layout_change(
     grants: Mapping[str, Sequence[str]],
 ) -> MigChange:
     """Return the change that gives GPUs exactly a wish, or what the configuration ``named`` says of them."""
-    from gpushare.mig.planner import plan_exact
-    from gpushare.mig.target import difference
-
     gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish, named, exact=exact)
     _need_profiles(gpus, layouts, demands)
     may_go = evicted(evict, layouts)
@@ -577,9 +532,6 @@ def _layout_change(
     modes = {index: demand.mig_enabled for index, demand in demands.items()}
     naming = None
     if names:
-        from gpushare.mig.grant import plan_names
-        from gpushare.mig.wish import in_order
-
         wanted = [
             (one, instance)
             for one, layout in zip(plan.gpus, layouts, strict=True)
@@ -625,8 +577,6 @@ def disable(
 def _switched(
     command: str, gpu: str | None, *, enable: bool, destroy: bool, refresh_cdi: bool, evict: Sequence[str] | None = None
 ) -> Any:
-    from gpushare.mig.planner import plan_exact
-
     def make(host: Host, ledger: MigLedger) -> MigChange:
         gpus, layouts = current(host, gpu)
         may_go = evicted(evict, layouts)
@@ -662,9 +612,6 @@ def change_of(
     naming: Naming | None = None,
 ) -> MigChange:
     """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
-    from gpushare.mig.change import gpu_change, plan_change
-    from gpushare.mig.grant import Naming, name_steps, named, names_step
-
     changes = [
         gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
         for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
@@ -686,12 +633,8 @@ def change_of(
 
 def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
-    from gpushare.host.users import has_records
-
     if not has_records(host, "swap"):
         return
-    from gpushare.memory.swap import BACK, swaps
-
     for one in swaps(host):
         for gpu in gpus:
             if one.state != BACK and one.gpu_uuid == gpu.uuid:
@@ -701,17 +644,10 @@ def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
 def _demands_of_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], named: Config | None, *, exact: bool
 ) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
-    from gpushare.mig.parted import Demand
-    from gpushare.mig.wish import parse_wish
-
     if named is None:
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}, ()
-    from gpushare.base.selection import select
-    from gpushare.cli.mig_files import absent_gpus, demands_of
-    from gpushare.mig.layouts import layouts_of
-
     elsewhere = absent_gpus(named, host)
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
     demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
@@ -778,11 +714,6 @@ def name(
 
 
 def _binding(name: str, instance: str, gpu: str | None) -> Plan:
-    from gpushare.mig.grant import name_taken, names_step
-    from gpushare.mig.ledger import NamedInstance, check_name, names_of
-    from gpushare.mig.target import find_targets
-    from gpushare.plan import Plan
-
     check_name(name)
     host = settings.connect()
     _, layouts = current(host, gpu, named=True)
@@ -818,11 +749,6 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
 
 
 def _forgetting(name: str) -> Plan:
-    from gpushare.mig.grant import names_step
-    from gpushare.mig.ledger import names_of
-    from gpushare.mig.target import need_name
-    from gpushare.plan import Loss, Plan
-
     host = settings.connect()
     found = names_of(host).get(name)
     if found is None:
@@ -862,8 +788,6 @@ def grant(
     Without a grant, every local user can use every instance: MIG isolates memory and SMs, not users. Another grant
     adds a user. Grants are kept with the name, and gpushare applies them again when it recreates the instance.
     """
-    from gpushare.mig.grant import plan_grant
-
     return _carried("mig grant", lambda host: plan_grant(host, name, user))
 
 
@@ -874,16 +798,11 @@ def revoke(
     ] = None,
 ) -> Any:
     """Revoke a user's grant, or all; without grants every local user can use the instance. Needs root."""
-    from gpushare.mig.grant import plan_revoke
-
     return _carried("mig revoke", lambda host: plan_revoke(host, name, user))
 
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
     """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.plan import Plan
-
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NoGpu, no_gpu
-from gpushare.base.selection import check_answers
+from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu
+from gpushare.base.model import Gpu
+from gpushare.base.selection import check_answers, no_mig, select
+from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
+from gpushare.host.host import Host
 from gpushare.inputs import documents, shown_as, text_of
+from gpushare.mig.driver import MigReader
 from gpushare.mig.parted import (
     Config,
     Demand,
     PciIds,
     absent,
+    check_config_name,
     choose,
+    document,
+    exported,
+    file_text,
     for_change,
     idle_entries,
     is_elsewhere,
     parse_parted,
+    placements,
     wishes_for,
 )
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.mig.profile import Layout
-    from gpushare.mig.target import Difference, MigDevice
-    from gpushare.mig.wish import Wish
+from gpushare.mig.profile import Layout
+from gpushare.mig.target import Difference, MigDevice, difference
+from gpushare.mig.wish import Need, Request, Wish, parse_wish
+from gpushare.show.result import Result
 
 
 def add_files(group: typer.Typer) -> None:
@@ -55,9 +61,6 @@ def check(
     With a file, each GPU must match its entry; a GPU without one is not compared, unless -g names it. --exact
     refuses it, as nvidia-mig-parted assert does. Exit code 0: all match; 7: not. Needs no root.
     """
-    from gpushare.base.errors import ExitCode
-    from gpushare.show.result import Result
-
     if bool(wish) == (file is not None) or (config is not None and file is None):
         raise BadUsage(
             "give a wish, or a file", "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME", code="no_wish"
@@ -96,11 +99,6 @@ def export(
     GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
     second YAML document, which apply and check follow.
     """
-    from gpushare.base.selection import no_mig
-    from gpushare.mig.driver import MigReader
-    from gpushare.mig.parted import check_config_name, document, exported, file_text, placements
-    from gpushare.show.result import Result
-
     check_config_name(name)
     host = settings.connect()
     chosen = _gpus(host, gpu)
@@ -132,8 +130,6 @@ def _export_notes(gpus: Sequence[Gpu], layouts: Iterable[Layout]) -> list[str]:
 
 
 def _gpus(host: Host, text: str | None) -> list[Gpu]:
-    from gpushare.base.selection import select
-
     found = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
     if not found:
         raise no_gpu()
@@ -144,11 +140,7 @@ def _demands(
     words: Sequence[str], named: Config | None, gpus: Sequence[Gpu], host: Host, *, all_gpus: bool
 ) -> tuple[Mapping[int, Demand], tuple[str, ...]]:
     """Return what each GPU should have, and notes about the file."""
-    from gpushare.mig.parted import Demand, idle_entries, wishes_for
-
     if named is None:
-        from gpushare.mig.wish import parse_wish
-
         wish = parse_wish(" ".join(words))
         return {gpu.index: Demand(mig_enabled=True, wish=wish) for gpu in gpus}, ()
 
@@ -215,8 +207,6 @@ class MigCheckAnswer:
 
 
 def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
-    from gpushare.mig.target import Difference
-
     problem, difference = _compared(gpu, demand, host)
     difference = difference or Difference()
     compared = demand is not None or strict or gpu.error is not None
@@ -235,9 +225,6 @@ def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> Ch
 
 def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
     """Return what is wrong with a GPU as a whole, and the difference in MIG devices."""
-    from gpushare.mig.driver import MigReader
-    from gpushare.mig.target import difference
-
     if gpu.error is not None:
         return gpu.error, None
     if demand is None:
@@ -296,8 +283,6 @@ def demands_of(
             "; ".join([*why, *absent(config, here), *idle]), "change the file, or drop --exact", code="no_gpu_of_config"
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
-        from gpushare.base.selection import no_mig
-
         raise no_mig(gpus)
     if not demands and named:
         why = [*absent(config, here), *idle] or ["none of them has MIG"]
@@ -332,9 +317,6 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
 
 def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
     """Return the wish, given in words or by need."""
-    from gpushare.base.units import parse_memory_limit
-    from gpushare.mig.wish import Need, Request, parse_wish
-
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:
         raise BadUsage(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.model import MpsDaemon
-from gpushare.base.units import counted, quoted
+from gpushare.base.selection import select_for_change, select_one
+from gpushare.base.units import counted, parse_seconds, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     AskingCommand,
@@ -23,20 +25,28 @@ from gpushare.cli.options import (
     GpuOption,
     Group,
     PriorityOption,
+    carried_out,
     consented,
     gpus_of,
     note,
     settings,
 )
-from gpushare.show.plan import PlanAnswer, with_answer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from gpushare.mps.daemons import FoundDaemon
-    from gpushare.mps.stop import Stop, Stopped
-    from gpushare.plan import Plan
+from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.records import sweep_leftovers, understood_tail
+from gpushare.mps.control import without_questions
+from gpushare.mps.daemons import FoundDaemon, own_daemon
+from gpushare.mps.home import client_environment, home_of, own_home
+from gpushare.mps.limits import LimitOptions, Limits, check_memory
+from gpushare.mps.set import plan_limits
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
+from gpushare.plan import Plan, one_plan
+from gpushare.run.jobs import forget_ended
+from gpushare.run.look import of_gpus
+from gpushare.show.plan import PlanAnswer, plan_result, with_answer
+from gpushare.show.result import Result
+from gpushare.show.status import status_result
+from gpushare.snapshot import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +58,6 @@ class MpsStatusAnswer:
 
 def status(gpu: GpuOption = None) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
-    from dataclasses import replace
-
-    from gpushare.run.look import of_gpus
-    from gpushare.show.status import status_result
-    from gpushare.snapshot import Observer
-
     snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
     # A daemon with unknown GPUs is shown for every GPU.
     chosen = of_gpus(snapshot, gpu)
@@ -92,11 +96,6 @@ def logs(
 
     The daemon logs each question of gpushare, such as those of `gpushare status -w`: they are left out, unless -v is given.
     """
-    from gpushare.base.selection import select_one
-    from gpushare.mps.control import without_questions
-    from gpushare.mps.home import home_of
-    from gpushare.show.result import Result
-
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     homes = [home_of(directory, device.uuid) for directory in host.run_directories]
@@ -138,8 +137,6 @@ _MOST_LINES: Final = _MOST_OF_A_LOG // 100
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    from gpushare.host.records import understood_tail
-
     name = shlex.quote(str(path))
     try:
         return understood_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
@@ -170,12 +167,6 @@ def env(
 
     gpushare does not watch these programs; `gpushare run` also checks that its program is attached.
     """
-    from gpushare.base.selection import select_one
-    from gpushare.mps.daemons import own_daemon
-    from gpushare.mps.home import client_environment
-    from gpushare.mps.limits import Limits, check_memory
-    from gpushare.show.result import Result
-
     limits = Limits.typed(threads, memory, priority)
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
@@ -318,13 +309,6 @@ def start(
     Limits apply to each client process, not to a job: two processes with 4G can use 8G. A thread percentage
     caps the SMs that a client may use; it reserves none.
     """
-    from gpushare.base.selection import select_for_change
-    from gpushare.cli.options import carried_out
-    from gpushare.mps.home import own_home
-    from gpushare.mps.limits import LimitOptions
-    from gpushare.mps.start import plan_start
-    from gpushare.plan import one_plan
-
     wanted = LimitOptions(threads, memory, priority)
     allowed = None if users is None else _users(users)
     host = settings.connect()
@@ -344,8 +328,6 @@ def start(
 
 def _users(text: str) -> tuple[str, ...]:
     """Return the users of --users by name; none for all. Raises NotFound: there is no such user."""
-    from gpushare.host.capabilities import user_id, user_name
-
     if text.strip().lower() == "all":
         return ()
     words = [word.strip() for word in text.split(",")]
@@ -363,13 +345,6 @@ def set_limits(
 
     A running client keeps the limits that it started with, even where the driver accepts new ones for its server.
     """
-    from gpushare.base.selection import select_for_change
-    from gpushare.cli.options import carried_out
-    from gpushare.mps.daemons import own_daemon
-    from gpushare.mps.limits import LimitOptions
-    from gpushare.mps.set import plan_limits
-    from gpushare.plan import one_plan
-
     if threads is None and memory is None and priority is None:
         raise BadUsage("nothing to set", "give --threads, --memory or --priority", code="nothing_to_set")
     wanted = LimitOptions(threads, memory, priority, removable=True)
@@ -404,14 +379,6 @@ def stop(
     When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is named by
     --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that is not yours.
     """
-    from gpushare.base.units import parse_seconds
-    from gpushare.host.records import sweep_leftovers
-    from gpushare.mps.stop import Stop, daemons_to_stop
-    from gpushare.plan import Plan
-    from gpushare.run.jobs import forget_ended
-    from gpushare.show.plan import plan_result
-    from gpushare.show.result import Result
-
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
     if not settings.dry_run:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
-from gpushare.base.units import counted
+from gpushare.base.model import Gpu
+from gpushare.base.selection import select
+from gpushare.base.units import counted, format_duration, parse_seconds
 from gpushare.cli.options import Command, GpuOption, note, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from gpushare.measure.recording import GpuUse, ProcessUse, Recording
+from gpushare.cli.status import interval as checked_interval
+from gpushare.measure.dcgm import read_measured
+from gpushare.measure.observe import header_for
+from gpushare.measure.observe import observe as record
+from gpushare.measure.recording import GpuUse, ProcessUse, Recording, RecordingFile, underused
+from gpushare.show.observe import observe_result
+from gpushare.show.result import jsonable
+from gpushare.show.status import gpu_errors, is_lost
 
 
 def register(app: typer.Typer) -> None:
@@ -51,18 +59,10 @@ def observe(
     """
     if read is not None:
         return _shown(read, given=(to, gpu))
-    from pathlib import Path
-
-    from gpushare.measure.observe import header_for
-    from gpushare.measure.observe import observe as record
-    from gpushare.measure.recording import RecordingFile
-
     length, step = _times(seconds, interval)
     host = settings.connect()
     indexes = None
     if gpu is not None:
-        from gpushare.base.selection import select
-
         devices = select(gpu, host.nvml.identities())
         indexes = [device.gpu.index for device in devices]
         for device in devices:
@@ -78,11 +78,6 @@ def observe(
             # There is no sample yet.
             file.discard()
             raise
-    from dataclasses import replace
-
-    from gpushare.base.model import Gpu
-    from gpushare.show.status import gpu_errors, is_lost
-
     result = _result(recording, path)
     # A lost GPU stays lost; one that was silent for a while has a note.
     errors = gpu_errors(
@@ -92,9 +87,6 @@ def observe(
 
 
 def _times(seconds: str, interval: str) -> tuple[float, float]:
-    from gpushare.base.units import parse_seconds
-    from gpushare.cli.status import interval as checked_interval
-
     length, step = parse_seconds(seconds), checked_interval(interval)
     if length < step:
         raise BadUsage(
@@ -106,17 +98,12 @@ def _times(seconds: str, interval: str) -> tuple[float, float]:
 
 
 def _default_name() -> Path:
-    import time
-    from pathlib import Path
-
     return Path(time.strftime("gpushare-%Y%m%d-%H%M%S.jsonl"))
 
 
 @contextlib.contextmanager
 def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
     """Yield a progress callback: a bar on a terminal, else nothing."""
-    from gpushare.base.units import format_duration
-
     if settings.quiet or not sys.stderr.isatty():
         note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
         yield lambda _done: None
@@ -137,21 +124,14 @@ def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
 
 
 def _shown(read: str, given: tuple[str | None, ...]) -> Any:
-    from gpushare.measure.dcgm import read_measured
-
     if any(one is not None for one in given):
         raise BadCombination(
             "--from cannot be combined with --to or -g", f"show all of the recording: gpushare observe --from {read}"
         )
-    from pathlib import Path
-
     return _result(read_measured(read), Path(read))
 
 
 def _result(recording: Recording, path: Path) -> Any:
-    from gpushare.measure.recording import underused
-    from gpushare.show.observe import observe_result
-
     header = recording.header
     data = {
         "file": str(path),
@@ -176,8 +156,6 @@ def _result(recording: Recording, path: Path) -> Any:
 
 
 def _use_row(use: GpuUse | ProcessUse) -> dict[str, Any]:
-    from gpushare.show.result import jsonable
-
     return {
         "source": use.source,
         "activity": jsonable(use.activity),

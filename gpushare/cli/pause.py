@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final
+import time
+from dataclasses import replace
+from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, carried_out, settings
-from gpushare.pause.record import PausedJob
+from gpushare.host.capabilities import user_name
+from gpushare.host.host import Host
+from gpushare.host.store import MOST_SECONDS, wall_time
+from gpushare.pause.change import JobPause, changing
+from gpushare.pause.record import RUNNING, PausedJob, paused_jobs
+from gpushare.run.jobs import to_pause
 from gpushare.show.plan import PlanAnswer, with_answer
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-
+from gpushare.show.result import Column, Result, Table
 
 LIST: Final = "list"
 
@@ -49,11 +54,6 @@ def pause(
             raise BadCombination("--timeout cannot be combined with list", "gpushare pause JOB --timeout 10m")
         return listed(host)
     seconds = None if timeout is None else _seconds(timeout)
-    from dataclasses import replace
-
-    from gpushare.pause.change import JobPause, changing
-    from gpushare.run.jobs import to_pause
-
     with JobPause(host, to_pause(host, job), seconds) as work:
         result = carried_out(
             "pause",
@@ -62,8 +62,6 @@ def pause(
             locked=lambda: changing(host),
         )
         if work.already:
-            from gpushare.host.store import wall_time
-
             until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
             said = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
         else:
@@ -81,9 +79,6 @@ def pause(
 
 
 def _seconds(text: str) -> float:
-    from gpushare.base.units import parse_seconds
-    from gpushare.host.store import MOST_SECONDS
-
     seconds = parse_seconds(text)
     if not 0.1 <= seconds <= MOST_SECONDS:
         raise BadUsage(
@@ -143,8 +138,6 @@ class PauseListAnswer:
 
 def row(job: PausedJob, host: Host) -> PausedRow:
     """Return a paused job as it is answered."""
-    from gpushare.host.store import wall_time
-
     return PausedRow(
         pid=job.pid,
         name=job.name,
@@ -169,24 +162,17 @@ def row(job: PausedJob, host: Host) -> PausedRow:
 
 
 def _user(uid: int | None) -> str | None:
-    from gpushare.host.capabilities import user_name
-
     return None if uid is None else user_name(uid)
 
 
 def clock(at: float) -> str:
     """Return a time for people: today's without the date."""
-    import time
-
     there, now = time.localtime(at), time.localtime()
     return time.strftime("%H:%M:%S" if there[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", there)
 
 
 def listed(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
-    from gpushare.pause.record import RUNNING, paused_jobs
-    from gpushare.show.result import Column, Result, Table
-
     jobs = [one for one in paused_jobs(host) if one.state != RUNNING or not one.kept(host)]
     rows = tuple(row(job, host) for job in jobs)
     shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)

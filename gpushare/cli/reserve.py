@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, NoPermission, NotFound
+from gpushare.base.errors import BadCombination, BadUsage, InUse, NoPermission, NotFound
+from gpushare.base.model import Gpu, GpuLease
+from gpushare.base.selection import Device, select_for_change
+from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, GpuOption, carried_out, gpus_of, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from gpushare.base.model import Gpu, GpuLease
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.plan import Plan
+from gpushare.cli.options import AskingCommand, GpuOption, carried_out, gpus_of, positive, settings
+from gpushare.host.host import Host
+from gpushare.hostfile.kept import longest_lease
+from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
+from gpushare.plan import Loss, Plan, Step
+from gpushare.show.result import Result
+from gpushare.show.status import lease_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,6 @@ def reserve(
         return _listed(host, gpus_of(host))
     if time is not None and end:
         raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
-    from gpushare.base.selection import select_for_change
-
     devices = select_for_change(gpu, gpus_of(host))
     for one in devices:
         if one.mig is not None:
@@ -68,10 +68,6 @@ def reserve(
 
 def _seconds(host: Host, text: str) -> float:
     """Return how long the lease is. Raises NoPermission: longer than root allows (code ``lease_too_long``)."""
-    from gpushare.base.units import format_duration
-    from gpushare.cli.options import positive
-    from gpushare.hostfile.kept import longest_lease
-
     seconds, most = positive("--for", text, "4h"), longest_lease(host)
     if not host.root and seconds > most:
         raise NoPermission(
@@ -85,11 +81,6 @@ def _seconds(host: Host, text: str) -> float:
 
 
 def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
-    from gpushare.base.errors import InUse
-    from gpushare.base.units import counted, format_duration
-    from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
-    from gpushare.plan import Plan, Step
-
     held, steps, notes = leases(host), [], []
     for one in devices:
         lease = held.get(one.uuid)
@@ -134,10 +125,6 @@ def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
 
 
 def _ending(host: Host, devices: Sequence[Device]) -> Plan:
-    from gpushare.base.units import format_duration
-    from gpushare.memory.leases import end_lease, leases, reserved_words
-    from gpushare.plan import Loss, Plan, Step
-
     held, steps, losses, undo = leases(host), [], [], []
     for one in devices:
         lease = held.get(one.uuid)
@@ -166,10 +153,6 @@ def _ending(host: Host, devices: Sequence[Device]) -> Plan:
 
 
 def _listed(host: Host, gpus: Sequence[Gpu]) -> Any:
-    from gpushare.memory.leases import leases
-    from gpushare.show.result import Result
-    from gpushare.show.status import lease_table
-
     held: Mapping[str, GpuLease] = leases(host)
     found = tuple(held.values())
     return Result(command="reserve", data=LeasesAnswer(leases=found), tables=(lease_table(found, gpus),))

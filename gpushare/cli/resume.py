@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, settings
-from gpushare.cli.pause import PausedRow
-from gpushare.show.plan import PlanAnswer
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.pause.record import PausedJob
-    from gpushare.plan import Plan, Step
+from gpushare.cli.pause import PausedRow, row
+from gpushare.host.host import Host
+from gpushare.host.records import sweep_leftovers
+from gpushare.pause.change import changing, find_paused, resume_step
+from gpushare.pause.record import PausedJob, by_root, paused_jobs
+from gpushare.plan import Plan, Step, one_plan
+from gpushare.show.plan import PlanAnswer, plan_result
 
 
 def register(app: typer.Typer) -> None:
@@ -40,9 +41,6 @@ def resume(
         raise BadCombination("--all cannot be combined with JOB", "gpushare resume --all")
     if not everything and job is None:
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
-    from gpushare.pause.change import changing, find_paused, resume_step
-    from gpushare.pause.record import by_root, paused_jobs
-
     host = settings.connect()
 
     def wanted() -> list[PausedJob]:
@@ -57,14 +55,9 @@ def resume(
         ]
 
     if settings.dry_run:
-        from gpushare.plan import one_plan
-        from gpushare.show.plan import plan_result
-
         with host.open_channels() as control:
             plan = one_plan([_resumed(one, resume_step(host, control, one)) for one in wanted()])
             return plan_result("resume", plan, dry_run=True)
-    from gpushare.host.records import sweep_leftovers
-
     sweep_leftovers(host)
     done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
@@ -89,18 +82,10 @@ class ResumeAnswer(PlanAnswer):
 
 
 def _resumed(job: PausedJob, step: Step) -> Plan:
-    from gpushare.plan import Plan
-
     return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=f"gpushare pause {job.selector}")
 
 
 def _result(host: Host, done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
-    from dataclasses import replace
-
-    from gpushare.cli.pause import row
-    from gpushare.plan import one_plan
-    from gpushare.show.plan import plan_result
-
     plan = one_plan([_resumed(job, step) for job, step in done])
     result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
     return replace(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast, get_args
+from typing import Annotated, Any, Final, NamedTuple, cast, get_args
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
-from gpushare.base.units import format_slice, parse_seconds, quoted
+from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
@@ -25,12 +26,20 @@ from gpushare.cli.options import (
     percentage,
     settings,
 )
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.run.jobs import PrintedRate
-    from gpushare.run.start import Yield
-    from gpushare.run.swapping import SwapWish
+from gpushare.host.host import Host
+from gpushare.memory.limit import parse_budget
+from gpushare.mps.limits import Limits
+from gpushare.run.container import check_engine, demand_own, is_foreign
+from gpushare.run.detach import detach, said, was_started
+from gpushare.run.jobs import PrintedRate, check_job_name, output_path
+from gpushare.run.numbers import check_pattern
+from gpushare.run.program import QueueOptions, RunOptions
+from gpushare.run.start import DETACHED, JobStart, Role, Yield
+from gpushare.run.swapping import SwapWish
+from gpushare.show.result import OutputFormat, Result
+from gpushare.show.text import put
+from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
+from gpushare.timeslice.slices import MOST_US, check_slice
 
 
 def register(app: typer.Typer) -> None:
@@ -144,10 +153,6 @@ def run(
     Starts an MPS daemon if the GPU has none. Ctrl-C ends the program the safe way. The exit code is the program's own,
     or 128 + N if signal N ended it.
     """
-    from gpushare.mps.limits import Limits
-    from gpushare.run.program import QueueOptions, RunOptions
-    from gpushare.run.start import DETACHED, JobStart, Role
-
     if not command:
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
@@ -194,8 +199,6 @@ def run(
         options = replace(options, container=_engine(host, container, role))
     budget = None
     if memory is not None:
-        from gpushare.memory.limit import parse_budget
-
         budget = parse_budget(memory, over)
     leaves = yields == "swap"
     queue = QueueOptions(
@@ -242,12 +245,6 @@ class DetachedAnswer:
 
 def _detached(host: Host, program: str, name: str | None) -> Any:
     """Start the job in the background, and return its name; what keeps it from starting is shown as without -d."""
-    import sys
-
-    from gpushare.run.detach import detach, said, was_started
-    from gpushare.show.result import OutputFormat, Result
-    from gpushare.show.text import put
-
     job = detach(host, settings.words, program, name)
     if job.state == "ended" and job.exit_code and not was_started(host, job):
         document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
@@ -268,8 +265,6 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
 def _name(name: str | None) -> str | None:
     if name is None:
         return None
-    from gpushare.run.jobs import check_job_name
-
     return check_job_name(name)
 
 
@@ -307,9 +302,6 @@ def _rate(host: Host, production: str | None, metric: str | None, *, higher_is_b
     """Return where production prints its speed, or None: in the output that is kept of it."""
     if metric is None or production is None:
         return None
-    from gpushare.run.jobs import PrintedRate, check_job_name, output_path
-    from gpushare.run.numbers import check_pattern
-
     check_pattern("--metric", metric)
     return PrintedRate(str(output_path(host, check_job_name(production))), metric, higher_is_better)
 
@@ -320,8 +312,6 @@ def _engine(host: Host, name: str, role: Any) -> str:
     Raises:
         NotSupported: only root may do with it what is asked for.
     """
-    from gpushare.run.container import check_engine, demand_own, is_foreign
-
     engine = check_engine(name)
     if role.yields == "pause":
         demand_own(engine, host.uid, "a pause")
@@ -404,8 +394,6 @@ def parse_yield(text: str) -> tuple[Yield, str | None]:
     Raises:
         BadUsage: no such way, or one that takes no value (code ``bad_yield``).
     """
-    from gpushare.run.start import Yield
-
     way, equals, value = text.strip().partition("=")
     if way not in get_args(Yield) or (equals and (way not in {"slices", "caps"} or not value)):
         raise BadUsage(
@@ -422,8 +410,6 @@ def parse_swap(text: str) -> SwapWish:
     Raises:
         BadUsage: it is none of them, one is there twice, or a time is wrong (code ``bad_swap``).
     """
-    from gpushare.run.swapping import SwapWish
-
     wish, seen = SwapWish(), set[str]()
     for word in text.split(","):
         when, equals, value = word.strip().partition("=")
@@ -460,9 +446,6 @@ def given_options(
 
 def slice_of(text: str) -> int:
     """Return the time-slice of ``--slice`` in microseconds. Raises BadUsage."""
-    from gpushare.base.units import parse_slice
-    from gpushare.timeslice.slices import MOST_US, check_slice
-
     slice_us = check_slice(parse_slice(text))
     if slice_us > MOST_US:
         raise BadUsage(
@@ -476,8 +459,6 @@ def slice_of(text: str) -> int:
 
 def weight_of(text: str) -> int:
     """Return the time-slice of ``--weight`` in microseconds. Raises BadUsage."""
-    from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
-
     try:
         weight = float(text)
     except ValueError:

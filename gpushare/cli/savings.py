@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
+from gpushare.advice.savings import MOST_GPUS, Price, Savings, Work, known_price
+from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
+from gpushare.base.model import Gpu
+from gpushare.base.selection import select
+from gpushare.base.units import format_duration, parse_memory_limit
 from gpushare.cli.options import Command
-
-if TYPE_CHECKING:
-    from gpushare.advice.savings import Price, Savings, Work
-    from gpushare.measure.recording import GpuUse, Recording
+from gpushare.measure.dcgm import read_measured
+from gpushare.measure.recording import GpuUse, Recording
+from gpushare.show.savings import savings_result
 
 # Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
@@ -57,10 +62,6 @@ def savings(
     or a published one of a known instance type.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
-    from gpushare.advice.savings import savings as save
-    from gpushare.base.units import parse_memory_limit
-    from gpushare.show.savings import savings_result
-
     target = _number("--target-load", target_load, Decimal(100))
     cost = _price(price, instance, _number("--hours", hours, _MOST_HOURS))
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
@@ -85,8 +86,6 @@ _EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
 
 
 def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
-    import re
-
     match = re.fullmatch(r"\s*\$?(\d{1,12}(?:\.\d{1,12})?|\.\d{1,12})\s*%?\s*", text, re.ASCII)
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
@@ -102,8 +101,6 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
 
 
 def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
-    from gpushare.advice.savings import Price, known_price
-
     if price is not None:
         return Price(per_hour=_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
     known = None if instance is None else known_price(instance)
@@ -115,9 +112,6 @@ def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | N
 
 
 def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
-    from gpushare.advice.savings import MOST_GPUS, Work
-    from gpushare.base.units import parse_memory_limit
-
     if gpus is None or load is None or gpu is not None:
         raise BadUsage(
             "-g is only used with --from" if gpu is not None else "the number of GPUs and their load are missing",
@@ -134,10 +128,6 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
 
 
 def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
-    from gpushare.base.model import Gpu
-    from gpushare.base.selection import select
-    from gpushare.measure.dcgm import read_measured
-
     recording = read_measured(read)
     there = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
     chosen = {device.gpu.index for device in select(gpu, there)}
@@ -161,8 +151,6 @@ def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
 
 
 def _work(use: GpuUse) -> Work:
-    from gpushare.advice.savings import Work
-
     activity = use.activity
     return Work(
         name=f"GPU {use.gpu.index}",
@@ -178,8 +166,6 @@ def _capacity(uses: list[GpuUse]) -> int | None:
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
-    from gpushare.base.units import format_duration
-
     notes = [
         f"loads are means of {recording.samples} samples in {format_duration(recording.seconds)}: record a typical period, long enough"
     ]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import signal as signals
 from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.units import quoted
+from gpushare.base.selection import select_one
+from gpushare.base.units import counted, format_bytes, parse_memory_limit, parse_seconds, quoted
 from gpushare.cli.options import AskingCommand, Command, Group, consented, settings
+from gpushare.gpu_models import load_models
+from gpushare.mps.daemons import own_daemon
+from gpushare.plan import Loss, Plan
+from gpushare.show.result import Column, Result, Table
+from gpushare.sim import admin, nvidia_ctk, open_simulated
+from gpushare.sim.admin import add_vgpu, describe, end_process, set_mig
+from gpushare.sim.admin import list_hosts as used_hosts
+from gpushare.sim.faults import KINDS
 
 Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
 
@@ -42,10 +52,6 @@ def fault(
     driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N connections to an MPS daemon are dropped), memory-limits ignored|mib|told-in-mib (driver 615), fail-step N (the Nth modifying
     NVML call from now on fails), crash-step N (the program dies right after the Nth modifying NVML call).
     """
-    from gpushare.show.result import Result
-    from gpushare.sim import admin
-    from gpushare.sim.faults import KINDS
-
     spec = spec_of(None)
     if clear == (kind is not None):
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
@@ -62,9 +68,6 @@ def fault(
 
 def cdi() -> Any:
     """Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs."""
-    from gpushare.show.result import Result
-    from gpushare.sim import nvidia_ctk, open_simulated
-
     host = open_simulated(spec_of(None))
     path = nvidia_ctk.install(host.state_file)
     file = str(host.state_file.directory / path.lstrip("/"))
@@ -100,12 +103,8 @@ def list_hosts(
     models: Annotated[bool, typer.Option("--models", help="List the GPU models that a host can have.")] = False,
 ) -> Any:
     """List the simulated hosts in use, or with --models the GPU models."""
-    from gpushare.show.result import Column, Result, Table
-
     if models:
         return _models()
-    from gpushare.sim.admin import list_hosts as used_hosts
-
     hosts = used_hosts()
     columns = (
         Column(key="spec", title="host", whole=True),
@@ -124,10 +123,6 @@ def list_hosts(
 
 
 def _models() -> Any:
-    from gpushare.base.units import format_bytes
-    from gpushare.gpu_models import load_models
-    from gpushare.show.result import Column, Result, Table
-
     rows = tuple(
         {
             "host": f"sim:{model.short}",
@@ -153,9 +148,6 @@ def _models() -> Any:
 
 def show(host: Spec = None) -> Any:
     """Show the state of a simulated host: GPUs, processes, daemons, faults."""
-    from gpushare.show.result import Result
-    from gpushare.sim.admin import describe
-
     data = describe(spec_of(host))
     return Result(command="sim show", data=data, text=_state_text(data), tables=_state_tables(data))
 
@@ -190,9 +182,6 @@ def _gpu_faults(gpu: dict[str, Any]) -> list[str]:
 
 
 def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
-    from gpushare.base.units import format_bytes
-    from gpushare.show.result import Column, Table
-
     gpus = tuple(
         {
             **gpu,
@@ -240,11 +229,6 @@ def reset(
     everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
 ) -> Any:
     """Delete a simulated host with its processes and state. Real programs on it are left alone."""
-    from gpushare.base.units import counted
-    from gpushare.plan import Loss, Plan
-    from gpushare.show.result import Result
-    from gpushare.sim import admin
-
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
         what = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
@@ -287,11 +271,6 @@ def add(
     A holder is not in NVML's process lists, but keeps a GPU, or with --mig an instance, in use, as DCGM does:
     --holder --name nv-hostengine. With --memory it has allocations, as a profiler does.
     """
-    from gpushare.base.selection import select_one
-    from gpushare.base.units import parse_memory_limit, parse_seconds
-    from gpushare.show.result import Result
-    from gpushare.sim import admin
-
     spec = spec_of(None)
     host = settings.connect()
     gpus = host.nvml.identities()
@@ -304,8 +283,6 @@ def add(
         instance = device.mig.uuid
     environment: dict[str, str] = {}
     if mps:
-        from gpushare.mps.daemons import own_daemon
-
         home, _ = own_daemon(host, device)
         environment["CUDA_MPS_PIPE_DIRECTORY"] = str(home.pipe)
     pid = admin.add_process(
@@ -335,11 +312,6 @@ def end(
     ] = None,
 ) -> Any:
     """End a simulated process, by itself or by a signal, with the consequences under MPS."""
-    import signal as signals
-
-    from gpushare.show.result import Result
-    from gpushare.sim.admin import end_process
-
     number = None
     if signal is not None:
         name = signal.upper().removeprefix("SIG")
@@ -357,9 +329,6 @@ def mig(
     gpu: Gpu = "0",
 ) -> Any:
     """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none: turn MIG off."""
-    from gpushare.show.result import Result
-    from gpushare.sim.admin import set_mig
-
     names = instances or []
     set_mig(spec_of(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
@@ -373,9 +342,5 @@ def vgpu(
     vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
-    from gpushare.base.units import parse_memory_limit
-    from gpushare.show.result import Result
-    from gpushare.sim.admin import add_vgpu
-
     name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
     return Result(command="sim vgpu", data={"uuid": name}, text=name)

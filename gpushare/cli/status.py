@@ -9,7 +9,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage
+from gpushare.base.units import parse_seconds
 from gpushare.cli.options import Command, GpuOption, settings
+from gpushare.run.look import Look
+from gpushare.show.legend import legend_result
+from gpushare.show.live import watch as keep_watching
+from gpushare.show.result import OutputFormat
+from gpushare.show.status import status_result
 
 # The interval of -w without a number.
 _SECONDS: Final = "2"
@@ -51,13 +57,7 @@ def status(
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
     if legend:
-        from gpushare.show.legend import legend_result
-
         return legend_result()
-    from gpushare.run.look import Look
-    from gpushare.show.result import OutputFormat
-    from gpushare.show.status import status_result
-
     host = settings.connect()
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
     whole = Look(host, gpu, strangers=settings.verbose, power=power)
@@ -67,8 +67,6 @@ def status(
 
     if watch is None:
         return look()
-    from gpushare.show.live import watch as keep_watching
-
     # Look once first: a wrong GPU or a missing driver ends the command instead of repeating.
     seconds = interval(watch)
     look()
@@ -77,8 +75,6 @@ def status(
 
 
 def interval(text: str) -> float:
-    from gpushare.base.units import parse_seconds
-
     seconds = parse_seconds(text)
     if seconds < 0.1:
         raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")

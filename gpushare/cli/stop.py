@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, consented, say_step, settings
-
-if TYPE_CHECKING:
-    from gpushare.run.stop import Stopped
+from gpushare.cli.options import AskingCommand, consented, gpus_of, say_step, settings
+from gpushare.host.records import sweep_leftovers
+from gpushare.host.store import MOST_SECONDS
+from gpushare.plan import one_plan
+from gpushare.run.stop import Stop, Stopped, find_target, tidy
+from gpushare.show.plan import plan_result
+from gpushare.show.result import Result
 
 
 def register(app: typer.Typer) -> None:
@@ -38,17 +42,9 @@ def stop(
     (5 s at most) and killed, so that its neighbours survive; a container is stopped by its engine; others get SIGTERM and
     after 10 s SIGKILL. Other users' jobs need root.
     """
-    from gpushare.cli.options import gpus_of
-    from gpushare.plan import one_plan
-    from gpushare.run.stop import Stop, find_target, tidy
-    from gpushare.show.plan import plan_result
-    from gpushare.show.result import Result
-
     seconds = None if grace is None else _seconds(grace)
     host = settings.connect()
     if not settings.dry_run:
-        from gpushare.host.records import sweep_leftovers
-
         # What an earlier one that was killed has left; its jobs may be gone.
         sweep_leftovers(host)
         tidy(host)
@@ -88,9 +84,6 @@ class StopAnswer:
 
 
 def _seconds(text: str) -> float:
-    from gpushare.base.units import parse_seconds
-    from gpushare.host.store import MOST_SECONDS
-
     seconds = parse_seconds(text)
     if seconds > MOST_SECONDS:
         raise BadUsage(f"--grace {text} is longer than 30 days", "give a time: --grace 30s", code="bad_duration")

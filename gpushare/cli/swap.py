@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, or_none
+from gpushare.base.units import format_bytes, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
+from gpushare.host.capabilities import user_name
+from gpushare.host.store import wall_time
+from gpushare.memory.swap import BACK, Swap, swaps
+from gpushare.run.swap_job import back_to_gpu, out_of_gpu
 from gpushare.show.plan import PlanAnswer, with_answer
-
-if TYPE_CHECKING:
-    from gpushare.memory.swap import Swap
+from gpushare.show.result import Column, Result, Table
+from gpushare.show.waiting import waiting_line
 
 group = typer.Typer(
     cls=Group,
@@ -39,8 +43,6 @@ def out(job: JobArgument) -> Any:
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
     jobs that use NCCL or CUDA IPC, which the driver refuses.
     """
-    from gpushare.run.swap_job import out_of_gpu
-
     work = out_of_gpu(settings.connect(), job, note, dry_run=settings.dry_run)
     return _with_job(carried_out("swap out", work.plan), work.swap)
 
@@ -58,10 +60,6 @@ def back_in(
     Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
     nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
     """
-    from gpushare.base.units import parse_seconds
-    from gpushare.run.swap_job import back_to_gpu
-    from gpushare.show.waiting import waiting_line
-
     if wait_timeout is not None and not wait:
         raise BadCombination("--timeout belongs to --wait", "gpushare swap in JOB --wait --timeout 10m")
     seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
@@ -78,10 +76,6 @@ def back_in(
 
 def listed() -> Any:
     """List the jobs that are out: this user's, and those that root has swapped out. Root sees those of all users."""
-    from gpushare.base.units import format_bytes
-    from gpushare.memory.swap import BACK, swaps
-    from gpushare.show.result import Column, Result, Table
-
     host = settings.connect()
     out = [swap for swap in swaps(host) if swap.state != BACK]
     # Without a driver, the list is there all the same.
@@ -150,9 +144,6 @@ class SwapListAnswer:
 
 
 def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
-    from gpushare.host.capabilities import user_name
-    from gpushare.host.store import wall_time
-
     return SwapRow(
         gpu=gpu,
         pid=swap.pid,

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.model import ComputeMode, TimeSlice
-from gpushare.base.units import quoted
+from gpushare.base.selection import Device, select, select_for_change
+from gpushare.base.units import parse_slice, quoted
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, ChangingCommand, Command, GpuOption, Group, gpus_of, settings
+from gpushare.cli.options import (
+    AskingCommand,
+    ChangingCommand,
+    Command,
+    GpuOption,
+    Group,
+    carried_out,
+    gpus_of,
+    settings,
+)
 from gpushare.cli.timeslice_keep import keep
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.plan import Plan
-    from gpushare.show.result import Table
-    from gpushare.timeslice.slices import Reading
+from gpushare.host.host import Host
+from gpushare.host.smi import parse_level, policies_of
+from gpushare.plan import Plan
+from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names
+from gpushare.show.result import Column, Result, Table
+from gpushare.show.status import gpu_errors, silent_word
+from gpushare.snapshot import BLIND
+from gpushare.timeslice.policy import level_of, plan_level, plan_reset
+from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
 group = typer.Typer(
     cls=Group,
@@ -94,10 +106,6 @@ def show(gpu: GpuOption = None) -> Any:
     what default means on this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
     milliseconds. MPS clients share the time-slice of their server.
     """
-    from gpushare.base.selection import select
-    from gpushare.show.result import Column, Result, Table
-    from gpushare.show.status import gpu_errors, silent_word
-
     host = settings.connect()
     try:
         pending = host.policy.start()
@@ -107,8 +115,6 @@ def show(gpu: GpuOption = None) -> Any:
         raise
     gpus = gpus_of(host)
     devices = select(gpu, gpus)
-    from gpushare.host.smi import policies_of
-
     levels = policies_of(pending.result())
     columns = (
         Column(key="gpu", title="GPU", right=True),
@@ -119,8 +125,6 @@ def show(gpu: GpuOption = None) -> Any:
         Column(key="uuid", title="UUID", whole=True, rank=4),
     )
     errors = gpu_errors(device.gpu for device in devices)
-    from gpushare.snapshot import BLIND
-
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     processes = _process_rows(host, devices)
     rows = [
@@ -154,8 +158,6 @@ def show(gpu: GpuOption = None) -> Any:
 
 
 def _notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
-    from gpushare.base.model import ComputeMode
-
     notes = []
     without = [str(row.gpu) for row in rows if row.supported is False]
     if without:
@@ -174,9 +176,6 @@ def _slice(value: Any) -> str:
 
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
-    from gpushare.run.jobs import job_names
-    from gpushare.timeslice.slices import read_slices, slice_records
-
     gpus = {device.gpu.index: device.gpu for device in devices}
     found = [
         (gpu, process)
@@ -223,8 +222,6 @@ def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
 
 
 def _process_table(rows: Sequence[ProcessSlices]) -> Table:
-    from gpushare.show.result import Column, Table
-
     columns = (
         Column(key="gpu", title="GPU", right=True, group=True),
         Column(key="pid", title="PID", right=True),
@@ -291,10 +288,6 @@ def set_level(
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
     lost at a reboot, and running programs may keep the old level.
     """
-    from gpushare.base.selection import select_for_change
-    from gpushare.cli.options import carried_out
-    from gpushare.timeslice.policy import level_of, plan_level
-
     job = _job_of(job, pid)
     if job is not None:
         if gpu is not None or beside_mps:
@@ -320,10 +313,6 @@ def _job_of(job: str | None, pid: str | None) -> str | None:
 
 
 def _set_slice(text: str, job_text: str) -> Any:
-    from gpushare.base.units import parse_slice
-    from gpushare.host.smi import parse_level
-    from gpushare.timeslice.slices import check_slice, plan_slice
-
     if parse_level(text) is not None:
         raise BadCombination(
             f"{quoted(text)} is a level, which is set for a whole GPU",
@@ -341,9 +330,6 @@ def _set_slice(text: str, job_text: str) -> Any:
 
 def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
     """Plan for the processes of a job, and carry it out; again if others than agreed to would be touched."""
-    from gpushare.cli.options import carried_out
-    from gpushare.run.jobs import consent_to, find_job, gpu_processes
-
     host = settings.connect()
     with host.open_channels() as control:
 
@@ -369,11 +355,6 @@ def reset(
 
     Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
     """
-    from gpushare.base.selection import select_for_change
-    from gpushare.cli.options import carried_out
-    from gpushare.timeslice.policy import plan_reset
-    from gpushare.timeslice.slices import plan_restore
-
     job = _job_of(job, pid)
     if job is not None:
         if gpu is not None:

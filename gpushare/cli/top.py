@@ -10,6 +10,9 @@ import typer
 
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import Command, settings
+from gpushare.cli.status import interval as checked_interval
+from gpushare.measure.recording import Samples
+from gpushare.run.look import with_memory
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +31,6 @@ def top(
     ? shows the keys. Each action shows its plan and asks. "-" is unknown, never zero. A GPU that hangs does not freeze
     the screen. It needs Textual: pip install 'gpushare[top]'.
     """
-    from gpushare.cli.status import interval as checked_interval
-    from gpushare.run.look import with_memory
-
     if not _is_terminal():
         raise NotSupported(
             "top draws a screen, and this is not a terminal",
@@ -46,7 +46,6 @@ def top(
 
         reader = Reader(settings.connect(), with_memory)
     else:
-        from gpushare.measure.recording import Samples
         from gpushare.top.replay import Replay
 
         reader = Replay(Samples(replay))

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, OperationFailed
 from gpushare.base.model import Way
-from gpushare.base.units import quoted
-from gpushare.cli.options import Command, gpus_of, settings
+from gpushare.base.selection import Device, select_one
+from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
+from gpushare.cli.options import Command, gpus_of, interrupted, others_note, percentage, positive, settings
+from gpushare.cli.progress import progress_line
+from gpushare.host.host import Host
+from gpushare.host.written_file import create_file
 from gpushare.job_command import JobCommand
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.measure.search import Figures, Search
-    from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult
-    from gpushare.run.results import Tuned
+from gpushare.measure.bench_data import check_new
+from gpushare.measure.metric import parse_metric
+from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
+from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult, profile_of
+from gpushare.measure.tune import tune as measured
+from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
+from gpushare.memory.peaks import digest_of, keep_profile
+from gpushare.run.jobs import check_job_name
+from gpushare.run.results import Tuned, keep_tuned
+from gpushare.show.bench import check_plot
+from gpushare.show.text import put
+from gpushare.show.tune import drawn, factor, share, tune_result
 
 
 def register(app: typer.Typer) -> None:
@@ -128,14 +137,6 @@ def tune(
     Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield pause.
     The peak memory of all jobs and what they use of the GPU are kept for run --wait.
     """
-    from gpushare.base.selection import select_one
-    from gpushare.cli.options import positive
-    from gpushare.measure.metric import parse_metric
-    from gpushare.measure.tune import TuneOptions
-    from gpushare.measure.tune import tune as measured
-    from gpushare.measure.tuned import find_tried
-    from gpushare.run.jobs import check_job_name
-
     check_job_name(name)
     picture = None if plot is None else _picture(plot)
     options = TuneOptions(
@@ -157,16 +158,11 @@ def tune(
 
 
 def _picture(text: str) -> Path:
-    from gpushare.measure.bench_data import check_new
-    from gpushare.show.bench import check_plot
-
     check_plot(text)
     return check_new("--plot", text)
 
 
 def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
-    from gpushare.base.errors import BadCombination
-
     words = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
     wrong = next((word for word in words if word not in {"slices", "caps"}), None)
     if wrong is not None:
@@ -177,8 +173,6 @@ def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
 
 
 def _search(keep: str, p99: str | None, ways: str, caps: str | None) -> Search:
-    from gpushare.measure.search import CAPS_PERCENT, Goal, Search
-
     return Search(
         goal=Goal(keep=_keep(keep), p99_factor=None if p99 is None else _factor(p99)),
         ways=_ways(ways, caps),
@@ -187,8 +181,6 @@ def _search(keep: str, p99: str | None, ways: str, caps: str | None) -> Search:
 
 
 def _percentages(option: str, text: str | None, example: str) -> tuple[float, ...]:
-    from gpushare.base.units import parse_thread_percentage
-
     if text is None:
         return ()
     try:
@@ -200,8 +192,6 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
 
 
 def _window(text: str) -> float:
-    from gpushare.base.units import parse_seconds
-
     seconds = parse_seconds(text)
     if seconds < 0.1:
         raise BadUsage(f"--window {text} is too short to measure in", "give at least 0.1s", code="bad_duration")
@@ -210,8 +200,6 @@ def _window(text: str) -> float:
 
 def words_of(option: str, command: str) -> list[str]:
     """Return the words of a command line as a shell splits them."""
-    import shlex
-
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -224,8 +212,6 @@ def words_of(option: str, command: str) -> list[str]:
 
 
 def _keep(text: str) -> float:
-    from gpushare.cli.options import percentage
-
     return percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep") / 100
 
 
@@ -241,11 +227,6 @@ def _factor(text: str) -> float:
 
 @contextlib.contextmanager
 def _reporter() -> Iterator[TuneReporter]:
-    from gpushare.cli.progress import progress_line
-    from gpushare.measure.tune import TuneReporter
-    from gpushare.show.text import put
-    from gpushare.show.tune import factor, share
-
     terminal = sys.stderr.isatty()
 
     class Lines(TuneReporter):
@@ -273,11 +254,6 @@ def finished(
     host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
 ) -> Any:
     """Keep what was found, and return it as the command's result."""
-    from gpushare.cli.options import others_note
-    from gpushare.measure.tuned import answer, commands, keep_tried, tuned_record
-    from gpushare.run.results import keep_tuned
-    from gpushare.show.tune import tune_result
-
     tuned = tuned_record(host, device, options, result, name)
     data = answer(host, device, options, result, None if tuned is None else name)
     errors = [] if result.stopped is None else [_early(result.stopped)]
@@ -305,9 +281,6 @@ def finished(
 
 
 def _drawn(data: Any, picture: Path | None) -> list[GpushareError]:
-    from gpushare.host.written_file import create_file
-    from gpushare.show.tune import drawn
-
     if picture is None:
         return []
     try:
@@ -321,9 +294,6 @@ def _drawn(data: Any, picture: Path | None) -> list[GpushareError]:
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
     """Keep the peaks and the use of the commands for `gpushare run --wait`; a failure to do so changes nothing."""
-    from gpushare.measure.tune import profile_of
-    from gpushare.memory.peaks import digest_of, keep_profile
-
     single = options.copies == 1 and len(options.opportunistic) == 1
     both = [
         (options.production, profile_of(result.production, result.strangers)),
@@ -377,8 +347,6 @@ def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
 
 
 def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
-    from gpushare.cli.options import interrupted
-
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(

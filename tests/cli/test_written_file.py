@@ -251,7 +251,7 @@ def test_metrics_go_into_the_directory_that_was_looked_at(
         there.symlink_to(elsewhere)
         replace_file(path, text, **more)
 
-    monkeypatch.setattr(records, "replace_file", turned)
+    monkeypatch.setattr("gpushare.cli.metrics.replace_file", turned)
     cli("export", "prometheus", "--textfile", str(there / "gpushare.prom")).ok()
     assert os.listdir(elsewhere) == []
     assert os.listdir(moved) == ["gpushare.prom"]

@@ -627,7 +627,7 @@ def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch
 
         return replace(of_root(state), root=False, uid=1000)
 
-    monkeypatch.setattr(facts, "host_facts", as_user)
+    monkeypatch.setattr("gpushare.cli.advise.host_facts", as_user)
     data = cli("advise", *USERS, host="sim:a100-80gb", output="json").ok().data
     assert [line for line in commands(data) if line.startswith("sudo ")] == ["sudo gpushare mig apply -g 0 '2g.20gb*3'"]
     data = cli("advise", *USERS, "--no-root", host="sim:a100-80gb", output="json").ok().data

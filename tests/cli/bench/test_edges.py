@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
     def full(*_: object) -> None:
         raise OperationFailed("cannot write it: No space left on device", "keep it: -o json > FILE")
 
-    monkeypatch.setattr("gpushare.measure.bench_data.write_bench", full)
+    monkeypatch.setattr("gpushare.cli.bench.write_bench", full)
     answer = cli("-o", "json", "bench", *WAYS, "--to", str(tmp_path / "x.json"), "--", "echo", "rate=2")
     assert answer.code == 1
     assert answer.json["errors"][0]["message"] == "cannot write it: No space left on device"

@@ -79,7 +79,7 @@ def test_root_sets_the_longest_lease(cli: Cli, refused: Callable[..., str], two:
     two.fault("user", 1000)
     two_shared = pytest.MonkeyPatch()
     with two_shared.context() as patched:
-        patched.setattr("gpushare.hostfile.kept.longest_lease", lambda _: 90 * 60.0)
+        patched.setattr("gpushare.cli.reserve.longest_lease", lambda _: 90 * 60.0)
         said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
     assert "longer than 1 h 30 min" in said
 

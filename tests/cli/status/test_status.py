@@ -187,7 +187,7 @@ def test_watch_without_a_number_is_two_seconds(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     seen: list[float] = []
-    monkeypatch.setattr("gpushare.show.live.watch", lambda _look, *, seconds, **_: seen.append(seconds))
+    monkeypatch.setattr("gpushare.cli.status.keep_watching", lambda _look, *, seconds, **_: seen.append(seconds))
     cli("status", *words).ok()
     cli("status", *words[:1], "0.5", *words[1:]).ok()
     assert seen == [2.0, 0.5]

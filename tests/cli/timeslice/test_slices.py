@@ -380,7 +380,7 @@ def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
             world.run("timeslice", "set", "700us", str(pid)).ok()
         return plan
 
-    monkeypatch.setattr(slices, "plan_restore", planned)
+    monkeypatch.setattr("gpushare.cli.timeslice.plan_restore", planned)
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
     assert shown(world, pid)["set_us"] is None
