@@ -66,8 +66,10 @@ def imports_of(importer: str) -> Iterator[Import]:
 
     def visit(node: ast.AST, *, at_load: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             typed = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-            inner = at_load and not typed and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inner = at_load and not typed and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             if isinstance(child, ast.Import | ast.ImportFrom):
                 for module in named(child):
                     yield Import(importer, module, child.lineno, at_load)

@@ -105,10 +105,12 @@ class SimulatedProcesses(Processes):
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its environment, or None when it may not be read (another user's, and not root)."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.environment(pid)
         state = current(self._state_file)
         daemon, server, process = _find(state, pid)
+        if pid < FIRST_SIMULATED_PID:
+            text = self._local.environment(pid)
+            # It is on the GPU before its exec, when /proc still has the environment of gpushare.
+            return text if text is None or process is None else {**text, **process.environment}
         owner = process or server or daemon
         if owner is None or not state.may(owner.uid):
             return None

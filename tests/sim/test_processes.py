@@ -148,6 +148,17 @@ def test_real_processes_are_seen_through(h200: Mps) -> None:
     assert os.getpid() in h200.host.processes.descendants(os.getpid())
 
 
+def test_a_real_program_has_its_environment_before_its_exec_too(h200: Mps) -> None:
+    """Until then /proc has that of gpushare, as here."""
+    client = h200.client()
+    with h200.host.state_file.changed() as state:
+        process = next(process for process in state.processes if process.pid == client.pid)
+        process.pid, process.environment = os.getpid(), {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+    environment = h200.host.processes.environment(os.getpid()) or {}
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
 def test_another_users_process_may_not_be_touched(h200: Mps) -> None:
     pid = admin.add_process("sim:h200")
     admin.set_fault("sim:h200", "user", value="61000")
