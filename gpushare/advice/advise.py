@@ -151,7 +151,7 @@ def _confidence(
             return Confidence.MEDIUM, f"it would be possible if {may[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
     if situation.own_gpu and best.way is Way.WHOLE:
-        return Confidence.HIGH, "each process has a GPU of its own"
+        return Confidence.HIGH, "none of them shares a GPU"
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
     titles = open_titles(changes)
@@ -237,9 +237,6 @@ def _notes(situation: Situation) -> tuple[str, ...]:
     notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in kinds]
     if situation.with_others:
         notes.append("one process belongs to one user: taken as one next to programs of others")
-    sms = max((work.sms or 0 for work in case.workloads), default=0)
-    if gpu.multiprocessors is not None and sms > gpu.multiprocessors:
-        notes.append(f"{sms} SMs are asked for, and {gpu.title} has {gpu.multiprocessors}")
     if gpu.mps_daemons:
         notes.append(f"an MPS daemon already serves GPU {gpu.index}; see: gpushare mps status")
     used = gpu.memory_used_bytes
@@ -417,21 +414,29 @@ def _title_of(advice: Advice) -> str:
     """Return the answer in words: of the whole GPU, whether each has its own or one runs at a time."""
     if advice.best is None:
         return "nothing fits"
+    answers = list(map(_place_of, advice.parts))
+    if len({each.way for each in answers}) > 1:
+        return "; ".join(
+            f"GPU{'' if len(each.gpus) == 1 else 's'} {ranges(each.gpus)}: {each.way_title}" for each in answers
+        )
     if advice.best.way is not Way.WHOLE:
         return advice.best.way.label
     processes = sum(part.situation.placed_processes for part in advice.parts)
+    places = sum(part.situation.places for part in advice.parts)
+    gpus = advice.situation.gpus_each
     if processes == 1:
-        return "the whole GPU"
-    if processes <= len(advice.gpus):
-        return "a GPU for each"
-    return "one at a time, each with the whole GPU"
+        return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
+    if processes <= places:
+        return "a GPU for each" if gpus == 1 else f"{gpus} GPUs for each"
+    return f"one at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
 def _place_of(part: Part) -> Place:
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
-        title = "the whole GPU" if case.processes <= len(part.situation.spread) else "one at a time"
+        own = "the whole GPU" if part.situation.gpus_each == 1 else f"{part.situation.gpus_each} whole GPUs"
+        title = own if case.processes <= part.situation.places else f"one at a time, each with {own}"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 
@@ -466,7 +471,15 @@ def _where(advice: Advice) -> list[str]:
     if len(advice.gpus) < _SEVERAL or advice.situation.together:
         return []
     texts = []
+    if len(advice.parts) == 1 and advice.situation.gpus_each > 1:
+        return []
     for part in advice.parts:
+        if part.situation.gpus_each > 1:
+            gpus = sorted(gpu.index for gpu in part.situation.spread)
+            texts.append(
+                f"{part.situation.placed_processes} with {part.situation.gpus_each} of GPUs {ranges(gpus)} each"
+            )
+            continue
         count, total = part.situation.case.processes, (part.situation.whole or part.situation.case).processes
         gpus = sorted(gpu.index for gpu in part.situation.spread)
         how = "" if len({part.way for part in advice.parts}) == 1 else f" ({_place_of(part).way_title})"
@@ -495,7 +508,7 @@ def _ruled_out(advice: Advice, best: Verdict) -> bool:
 
 def _why_not_together(advice: Advice, best: Verdict) -> list[str]:
     """Return why not several run at the same time, where one at a time wins for want of another way."""
-    waits = advice.situation.placed_processes > len(advice.situation.spread)
+    waits = advice.situation.placed_processes > advice.situation.places
     if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _ruled_out(advice, best):
         return []
     return [f"not possible here: several at the same time ({text})" for text in _nearest(advice, best.way)[:1]]
@@ -522,7 +535,7 @@ def _nearest(advice: Advice, but: Way, given: Sequence[str] = ()) -> list[str]:
 
 def _why_nothing(advice: Advice) -> list[str]:
     whole = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
-    several = advice.situation.several or advice.situation.kept
+    several = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
     return [*whole, *(_nearest(advice, Way.WHOLE, whole) if several else [])] or ["no GPU of this host can do it"]
 
 

@@ -31,6 +31,16 @@ def _wants(*kinds: Isolation) -> Condition:
     return wanted
 
 
+def _gpus_here(s: Situation) -> int:
+    """Return how many GPUs like this one a job may have at the same time, idle or not."""
+    return 1 + sum(gpu.name == s.gpu.name for gpu in s.other_gpus)
+
+
+def _gpus_idle(s: Situation, _: Way) -> str:
+    count = sum(not gpu.processes for gpu in s.spread)
+    return f"{count} {'is' if count == 1 else 'are'} idle"
+
+
 def _replicas(s: Situation) -> int:
     """Return how many replicas the Kubernetes device plugin accepts with MPS on this GPU."""
     capability = s.gpu.compute_capability
@@ -242,6 +252,9 @@ def _pattern(pattern: Pattern) -> Condition:
 
 CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
+    "spans_gpus": lambda s, _: s.gpus_each > 1,
+    "too_few_gpus": lambda s, _: s.gpus_each > _gpus_here(s),
+    "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.spread) and s.gpus_each > 1,
     "in_instance": lambda s, _: s.gpu.instance is not None,
     "mig_capable": lambda s, _: s.gpu.mig_capable,
     "mig_enabled": lambda s, _: s.gpu.mig_enabled,
@@ -351,6 +364,9 @@ def _without_limits(s: Situation, _: Way) -> str:
 WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "name": lambda s, _: s.gpu.name or "this GPU",
     "driver": lambda s, _: s.host.driver,
+    "gpus_each": lambda s, _: s.gpus_each,
+    "gpus_here": lambda s, _: _gpus_here(s),
+    "gpus_idle": _gpus_idle,
     "mode": lambda s, _: "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title,
     "processes": lambda s, way: s.clients_of(way),
     "mps_clients": lambda s, way: s.mps_clients_in(way),

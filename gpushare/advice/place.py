@@ -47,6 +47,8 @@ def place(situation: Situation) -> tuple[Part, ...]:
 
 def _place(situation: Situation) -> tuple[Part, ...]:
     case, idle = situation.case, situation.gpus_to_have
+    if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
+        return _of_several_gpus(situation, idle)
     alone = _part(situation)
     count = case.processes
     if (
@@ -67,6 +69,51 @@ def _place(situation: Situation) -> tuple[Part, ...]:
 
 
 _SEVERAL = 2
+
+
+def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
+    """Return the parts of a case whose jobs have several GPUs each: those first, the others on the GPUs that remain.
+
+    Where there are too few for each workload, all of them share what there is; where too few are idle, they wait.
+    """
+    case, free, parts = situation.case, list(idle), list[Part]()
+    several = sorted((work for work in case.workloads if (work.gpus or 1) > 1), key=lambda work: -(work.gpus or 1))
+    others = tuple(work for work in case.workloads if work not in several)
+    for number, work in enumerate(several):
+        each, after = work.gpus or 1, sum(other.gpus or 1 for other in several[number + 1 :]) + bool(others)
+        kind = max(_kinds(free), key=len, default=[])
+        sets = min(work.processes or 1, (len(kind) - after) // each)
+        if sets < 1 and len(case.workloads) > 1:
+            return (_shared_by_all(situation, idle),)
+        own = situation.on(situation.gpu, replace(case, workloads=(work,)))
+        parts.append(_shared_by_all(own, kind, beside=len(case.workloads) > 1))
+        free = [gpu for gpu in free if gpu not in parts[-1].situation.spread]
+    if others:
+        among = tuple(gpu.index for gpu in free)
+        parts += place(replace(situation, case=replace(case, workloads=others), gpu=free[0], among=among))
+    return tuple(parts)
+
+
+def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
+    """Return the part of jobs that have several GPUs each, on sets of GPUs of one kind; ``beside``: others have GPUs, too."""
+    case, each = situation.case, situation.gpus_each
+    kind = max(_kinds(idle), key=len, default=[])
+    # Those in use count too if there are too few others.
+    gpus = kind if len(kind) >= each else max(_kinds([situation.gpu, *situation.other_gpus]), key=len)
+    jobs = case.processes or 1
+    sets = max(1, min(jobs, len(kind) // each))
+    inside = tuple(replace(work, processes=-(-(work.processes or 1) // sets)) for work in case.workloads)
+    if sets >= jobs:
+        inside = tuple(replace(work, same_user=True) for work in inside)
+    return _part(
+        situation.on(
+            gpus[0],
+            replace(case, workloads=inside),
+            more=gpus[1 : sets * each] if gpus is kind else gpus[1:],
+            whole=case if jobs > 1 else None,
+            own_gpu=sets >= jobs and (jobs > 1 or beside),
+        )
+    )
 
 
 def _part(situation: Situation) -> Part:

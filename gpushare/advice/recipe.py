@@ -125,7 +125,8 @@ class _Steps:
 
     def run(self, what: str, work: Workload, **options: Any) -> None:
         """Add the line of a job, by default on one of the GPUs of the situation."""
-        job = JobCommand(**{"gpu": self.gpu, "program": work.command or "CMD", **options})
+        gpus = None if self.s.gpus_each == 1 else work.gpus
+        job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
         self.lines.append(Line(what, str(job)))
 
     @property
@@ -323,7 +324,7 @@ def _layout(steps: _Steps, s: Situation, way: Way) -> None:
 
 def _run_in_profiles(steps: _Steps, way: Way, names: Sequence[str]) -> None:
     works = steps.s.case.workloads
-    only = steps.gpu if len(steps.s.host.gpus) > 1 and len(steps.s.spread) == 1 else None
+    only = steps.gpu if len(steps.s.host.gpus) > len(steps.s.spread) else None
     counts = steps.s.counts_of_all
     if len(works) == 1:
         # Unequal shares: an instance of its own size for each process.
@@ -620,7 +621,7 @@ def _whole(s: Situation) -> Recipe:
                 steps.say(_which(count, _label(work), "runs already, and stays as it is"))
             else:
                 _alone(steps, work, count)
-        if s.placed_processes > len(s.spread):
+        if s.placed_processes > s.places:
             if not _by_room(s):
                 steps.say("a program that gpushare did not start is not held back")
             steps.measure.append("the total time of all, one after the other: sharing has to beat that")
@@ -648,19 +649,29 @@ def _alone(steps: _Steps, work: Workload, count: int | None) -> None:
     # One process alone needs no more than it needs.
     by_need = by_room or (s.placed_processes == 1 and work.memory is not None)
     memory = _job_memory(s, Way.WHOLE, work) if by_need else _whole_memory(s, work)
-    more = s.placed_processes > len(s.spread)
+    more = s.placed_processes > s.places
     if not more:
-        how = "each gets a GPU of its own" if s.placed_processes > 1 else None
+        own = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
+        how = f"each gets {own}" if s.placed_processes > 1 else None
     elif by_room:
         how = "as many at a time as fit"
     else:
-        how = "one at a time on each GPU" if len(s.spread) > 1 else "one at a time"
+        how = (
+            "one at a time"
+            if s.places == 1
+            else f"{s.places} at a time"
+            if s.gpus_each > 1
+            else "one at a time on each GPU"
+        )
         if s.pair:
             how = "first" if work.role is Role.PRODUCTION else "when production has ended"
     # What can be swapped is not limited by the driver itself.
     swap = by_room and not cannot_leave(s) and Isolation.QUOTA not in s.isolation
-    own: dict[str, Any] = {"swap": "request"} if swap else {"slice": _SLICE if steps.outside_mps else None}
-    steps.run(_which(count, _label(work), how), work, wait=True, memory=memory, **own)
+    way: dict[str, Any] = {"swap": "request"} if swap else {"slice": _SLICE if steps.outside_mps else None}
+    if s.gpus_each > 1:
+        # Jobs on several GPUs run outside MPS by themselves.
+        way = {}
+    steps.run(_which(count, _label(work), how), work, wait=True, memory=memory, **way)
 
 
 def _one_job(steps: _Steps) -> None:
@@ -682,9 +693,9 @@ def _one_job(steps: _Steps) -> None:
 
 def _may_pause(s: Situation) -> bool:
     """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
-    if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or len(s.spread) > 1:
+    if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.places > 1:
         return False
-    return not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused
+    return s.gpus_each > 1 or not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused
 
 
 def _service(work: Workload, number: int) -> str:

@@ -388,7 +388,7 @@ class Situation:
     """A case, the host and GPU that it is to run on, and the table.
 
     ``cap`` is the active thread percentage of an MPS client that was measured to be best (100 means no cap), or None.
-    ``named``: the user chose this GPU, so that no other is used. ``consolidate``: as few GPUs as possible are used.
+    ``among``: the indexes of the GPUs that may be used; none means all. ``consolidate``: as few GPUs as possible are used.
     ``more`` are other GPUs like this one that have a part of the case as large as this one, or one smaller; ``whole`` is
     then the case on all of them. ``own_gpu``: it is one process of several, each of which has a GPU.
     """
@@ -398,7 +398,7 @@ class Situation:
     gpu: GpuFacts
     table: Table
     cap: float | None = None
-    named: bool = False
+    among: tuple[int, ...] = ()
     consolidate: bool = False
     more: tuple[GpuFacts, ...] = ()
     whole: Case | None = None
@@ -408,6 +408,18 @@ class Situation:
     def spread(self) -> tuple[GpuFacts, ...]:
         """Return all GPUs that this answer is for."""
         return (self.gpu, *self.more)
+
+    @cached_property
+    def gpus_each(self) -> int:
+        """Return how many GPUs a job has at the same time: 1 for each of the ranks of one job."""
+        most = max(work.gpus or 1 for work in self.case.workloads)
+        ranks = self.case.processes == most and any(map(self.case.any, ("nccl", "cooperating", "one_application")))
+        return 1 if ranks else most
+
+    @property
+    def places(self) -> int:
+        """Return how many jobs can have their GPUs for themselves at the same time."""
+        return max(1, len(self.spread) // self.gpus_each)
 
     @property
     def counts_of_all(self) -> tuple[int | None, ...]:
@@ -539,16 +551,22 @@ class Situation:
     @cached_property
     def together(self) -> bool:
         needs = ("cooperating", "nccl", "ipc", "one_application")
-        return self.several and not self.pair and any(self.case.any(need) for need in needs)
+        one_job = self.several and not self.pair and self.gpus_each == 1
+        return one_job and any(self.case.any(need) for need in needs)
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other idle ones; only this one if the user named it."""
-        if self.named or self.gpu.instance is not None or self.gpu.processes:
+        """Return this GPU and the other idle ones."""
+        if self.gpu.instance is not None or self.gpu.processes:
             return (self.gpu,)
-        others = (gpu for gpu in self.host.gpus if gpu.index != self.gpu.index)
-        alike = (gpu for gpu in others if bool(gpu.mig_enabled) is bool(self.gpu.mig_enabled))
-        return (self.gpu, *(gpu for gpu in alike if gpu.error is None and gpu.processes == 0))
+        return (self.gpu, *(gpu for gpu in self.other_gpus if gpu.processes == 0))
+
+    @cached_property
+    def other_gpus(self) -> tuple[GpuFacts, ...]:
+        """Return the other GPUs that may be used, idle or not, with MIG on or off as on this one."""
+        allowed = (gpu for gpu in self.host.gpus if gpu.index in self.among or not self.among)
+        others = (gpu for gpu in allowed if gpu.index != self.gpu.index and gpu.error is None)
+        return tuple(gpu for gpu in others if bool(gpu.mig_enabled) is bool(self.gpu.mig_enabled))
 
     @cached_property
     def trusted(self) -> bool:

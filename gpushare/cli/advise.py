@@ -39,7 +39,7 @@ from gpushare.base.errors import (
     no_gpu,
 )
 from gpushare.base.model import Way
-from gpushare.base.selection import Device, select_one
+from gpushare.base.selection import Device, is_any, select_for_change, select_one
 from gpushare.base.units import MIB, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -87,7 +87,7 @@ _PROPERTIES: Final = (
         "Usual properties of jupyter, spark, ci, rendering, hpc, serving or training.",
     ),
     ("--processes", "N", "Number of processes."),
-    ("--gpus", "N", "Number of GPUs that one job has at the same time."),
+    ("--gpus", "N", "GPUs that each job has at the same time; --processes is the number of jobs."),
     (
         "--memory",
         "SIZE",
@@ -183,7 +183,7 @@ def advise(
         typer.Argument(metavar="[CMD...]", help="The program to measure, with --measure.", show_default=False),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: an idle one]")
+        str | None, typer.Option("-g", "--gpu", metavar="SET", help="The GPUs to use: 0, 0-3. [default: all idle ones]")
     ] = None,
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="Workloads from a YAML file; - is stdin.")
@@ -231,22 +231,14 @@ def advise(
         "--timeout": timeout,
     }
     wanted = _wanted(program, command, asked_for, measure=measure, explained=mechanism is not None)
-    if settings.dry_run and not apply and not measure:
-        raise BadCombination(
-            "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
-        )
     explained = None if mechanism is None else way_of(mechanism)
-    if explained is not None and apply:
-        raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
-    sources = [name for name, given in (("--file", file), ("--live", live), ("--from", recording)) if given]
-    if len(sources) > 1:
-        raise BadUsage(f"{' and '.join(sources)} cannot be combined", "give one of them", code="two_sources")
-    if sources and pair != (None, None):
-        raise BadUsage(
-            f"--production and --opportunistic cannot be combined with {sources[0]}",
-            "give each workload its role",
-            code="two_sources",
-        )
+    _check_combinations(
+        [name for name, given in (("--file", file), ("--live", live), ("--from", recording)) if given],
+        pair=pair != (None, None),
+        apply=apply,
+        measure=measure,
+        explained=explained is not None,
+    )
     case = _case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(_production_fills(case, fills))
     host = settings.connect()
@@ -254,9 +246,9 @@ def advise(
         _recover(host)
     state = HostState(host)
     facts = host_facts(state)
-    chosen = _named(state, facts, gpu)
+    chosen, among = _named(state, facts, gpu)
     if case is None:
-        chosen = chosen or _first(facts, lambda one: live and bool(one.processes))
+        chosen = chosen or _first(facts, among, lambda one: live and bool(one.processes))
         seen = (
             case_from_now(host, chosen.index, root=root)
             if recording is None
@@ -264,25 +256,35 @@ def advise(
         )
         case = checked(_production_fills(overlaid(seen, words), fills))
     case = case if destroy is None else replace(case, destroy=destroy)
-    chosen = chosen or _idle_first(case, facts)
-    named = gpu is not None or live or recording is not None or measure
-    situation = Situation(case, facts, chosen, load_table(), named=named, consolidate=consolidate)
+    named = chosen is not None
+    _check_sms(case, facts.gpus if chosen is None else (chosen,))
+    chosen = chosen or _idle_first(case, facts, among)
+    among = (chosen.index,) if named or measure else among
+    situation = Situation(case, facts, chosen, load_table(), among=among, consolidate=consolidate)
     if not no_input and _may_ask(explained=explained is not None):
         situation = asked(with_numbers(situation))
         if not named:
-            situation = replace(situation, gpu=_idle_first(situation.case, facts))
+            situation = replace(situation, gpu=_idle_first(situation.case, facts, among))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advice_for(situation), explained, live=live, apply=apply)
 
 
-def _check_apply(*, apply: bool, measure: bool, explained: bool) -> None:
+def _check_combinations(sources: Sequence[str], *, pair: bool, apply: bool, measure: bool, explained: bool) -> None:
     if settings.dry_run and not apply and not measure:
         raise BadCombination(
             "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
         )
     if explained and apply:
         raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
+    if len(sources) > 1:
+        raise BadUsage(f"{' and '.join(sources)} cannot be combined", "give one of them", code="two_sources")
+    if sources and pair:
+        raise BadUsage(
+            f"--production and --opportunistic cannot be combined with {sources[0]}",
+            "give each workload its role",
+            code="two_sources",
+        )
 
 
 def _production_fills(case: Case, fills: bool | None) -> Case:
@@ -361,29 +363,48 @@ def _recover(host: Host) -> None:
                 note(one)
 
 
-def _named(state: HostState, facts: HostFacts, gpu: str | None) -> GpuFacts | None:
-    """Return the GPU or MIG instance that -g names; None without -g."""
+def _named(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
+    """Return the GPU or MIG instance that -g names, or the indexes of several; none: all."""
     if not facts.gpus:
         raise no_gpu()
     if all(one.error is not None for one in facts.gpus) and gpu is None:
         raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
-    if gpu is None:
-        return None
+    if gpu is None or is_any(gpu):
+        return None, ()
+    devices = select_for_change(gpu, state.gpus)
+    if len(devices) > 1 and all(device.mig is None for device in devices):
+        return None, tuple(device.gpu.index for device in devices)
     device = select_one(gpu, state.gpus)
     whole = next(one for one in facts.gpus if one.index == device.gpu.index)
-    return whole if device.mig is None else instance_facts(state, whole, device.mig)
+    return whole if device.mig is None else instance_facts(state, whole, device.mig), ()
 
 
-def _first(facts: HostFacts, wanted: Callable[[GpuFacts], bool]) -> GpuFacts:
+def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:
+    wanted = max(work.sms or 0 for work in case.workloads)
+    known = [gpu.multiprocessors for gpu in gpus if gpu.multiprocessors is not None]
+    if len(known) == len(gpus) and wanted > max(known):
+        where = gpus[0].title if len(gpus) == 1 else "the largest GPU"
+        raise BadUsage(
+            f"{wanted} SMs are asked for, and {where} has {max(known)}",
+            f"give --sms 1 to {max(known)}",
+            code="bad_count",
+        )
+
+
+def _answering(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
+    return [one for one in facts.gpus if one.error is None and (one.index in among or not among)]
+
+
+def _first(facts: HostFacts, among: Sequence[int], wanted: Callable[[GpuFacts], bool]) -> GpuFacts:
     """Return the first GPU that answers and is wanted, else the first that answers."""
-    answers = [one for one in facts.gpus if one.error is None]
+    answers = _answering(facts, among)
     return next(filter(wanted, answers), answers[0])
 
 
-def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
+def _idle_first(case: Case, facts: HostFacts, among: Sequence[int]) -> GpuFacts:
     """Return the first GPU, idle and uncut ones before others, on which the case has an answer."""
     if case.any("running"):
-        return _first(facts, lambda one: bool(one.processes))
+        return _first(facts, among, lambda one: bool(one.processes))
 
     def in_use(one: GpuFacts) -> tuple[bool, bool, bool]:
         cut = one.layout is not None and bool(one.layout.instances)
@@ -393,7 +414,7 @@ def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
         best = winner(verdicts(Situation(case, facts, one, load_table())))
         return best is None, 0 if best is None else -best.score
 
-    usable = sorted((one for one in facts.gpus if one.error is None), key=in_use)
+    usable = sorted(_answering(facts, among), key=in_use)
     return usable[0] if len(usable) == 1 else min(usable, key=lambda one: (score(one)[0], in_use(one), score(one)[1]))
 
 

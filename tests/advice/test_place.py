@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,21 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             ],
             [([0, 1, 2, 3, 4, 5, 6, 7], "mig", 20)],
         ),
+        # Jobs of several GPUs have them at the same time; others go on the rest.
+        ("4xh100", [{"processes": 3, "gpus": 2, "users": "same"}], [([0, 1, 2, 3], "whole-gpu", 3)]),
+        ("4xh100", [{"processes": 4, "gpus": 4, "needs": "nccl", "users": "same"}], [([0, 1, 2, 3], "whole-gpu", 4)]),
+        ("2xh100", [{"processes": 2, "gpus": 2, "like": "jupyter", "memory": "9G"}], [([0, 1], "timeslice", 2)]),
+        (
+            "8xh100",
+            [{"gpus": 4, "users": "same"}, {"processes": 6, "memory": "4G", **FARM}],
+            [([0, 1, 2, 3], "whole-gpu", 1), ([4, 5, 6, 7], "mps", 6)],
+        ),
+        (
+            "2xh100",
+            [{"gpus": 2, "role": "production"}, {"gpus": 2, "role": "opportunistic"}],
+            [([0, 1], "whole-gpu", 2)],
+        ),
+        ("2xt4,a30", [{"gpus": 3}], [([0, 1], None, 1)]),
         # One process needs one GPU.
         ("4xl4", [{"processes": 1, "memory": "4G"}], [([0], "whole-gpu", 1)]),
     ],
@@ -82,7 +98,26 @@ def test_consolidated_jobs_use_as_few_gpus_as_possible() -> None:
 
 
 def test_a_named_gpu_is_the_only_one() -> None:
-    assert where(placed("8xh100", {"processes": 4, "memory": "2G", **FARM}, named=True)) == [([0], "mps", 4)]
+    assert where(placed("8xh100", {"processes": 4, "memory": "2G", **FARM}, among=(0,))) == [([0], "mps", 4)]
+
+
+def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
+    """Each gets its set, one after the other where there are fewer sets, or waits for GPUs that are in use."""
+    answers = [advice_answer(placed("4xh100", {"processes": count, "gpus": 2, "users": "same"})) for count in (1, 2, 3)]
+    assert [answer.answer for answer in answers] == [
+        "2 whole GPUs",
+        "2 GPUs for each",
+        "one at a time, each with 2 whole GPUs",
+    ]
+    assert answers[2].commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% -- CMD"
+    facts = facts_of("4xh100")
+    busy = replace(facts, gpus=(facts.gpus[0], *(replace(gpu, processes=1) for gpu in facts.gpus[1:])))
+    case = Case(workloads=(workload_of({"gpus": 2}),), root=True)
+    waits = advice_answer(advise(Situation(case, busy, busy.gpus[0], table())))
+    assert waits.conditions == ["of GPUs like that, 1 is idle now: the job waits until it can have 2"]
+    assert waits.commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% -- CMD"
+    mixed = advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 6, "memory": "4G", **FARM}))
+    assert mixed.answer == "GPUs 0-3: 4 whole GPUs; GPUs 4-7: MPS"
 
 
 def test_the_memory_line_is_about_the_gpus_of_the_verdict() -> None:

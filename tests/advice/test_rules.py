@@ -83,6 +83,9 @@ GRAPHICS = "rtx-pro-6000-blackwell"
 
 # rule: the way that it speaks of, where it speaks, where it does not.
 EXAMPLES: dict[str, tuple[str, Example, Example]] = {
+    "several-gpus": ("whole-gpu", four(gpus=2), four()),
+    "several-gpus-one-way": ("mig", four(gpus=2), four()),
+    "too-few-gpus": ("timeslice", four(gpus=2), replace(four(gpus=2), host="2xt4")),
     # vetoes
     "mig-not-there": ("mig", of(host="t4"), of()),
     "mig-needs-root": ("mig", of(facts={"root": False}, root=False), of(facts={"root": True})),
@@ -276,7 +279,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
 }
 RULES = rules()
 # Of several GPUs: tests/advice/test_place.py.
-IDS = sorted({rule.id for rule in RULES} - {"own-gpu"} | {"nothing-to-compare"})
+IDS = sorted({rule.id for rule in RULES} - {"own-gpu", "own-gpus", "several-gpus-in-use"} | {"nothing-to-compare"})
 
 
 def verdict(example: Example, way: str) -> Verdict:
