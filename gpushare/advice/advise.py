@@ -150,7 +150,7 @@ def _confidence(
         if may:
             return Confidence.MEDIUM, f"it would be possible if {may[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
-    if situation.own_gpu and best.way is Way.WHOLE:
+    if all(part.situation.own_gpu and part.way is Way.WHOLE for part in parts):
         return Confidence.HIGH, "none of them shares a GPU"
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
@@ -424,6 +424,8 @@ def _title_of(advice: Advice) -> str:
     processes = sum(part.situation.placed_processes for part in advice.parts)
     places = sum(part.situation.places for part in advice.parts)
     gpus = advice.situation.gpus_each
+    if advice.situation.together:
+        return "one process per GPU"
     if processes == 1:
         return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
     if processes <= places:

@@ -354,7 +354,7 @@ def _parties(s: Situation, way: Way) -> list[tuple[str, Workload, int]]:
         parts = (work.processes or 1) if way is Way.MIG else work.groups or 1
         processes = work.processes or 1
         for part in range(parts):
-            name = _name(work.name or work.user, len(parties) + 1) + (f"-{part + 1}" if parts > 1 else "")
+            name = _name(_label(work) or work.user, len(parties) + 1) + (f"-{part + 1}" if parts > 1 else "")
             parties.append((name, work, max(1, processes // parts + (part < processes % parts))))
     return parties
 

@@ -83,6 +83,9 @@ GRAPHICS = "rtx-pro-6000-blackwell"
 
 # rule: the way that it speaks of, where it speaks, where it does not.
 EXAMPLES: dict[str, tuple[str, Example, Example]] = {
+    "production-milliseconds-apart": ("mig", of({**PAIR[0], "latency": "4ms"}, PAIR[1]), of(*PAIR)),
+    "queue-of-sessions": ("whole-gpu", four(pattern="interactive"), four(pattern="steady")),
+    "ranks-in-turn": ("whole-gpu", short(cooperating=True), short()),
     "several-gpus": ("whole-gpu", four(gpus=2), four()),
     "several-gpus-one-way": ("mig", four(gpus=2), four()),
     "too-few-gpus": ("timeslice", four(gpus=2), replace(four(gpus=2), host="2xt4")),
