@@ -451,7 +451,7 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     """Return why: what cannot be kept comes first, then where the jobs are, what speaks for it, and its conditions."""
     best = advice.best
     if best is None:
-        nearest = next((change for change in advice.changes if change.way is not None), None)
+        nearest = next((change for change in advice.changes if change.way not in {None, Way.FIX}), None)
         more = "" if nearest is None or nearest.way is None else f"; nearest: {nearest.way.label}, if {nearest.text}"
         return [
             f"not possible here: {text}{more if number == 0 else ''}"

@@ -100,14 +100,26 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
     return None if slices is None else slices.why_not
 
 
-def _nearest_sizes(s: Situation, way: Way) -> str:
-    """Return the shares that the chosen profiles come to, if they were chosen by the shares."""
+def _sizes(s: Situation, way: Way) -> tuple[str, str] | None:
+    """Return the shares that the chosen profiles come to and those that are wanted; None if others chose them."""
     slices, shares = s.slices(way), s.shares(way)
     if slices is None or not slices.profiles or not all(share.percent for share in shares):
-        return "choose the profiles nearest to the shares (gpushare mig profiles)"
+        return None
     total = sum(profile.slices for profile in slices.profiles)
     real = ":".join(f"{100 * profile.slices / total:.0f}" for profile in slices.profiles)
-    asked = ":".join(f"{share.percent:g}" for share in shares)
+    return real, ":".join(f"{share.percent:.0f}" for share in shares)
+
+
+def _sizes_are_shares(s: Situation, way: Way) -> bool:
+    sizes = _sizes(s, way)
+    return sizes is not None and sizes[0] == sizes[1]
+
+
+def _nearest_sizes(s: Situation, way: Way) -> str:
+    slices, sizes = s.slices(way), _sizes(s, way)
+    if slices is None or sizes is None:
+        return "choose the profiles nearest to the shares (gpushare mig profiles)"
+    real, asked = sizes
     return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {asked}"
 
 
@@ -279,6 +291,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "instances_to_create": lambda s, way: not s.gpu.mig_enabled or s.free_instances(way) is None,
     "mig_too_small": lambda s, way: _why_no_instances(s, way) is not None,
     "sms_short": lambda s, way: bool(s.short_of_sms(way)),
+    "sizes_are_shares": _sizes_are_shares,
     "more_than_instances": lambda s, _: (
         s.case.parties is not None and s.instances is not None and s.case.parties > s.instances
     ),

@@ -15,7 +15,13 @@ WAYS = {
 }  # fmt: skip
 
 
-FILES = {"held_out.yaml": 60, "held_out_2.yaml": 30, "held_out_3.yaml": 60, "held_out_4.yaml": 24}
+FILES = {
+    "held_out.yaml": 60,
+    "held_out_2.yaml": 30,
+    "held_out_3.yaml": 60,
+    "held_out_4.yaml": 24,
+    "held_out_5.yaml": 68,
+}
 
 
 @pytest.fixture(scope="module", params=FILES)
