@@ -15,9 +15,9 @@ from gpushare.cli.options import AskingCommand, carried_out, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.store import MOST_SECONDS, wall_time
-from gpushare.pause.change import JobPause, changing
+from gpushare.pause.change import changing
 from gpushare.pause.record import RUNNING, PausedJob, paused_jobs
-from gpushare.run.jobs import to_pause
+from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 
@@ -54,7 +54,7 @@ def pause(
             raise BadCombination("--timeout cannot be combined with list", "gpushare pause JOB --timeout 10m")
         return listed(host)
     seconds = None if timeout is None else _seconds(timeout)
-    with JobPause(host, to_pause(host, job), seconds) as work:
+    with pause_of(host, job, seconds) as work:
         result = carried_out(
             "pause",
             work.plan(begin=not settings.dry_run),

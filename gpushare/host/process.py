@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 # A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
+# A program that starts another through more is not followed.
+_MOST_PARENTS: Final = 64
 _MOST_CHARACTERS: Final = 64 << 10
 # rt_sigtimedwait, by machine (asm/unistd.h).
 _SIGTIMEDWAIT: Final = {"x86_64": 128, "aarch64": 137}
@@ -309,6 +311,15 @@ class Processes:
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent (field 4 of ``/proc/PID/stat``), or None."""
         return parent_of(pid)
+
+    def ancestry(self, pid: int) -> Iterator[int]:
+        """Yield a process and those that it descends from, without init; a program that starts very many is not followed."""
+        above: int | None = pid
+        for _ in range(_MOST_PARENTS):
+            if above is None or above <= 1:
+                return
+            yield above
+            above = self.parent(above)
 
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether a signal does not kill the process, but tells it something; None when unknown.

@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, NamedTuple, TypeVar
@@ -57,6 +57,22 @@ class Kept:
     keeper_uid: int | None = field(default=None, compare=False, metadata=NOT_STORED)
 
 
+class Named:
+    """What people call a job: by its name, or else by its first process."""
+
+    pid: int
+    name: str | None
+
+    @property
+    def title(self) -> str:
+        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
+
+    @property
+    def selector(self) -> str:
+        """Return what to type for it."""
+        return self.name or str(self.pid)
+
+
 T = TypeVar("T", bound=Kept)
 
 
@@ -94,6 +110,14 @@ def named_processes(value: Any) -> set[Identity]:
 def any_lives(host: Host, value: Any) -> bool:
     """Return whether a process that a value names still runs."""
     return any(host.processes.identity(process.pid) == process for process in named_processes(value))
+
+
+def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
+    """Return a record with PID and start of its first part that runs, if its own PID is another process's by now."""
+    told: Any = value
+    if host.processes.identity(told.pid) in {None, (told.pid, told.started)}:
+        return value
+    return replace(told, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
 
 
 class _Word:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from gpushare.base.model import MUCH_UNLISTED, ComputeMode
 from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
+from gpushare.host.store import Named
 from gpushare.host.users import has_records
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
 
@@ -67,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reservation(Request):
+class Reservation(Request, Named):
     """A job in the ledger. ``held`` are the devices on which it holds a place; none: it waits."""
 
     claim: Claim
@@ -87,12 +88,7 @@ class Reservation(Request):
         return self.claim.path.name
 
     @property
-    def title(self) -> str:
-        """Return the job for people."""
-        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
-
-    @property
-    def pid(self) -> int:
+    def pid(self) -> int:  # type: ignore[override]
         """Return the PID of its program; of the gpushare that waits or starts it, until there is one."""
         return self.claim.processes[-1].pid
 
@@ -165,7 +161,8 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
         out.add((swap.pid, uid))
         # The nearest one: a job may have been started by another one.
         out |= {
-            (next((pid for pid in ancestry(host, image) if pid in roots), image), uid) for image, _, _ in swap.images
+            (next((pid for pid in host.processes.ancestry(image) if pid in roots), image), uid)
+            for image, _, _ in swap.images
         }
     found = [
         one
@@ -186,7 +183,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
 
 def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
     """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
-    above = set(ancestry(host, os.getpid())) if any(one.held for one in found) else set()
+    above = set(host.processes.ancestry(os.getpid())) if any(one.held for one in found) else set()
     # The first process is its gpushare, the others are the program.
     return [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes[1:])]
 
@@ -422,7 +419,7 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
     roots = {process.pid: one for one in found for process in one.claim.processes}
     owners: dict[int, str] = {}
     for process in processes:
-        for pid in ancestry(host, process.pid):
+        for pid in host.processes.ancestry(process.pid):
             if pid in roots:
                 info = host.processes.describe(process.pid)
                 # A claim that names somebody else's process must not hide that one's memory; root may start it as anybody.
@@ -430,16 +427,6 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
                     owners[process.pid] = roots[pid].id
                 break
     return owners
-
-
-def ancestry(host: Host, pid: int) -> Iterator[int]:
-    """Yield a process and those that it descends from."""
-    above: int | None = pid
-    for _ in range(64):
-        if above is None or above <= 1:
-            break
-        yield above
-        above = host.processes.parent(above)
 
 
 class Place:

@@ -40,7 +40,6 @@ _CLOSE_SHARE: Final = 0.7
 # Without a limit, only the peak is of interest.
 _PEAK_SECONDS: Final = 2.0
 _TOUCH_SECONDS: Final = 20.0
-_FAMILY_DEPTH: Final = 64
 # A driver that does not answer may answer again: only then it is said that the limit is not enforced.
 _UNKNOWN_SECONDS: Final = 2.0
 # What is still there after this time was left behind.
@@ -435,14 +434,9 @@ class JobMemory(Part):
         if self._driver is not None and self._driver.holds(pid):
             self._family.update(known(self._host.processes, [pid]))
             return True
-        above: int | None = pid
-        for _ in range(_FAMILY_DEPTH):
-            if above is None or above <= 1:
-                break
-            if above == self._root or above in self._family:
-                self._family.update(known(self._host.processes, [pid]))
-                return True
-            above = self._host.processes.parent(above)
+        if any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid)):
+            self._family.update(known(self._host.processes, [pid]))
+            return True
         if (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
             self._family.update(known(self._host.processes, [pid]))
             return True

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
-    from gpushare.memory.swap import Keep, OnGpu, Swap
+    from gpushare.memory.swap import Keep, Swap
+    from gpushare.part import JobProcess
 
 FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.
@@ -38,7 +39,7 @@ def check_driver(host: Host) -> None:
         )
 
 
-def check_alone(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
+def check_alone(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     """Raise NotSupported if a job is one rank of several (code ``several_ranks``).
 
     After a move the driver still tells the old PCI address, so NCCL does not find the GPU (NVIDIA/cuda-checkpoint issue 48).
@@ -110,7 +111,7 @@ def move(
     swap: Swap,
     target: Gpu,
     checkpoint: Checkpoint,
-    again: Callable[[], Sequence[OnGpu]],
+    again: Callable[[], Sequence[JobProcess]],
     keep: Keep,
 ) -> Swap:
     """Move a job whose room on ``target`` is reserved; return its record. The caller holds the lock and has the guard.

@@ -25,7 +25,6 @@ from gpushare.memory.ledger import (
     Place,
     Request,
     Reservation,
-    ancestry,
     is_on,
     line_of,
     never_fits,
@@ -118,7 +117,6 @@ def best_first(
 
 # Of more jobs, the rest is only seen in the utilization of the GPU.
 _MOST_LOOKED_UP: Final = 64
-_MOST_PARENTS: Final = 16
 
 
 def _residents(host: Host, line: Line, known: Known) -> Residents:
@@ -135,7 +133,7 @@ def _residents(host: Host, line: Line, known: Known) -> Residents:
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        family = [] if info is None else list(_family(host, process.pid))
+        family = [] if info is None else list(host.processes.ancestry(process.pid))
         families.update(family)
         mine = family if info is not None and info.uid == host.uid and len(commands) < _MOST_LOOKED_UP else []
         found = next(((pid, one) for pid in mine if (one := _command(host, device, pid, known)) is not None), None)
@@ -151,15 +149,6 @@ def _residents(host: Host, line: Line, known: Known) -> Residents:
         coming=0 if blind else len(coming),
         busy_percent=device.gpu.utilization_percent if device.mig is None else None,
     )
-
-
-def _family(host: Host, pid: int | None) -> Iterator[int]:
-    """Yield a process and those above it."""
-    for _ in range(_MOST_PARENTS):
-        if pid is None or pid <= 1:
-            return
-        yield pid
-        pid = host.processes.parent(pid)
 
 
 def _command(host: Host, device: Device, pid: int, known: Known) -> Command | None:
@@ -272,7 +261,7 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
         found = reservations(host)
         if not free or found is None or not devices:
             return free
-        family = {pid for image, _, _ in swap.images for pid in ancestry(host, image)}
+        family = {pid for image, _, _ in swap.images for pid in host.processes.ancestry(image)}
         own = (
             one
             for one in found
@@ -497,7 +486,7 @@ def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[
 def _leased(host: Host, uuid: str) -> int | None:
     """Return the gpushare whose program has an instance alone (`run --mig`); None: nobody, or one that this job is a part of."""
     claim = (live_claims(host) or {}).get(uuid)
-    above = set() if claim is None else set(ancestry(host, os.getpid()))
+    above = set() if claim is None else set(host.processes.ancestry(os.getpid()))
     return None if claim is None or any(process.pid in above for process in claim.processes) else claim.pid
 
 

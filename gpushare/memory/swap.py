@@ -32,11 +32,12 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
-from gpushare.host.store import Kept, Past, RecordStore
+from gpushare.host.store import Kept, Named, Past, RecordStore, named_after_living
 from gpushare.pause.record import paused_since
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.part import Job, JobProcess
 
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
@@ -54,16 +55,6 @@ _END_SECONDS: Final = 30.0
 GPU_MARGIN_BYTES: Final = 256 * MIB
 
 
-class OnGpu(NamedTuple):
-    """A process of a job: its identity, the GPUs that it is on, and the bytes that it holds there."""
-
-    pid: int
-    started: int
-    gpus: tuple[int, ...]
-    memory_bytes: int
-    under_mps: bool
-
-
 class Image(NamedTuple):
     """A process of a job that is out, or on its way: its identity, and the bytes that it holds in host memory or on the GPU."""
 
@@ -73,7 +64,7 @@ class Image(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swap(Kept):
+class Swap(Kept, Named):
     """A job that is out, or on its way. ``images`` are its processes, in the order of leaving.
 
     ``gpu_uuid`` is where it comes back. ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
@@ -94,17 +85,9 @@ class Swap(Kept):
     left_uuid: Shown | None = None
     arrived: Annotated[tuple[Pid, ...], Most(256)] = ()
 
-    @property
-    def title(self) -> str:
-        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
-
     def is_named(self, text: str) -> bool:
         """Return whether this is its name, or the PID of one of its processes."""
         return text in {self.name, str(self.pid), *(str(image.pid) for image in self.images)}
-
-    @property
-    def selector(self) -> str:
-        return self.name or str(self.pid)
 
     @property
     def memory_bytes(self) -> int:
@@ -129,7 +112,9 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     if not all(swap.living(host) for swap in records if swap.keeper_uid is None):
         forget_ended(host)
     here = [
-        _named_after_living(host, replace(swap, images=living)) for swap in records if (living := swap.living(host))
+        named_after_living(host, replace(swap, images=living), living)
+        for swap in records
+        if (living := swap.living(host))
     ]
     counted: list[Swap] = []
     # Where the times are the same, root has put back what its user had taken out.
@@ -140,14 +125,6 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
         if not any(_same(swap, other) for other in counted):
             counted.append(swap)
     return [swap for swap in here if swap in counted]
-
-
-def _named_after_living(host: Host, swap: Swap) -> Swap:
-    """Return it with the PID of a process that runs, if its own is another's by now."""
-    if host.processes.identity(swap.pid) in {None, (swap.pid, swap.started)}:
-        return swap
-    first = swap.images[0]
-    return replace(swap, pid=first.pid, started=first.started)
 
 
 def _is_of_root(host: Host, swap: Swap) -> bool:
@@ -265,7 +242,7 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
-def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
+def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     """Raise unless a job can go out.
 
     Raises:
@@ -299,7 +276,7 @@ def check_out(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
 
     for one in processes:
         free = host.machine.free_memory(one.pid)
-        most = host_bytes(sum(other.memory_bytes for other in processes))
+        most = host_bytes(sum(other.memory_bytes or 0 for other in processes))
         if free is not None and most > free:
             needed, available = format_apart(most, free)
             raise InUse(
@@ -329,7 +306,7 @@ def check_host(host: Host) -> None:
     host.open_checkpoint().demand()
 
 
-def _check_stopped(host: Host, title: str, processes: Sequence[OnGpu]) -> None:
+def _check_stopped(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     off = paused_since(host)
     for process in processes:
         named = f"process {process.pid}"
@@ -360,22 +337,20 @@ def check_continues(host: Host, swap: Swap) -> None:
         raise _stopped(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
 
-def leaving(
-    host: Host, *, pid: int, started: int, name: str | None, uid: int | None, gpu_uuid: str, processes: Sequence[OnGpu]
-) -> Swap:
+def leaving(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]) -> Swap:
     """Return the record of a job that is about to go out, which `go_out` writes."""
-    before = find_swap(host, pid, name)
+    before = find_swap(host, job.pid, job.name)
     return Swap(
-        pid=pid,
-        started=started,
-        name=name,
-        uid=uid,
+        pid=job.pid,
+        started=job.started,
+        name=job.name,
+        uid=job.uid,
         gpu_uuid=gpu_uuid,
         state=LEAVING,
         since=uptime(),
-        images=tuple(Image(process.pid, process.started, process.memory_bytes) for process in processes),
+        images=tuple(Image(process.pid, process.started, process.memory_bytes or 0) for process in processes),
         restored=before is not None and (before.restored or before.state == BACK),
-        path=SWAPS.path(host, pid),
+        path=SWAPS.path(host, job.pid),
     )
 
 
@@ -383,7 +358,7 @@ def go_out(
     host: Host,
     swap: Swap,
     checkpoint: Checkpoint,
-    again: Callable[[], Sequence[OnGpu]] = lambda: (),
+    again: Callable[[], Sequence[JobProcess]] = lambda: (),
     keep: Keep | None = None,
     target_uuid: str | None = None,
 ) -> Swap:
@@ -415,7 +390,7 @@ def go_out(
                 inside.add(pid)
             # Locked, it grows no more. As it was before, the room for its way back could be too small.
             now = again()
-            sizes = {(one.pid, one.started): one.memory_bytes for one in now}
+            sizes = {(one.pid, one.started): one.memory_bytes or 0 for one in now}
             known = tuple(Image(*one[:2], max(one[2], sizes.get(one[:2], 0))) for one in swap.images)
             new = [one for one in now if one.pid not in {image.pid for image in known}]
             if not new and known == swap.images:
@@ -426,7 +401,7 @@ def go_out(
                     "wait until it has started all of them, then try again",
                     code="job_grows",
                 )
-            swap = replace(swap, images=(*known, *(Image(one.pid, one.started, one.memory_bytes) for one in new)))
+            swap = replace(swap, images=(*known, *(Image(one.pid, one.started, one.memory_bytes or 0) for one in new)))
             SWAPS.write(swap)
             if not new:
                 break

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.units import counted, pid_of, quoted
-from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.guard import Guard
 from gpushare.host.identity import uptime
@@ -38,6 +37,7 @@ from gpushare.signals import held_back
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
+    from gpushare.part import Job
 
 
 # What the guard is told once everything is off, and what it answers when it is ready.
@@ -48,36 +48,32 @@ OFF_COMMAND: Final = "(FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manage
 ON_COMMAND: Final = "(FIFO_DISABLE_CHANNELS with bDisable 0)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The job to be paused: its first process, and which processes of it are on GPUs (by PID: whether under MPS)."""
-
-    pid: int
-    started: int
-    name: str | None
-    uid: int | None
-    on_gpu: Callable[[], Mapping[int, bool]]
-    # What somebody else would miss, by the processes that are on GPUs.
-    losses: Callable[[Iterable[int]], Sequence[Loss]] = lambda _: ()
-
-
 class JobPause:
     """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
 
-    ``seconds`` is the time after which the guard resumes it.
+    ``on_gpu`` returns which processes of it are on GPUs (by PID: whether under MPS), ``losses`` what somebody else would miss
+    by those. ``seconds`` is the time after which the guard resumes it.
     """
 
-    def __init__(self, host: Host, target: Target, seconds: float | None) -> None:
-        self._host, self._target, self._pid, self._seconds = host, target, target.pid, seconds
+    def __init__(
+        self,
+        host: Host,
+        job: Job,
+        on_gpu: Callable[[], Mapping[int, bool]],
+        seconds: float | None,
+        losses: Callable[[Iterable[int]], Sequence[Loss]] = lambda _: (),
+    ) -> None:
+        self._host, self._pid, self._seconds = host, job.pid, seconds
+        self._on_gpu, self._losses = on_gpu, losses
         self.job = PausedJob(
-            pid=target.pid,
-            started=target.started,
-            name=target.name,
-            uid=target.uid,
+            pid=job.pid,
+            started=job.started,
+            name=job.name,
+            uid=job.uid,
             state=PAUSING,
             since=uptime(),
             until=None if seconds is None else uptime() + seconds,
-            path=PAUSES.path(host, target.pid),
+            path=PAUSES.path(host, job.pid),
         )
         self._control: ChannelControl | None = None
         self._guard: Guard | None = None
@@ -114,7 +110,7 @@ class JobPause:
             # Both processes load while the rest is looked up. Without a pause, the guard ends with its input.
             self._guard = self._keeper()
         self.control.start()
-        on_gpu = self._target.on_gpu()
+        on_gpu = self._on_gpu()
         refuse_mps(self._host, on_gpu)
         self._find(on_gpu)
         steps = (self._record_step(), *(self._off_step(one) for one in self.job.channels), self._hold_step())
@@ -122,7 +118,7 @@ class JobPause:
             title=f"pause {self.job.title}",
             steps=steps,
             undo=f"gpushare resume {self.job.selector}",
-            consent=tuple(self._target.losses(on_gpu)),
+            consent=tuple(self._losses(on_gpu)),
         )
 
     def _before(self) -> PausedJob | None:
@@ -261,7 +257,7 @@ class JobPause:
 
     def _hold(self) -> None:
         for _ in range(_ROUNDS):
-            new = self._find(self._target.on_gpu())
+            new = self._find(self._on_gpu())
             if not new:
                 break
             write(self.job)

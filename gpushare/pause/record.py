@@ -6,7 +6,7 @@ is removed after the last one is on again.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Final
 
 from gpushare.base.errors import NotSupported
@@ -14,7 +14,7 @@ from gpushare.base.typed import Count, JobName, Most, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.identity import Identity
-from gpushare.host.store import Ahead, Kept, Past, RecordStore, wall_time
+from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living, wall_time
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -30,7 +30,7 @@ RUNNING: Final = "running"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PausedJob(Kept):
+class PausedJob(Kept, Named):
     """A job that is paused, or is about to be, with the channels to be enabled of all its processes.
 
     ``pid`` and ``started`` are its first process. ``since`` and ``until`` are in seconds since boot; ``until`` None: until
@@ -53,16 +53,6 @@ class PausedJob(Kept):
     def ours(self) -> bool:
         """Return whether this user has paused it."""
         return self.keeper_uid is None
-
-    @property
-    def title(self) -> str:
-        """Return the job for people: ``'train' (process 123)``."""
-        return f"'{self.name}' (process {self.pid})" if self.name else f"process {self.pid}"
-
-    @property
-    def selector(self) -> str:
-        """Return what `resume` takes."""
-        return self.name or str(self.pid)
 
     @property
     def pids(self) -> set[int]:
@@ -103,15 +93,8 @@ def write(job: PausedJob) -> None:
 
 def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     """Return the jobs with a record that still run, this user's first; with ``shared`` also root's, and for root others'."""
-    return [_named_after_living(host, job) for job in PAUSES.all(host, shared=shared) if job.lives(host)]
-
-
-def _named_after_living(host: Host, job: PausedJob) -> PausedJob:
-    """Return it with the PID of a process that runs, if its own is another's by now."""
-    if host.processes.identity(job.pid) in {None, (job.pid, job.started)}:
-        return job
-    first = job.living(host)[0]
-    return replace(job, pid=first.pid, started=first.started)
+    jobs = [job for job in PAUSES.all(host, shared=shared) if job.lives(host)]
+    return [named_after_living(host, job, job.living(host)) for job in jobs]
 
 
 def by_root(host: Host) -> set[Identity]:

@@ -27,7 +27,7 @@ from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.store import Kept, Past, RecordStore, any_lives
-from gpushare.part import Part
+from gpushare.part import Job, JobProcess, Part
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.memory.swap import OnGpu
     from gpushare.part import Watched
-    from gpushare.pause.change import Target
+    from gpushare.pause.change import JobPause
 
 
 # The roles of `JobRecord`.
@@ -173,22 +172,14 @@ def is_running(host: Host, record: JobRecord) -> bool:
     return any_lives(host, record)
 
 
-# A program that starts another through that many is not followed.
-_MOST_PARENTS: Final = 16
-
-
 def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
     """Return the names of the running jobs that processes belong to: as their program, or as its descendant."""
     names = {record.pid: record.name for record in records(host) if is_running(host, record)}
     found = {}
     for pid in pids if names else ():
-        parent: int | None = pid
-        for _ in range(_MOST_PARENTS):
-            if parent is None or parent in names:
-                break
-            parent = host.processes.parent(parent)
-        if parent in names:
-            found[pid] = names[parent]
+        first = next((above for above in host.processes.ancestry(pid) if above in names), None)
+        if first is not None:
+            found[pid] = names[first]
     return found
 
 
@@ -399,29 +390,6 @@ class RecordedJob(Part):
 # -- JOB on the command line -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job that runs: its first process, told from a later one with the same PID by its start."""
-
-    pid: int
-    started: int
-    uid: int | None
-    user: str | None
-    # None: it was given by PID and has no name.
-    name: str | None = None
-    role: str | None = None
-    devices: tuple[str, ...] = ()
-
-    @property
-    def title(self) -> str:
-        return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
-
-    @property
-    def selector(self) -> str:
-        """Return what to type for it."""
-        return self.name or str(self.pid)
-
-
 def find_job(host: Host, text: str) -> Job:
     """Return the running job with this name or PID.
 
@@ -443,13 +411,20 @@ def find_job(host: Host, text: str) -> Job:
     info = None if identity is None else host.processes.describe(pid)
     # The start was compared before, the identity read after it: both are of the same process.
     if identity is None or info is None or (record is not None and not is_running(host, record)):
-        raise _no_job_error(host, text)
+        raise no_job_error(host, text)
+    return job_of(host, identity, None if record is None else record.name, record)
+
+
+def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
+    """Return a process as a job; its gpushare tells whose it is if it has just ended, or is about to begin."""
+    info = host.processes.describe(process.pid)
+    if info is None and record is not None and record.supervisor is not None:
+        info = host.processes.describe(record.supervisor.pid)
     return Job(
-        pid=pid,
-        started=identity.started,
-        uid=info.uid,
-        user=info.user,
-        name=None if record is None else record.name,
+        **process._asdict(),
+        uid=None if info is None else info.uid,
+        user=None if info is None else info.user,
+        name=name,
         role=None if record is None else record.role,
         devices=() if record is None else record.devices,
     )
@@ -464,19 +439,20 @@ def _of_a_user(host: Host, name: str) -> JobRecord:
     """
     named = [record for record in JOBS.all(host) if record.keeper_uid and record.name == name]
     if not named:
-        raise _no_job_error(host, name)
+        raise no_job_error(host, name)
     if len(named) > 1:
         pids = ", ".join(str(record.pid) for record in named[:5])
         raise BadUsage(f"{len(named)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
     return named[0]
 
 
-def _no_job_error(host: Host, text: str) -> NotFound:
-    if text.isdecimal():
+def no_job_error(host: Host, text: str) -> NotFound:
+    """Return the error about a job that neither runs nor waits."""
+    if pid_of(text) is not None:
         return no_process(text, "see all: gpushare jobs -a", "no_job")
     names = [record.name for record in records(host) if is_running(host, record)][:5]
     known = f"running jobs: {', '.join(names)}; " if names else ""
-    return NotFound(f"no job '{text}' is running", f"{known}see all: gpushare jobs -a", code="no_job")
+    return NotFound(f"no job '{text}' is running or waiting", f"{known}see all: gpushare jobs -a", code="no_job")
 
 
 def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
@@ -505,19 +481,18 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_foreign(host, action, pids, job.uid))
 
 
-def to_pause(host: Host, text: str) -> Target:
-    """Return the job with this name or PID, as `pause.change.JobPause` takes it. Raises as `find_job` and `consent_to`."""
-    from gpushare.pause.change import Target
+def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
+    """Return the pause of the job with this name or PID. Raises as `find_job` and `consent_to`."""
+    from gpushare.pause.change import JobPause
 
     job = find_job(host, text)
     consent_to(host, job, "pauses")
-    return Target(
-        pid=job.pid,
-        started=job.started,
-        name=job.name,
-        uid=job.uid,
-        on_gpu=lambda: {process.pid: process.under_mps for process in gpu_processes(host, job)},
-        losses=lambda pids: consent_to(host, job, "pauses", pids),
+    return JobPause(
+        host,
+        job,
+        lambda: {process.pid: process.under_mps for process in gpu_processes(host, job)},
+        seconds,
+        lambda pids: consent_to(host, job, "pauses", pids),
     )
 
 
@@ -542,17 +517,6 @@ def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = Non
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobProcess:
-    """A process of a job that is on GPUs; ``gpus`` are their indexes (empty: not known in this PID namespace)."""
-
-    pid: int
-    started: int
-    gpus: tuple[int, ...]
-    # NVML lists it as a client of MPS.
-    under_mps: bool = False
-
-
 def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     """Return the processes of a job's tree that NVML lists as compute processes, on all GPUs.
 
@@ -564,7 +528,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     """
     tree = host.processes.descendants(job.pid)
     if host.processes.identity(job.pid) is None or job.pid not in tree:
-        raise _no_job_error(host, job.selector)
+        raise no_job_error(host, job.selector)
     if host.processes.namespace_is_host() is False:
         gpus: Mapping[int, tuple[tuple[int, ...], bool]] = {
             pid: ((), False) for pid in tree if host.processes.uses_driver(pid)
@@ -572,11 +536,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     else:
         gpus = _on_gpus(host, set(tree))
     identities = {pid: host.processes.identity(pid) for pid in sorted(gpus)}
-    found = tuple(
-        JobProcess(pid=pid, started=one.started, gpus=gpus[pid][0], under_mps=gpus[pid][1])
-        for pid, one in identities.items()
-        if one is not None
-    )
+    found = tuple(JobProcess(pid, one.started, *gpus[pid]) for pid, one in identities.items() if one is not None)
     if not found:
         raise _not_on_gpu_error(host, job)
     return found
@@ -615,13 +575,13 @@ def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], 
     return found
 
 
-def processes_to_swap(host: Host, job: Job) -> list[OnGpu]:
+def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
     """Return the processes of a job on GPUs, with what they hold there.
 
     Raises:
         GpushareError: as `gpu_processes`, and as `check_out`: they cannot go out.
     """
-    from gpushare.memory.swap import OnGpu, check_out
+    from gpushare.memory.swap import check_out
 
     held: dict[int, int] = {}
     found = gpu_processes(host, job)
@@ -629,7 +589,7 @@ def processes_to_swap(host: Host, job: Job) -> list[OnGpu]:
         for process in host.nvml.processes(index) or ():
             if process.memory_used_bytes is not None:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
-    processes = [OnGpu(one.pid, one.started, one.gpus, held.get(one.pid, 0), one.under_mps) for one in found]
+    processes = [one._replace(memory_bytes=held.get(one.pid, 0)) for one in found]
     check_out(host, job.title, processes)
     for gpu in (host.nvml.gpu(index) for one in found[:1] for index in one.gpus):
         if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:

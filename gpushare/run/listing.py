@@ -37,8 +37,6 @@ RUNNING: Final = "running"
 WAITING: Final = "waiting"
 PAUSED: Final = "paused"
 ENDED: Final = "ended"
-# A program that starts another through that many is not followed.
-_MOST_PARENTS: Final = 16
 
 
 def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, most_ended: int = 10) -> list[ListedJob]:
@@ -104,12 +102,7 @@ class _Present:
 
     def _root(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
-        parent: int | None = pid
-        for _ in range(_MOST_PARENTS):
-            if parent is None or parent in self._records:
-                break
-            parent = self._host.processes.parent(parent)
-        return parent if parent in self._records else None
+        return next((above for above in self._host.processes.ancestry(pid) if above in self._records), None)
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""

@@ -32,8 +32,9 @@ from gpushare.memory.swap import (
     lost,
     taken_over,
 )
+from gpushare.part import Job
 from gpushare.plan import Plan, Step
-from gpushare.run.jobs import Job, consent_to, find_job, job_names, processes_to_swap
+from gpushare.run.jobs import consent_to, find_job, job_names, processes_to_swap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,16 +204,7 @@ class Mover:
         move.check_alone(self._host, job.title, processes)
         source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
         source = self._of(None if source is None else source.uuid, job)
-        gone = leaving(
-            self._host,
-            pid=job.pid,
-            started=job.started,
-            name=job.name,
-            uid=job.uid,
-            gpu_uuid=source.uuid or "",
-            processes=processes,
-        )
-        return gone, source
+        return leaving(self._host, job, source.uuid or "", processes), source
 
     def _of(self, uuid: str | None, job: Job) -> Gpu:
         gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)

@@ -123,7 +123,10 @@ class Activity:
 
 
 class ProductionJob:
-    """A production job by PID and start time; with a name also those that follow it under this name."""
+    """A production job by PID and start time; with a name also those that follow it under this name.
+
+    ``under_mps``: it is a client of the device's MPS daemon.
+    """
 
     def __init__(
         self,
@@ -132,12 +135,16 @@ class ProductionJob:
         pid: int,
         started: int,
         name: str | None = None,
+        *,
+        under_mps: bool = False,
     ) -> None:
-        self._host, self._device, self._name = host, device, name
+        self._host, self._device, self.name, self.under_mps = host, device, name, under_mps
+        # For people.
+        self.title = f"process {pid}" if name is None else f"'{name}'"
         self._is(pid, started)
 
     def _is(self, pid: int, started: int) -> None:
-        self.pid, self._started = pid, started
+        self.pid, self.started = pid, started
         self._activity = Activity(self._host, self._device, pid)
 
     def active(self) -> bool:
@@ -146,8 +153,8 @@ class ProductionJob:
 
     def lives(self) -> bool:
         """Return whether it runs. If it was started again under its name, follow the new process."""
-        here = self._host.processes.identity(self.pid) == (self.pid, self._started)
-        return here or (self._name is not None and self._follow(self._name))
+        here = self._host.processes.identity(self.pid) == (self.pid, self.started)
+        return here or (self.name is not None and self._follow(self.name))
 
     def _follow(self, name: str) -> bool:
         found = find_record(self._host, name)

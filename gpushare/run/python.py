@@ -120,10 +120,10 @@ class Job:
 
     def pause(self, seconds: float | None = None) -> None:
         """Take it off the GPU, until `resume` or for this time. Raises GpushareError."""
-        from gpushare.pause.change import JobPause, changing
-        from gpushare.run.jobs import to_pause
+        from gpushare.pause.change import changing
+        from gpushare.run.jobs import pause_of
 
-        with JobPause(self._host, to_pause(self._host, self.name), seconds) as work, changing(self._host):
+        with pause_of(self._host, self.name, seconds) as work, changing(self._host):
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:

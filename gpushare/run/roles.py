@@ -19,7 +19,7 @@ from gpushare.part import Part
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
-from gpushare.run.production import UnseenWork
+from gpushare.run.production import ProductionJob, UnseenWork
 from gpushare.run.results import Tuned, find_tuned
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.part import Watched
-    from gpushare.run.production import ProductionJob
 
 
 # Next to four different production jobs on an H200, this cap ended the harm wherever any cap did.
@@ -50,26 +49,14 @@ def daemon_cap(host: Host, device: Device) -> float | None:
     return cap if cap is not None and cap < 100 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparedProcess:
-    """A production job that runs now: its program, and whether it is a client of the device's MPS daemon."""
-
-    pid: int
-    started: int
-    title: str
-    under_mps: bool
-    # None: it was given by PID.
-    name: str | None = None
-
-
-def spared_process(host: Host, device: Device, target: str | None) -> SparedProcess | None:
+def spared_process(host: Host, device: Device, target: str | None) -> ProductionJob | None:
     """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
     number = None if target is None else pid_of(target)
     if target is not None and number is not None:
         process = host.processes.identity(number) if number else None
         if process is None:
             raise no_process(target, code="no_process")
-        (pid, started), title, name = process, f"process {target}", None
+        pid, started, name = *process, None
     else:
         production = find_spared(host, device, target)
         if production is None or not is_running(host, production):
@@ -82,8 +69,8 @@ def spared_process(host: Host, device: Device, target: str | None) -> SparedProc
                 code="other_device",
             )
         name = production.name
-        pid, started, title = production.pid, production.started, f"'{name}'"
-    return SparedProcess(pid=pid, started=started, title=title, name=name, under_mps=is_under_mps(host, device, pid))
+        pid, started = production.pid, production.started
+    return ProductionJob(host, device, pid, started, name, under_mps=is_under_mps(host, device, pid))
 
 
 def is_under_mps(host: Host, device: Device, pid: int) -> bool:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
     from gpushare.run.mig import OutlookOnPlaces
     from gpushare.run.plain import PlainShare
+    from gpushare.run.production import ProductionJob
     from gpushare.run.program import QueueOptions, Run, RunOptions
     from gpushare.run.queued import Queued
-    from gpushare.run.roles import SparedProcess
     from gpushare.run.share import Share
 
 
@@ -633,7 +633,7 @@ class JobStart:
             raise _no_production_error([device])
         return self._capped(device, options)
 
-    def _by_slices(self, device: Device, process: SparedProcess | None) -> bool:
+    def _by_slices(self, device: Device, process: ProductionJob | None) -> bool:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
         from gpushare.base.model import Way
         from gpushare.run.group import why_not
@@ -674,13 +674,12 @@ class JobStart:
         self,
         device: Device,
         options: RunOptions,
-        process: SparedProcess | None,
+        process: ProductionJob | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
         from gpushare.base.model import Way
         from gpushare.base.units import format_slice
         from gpushare.run.group import DEFAULT_US, AdaptedSlice, GroupSlice
-        from gpushare.run.production import ProductionJob
         from gpushare.run.roles import PauseForProduction, spare
         from gpushare.run.share import MpsShare
 
@@ -690,10 +689,9 @@ class JobStart:
         title = "production" if process is None else process.title
         group, adapted = GroupSlice(self.host, device, slice_us, title, self.role.keep), None
         if process is not None:
-            production = ProductionJob(self.host, device, process.pid, process.started, process.name)
-            group.instead = PauseForProduction(self.host, production)
+            group.instead = PauseForProduction(self.host, process)
             if self.role.keep is not None:
-                adapted = AdaptedSlice(group, production, _source(self.host, process), self.role.keep, title)
+                adapted = AdaptedSlice(group, process, _source(self.host, process), self.role.keep, title)
         for text in spared.notes:
             self.say(text)
         how = (
@@ -710,12 +708,11 @@ class JobStart:
         return self._carry_out(share, options, *parts, slice_us=slice_us)
 
     def _paused(
-        self, device: Device, options: RunOptions, process: SparedProcess, several: PlainShare | None = None
+        self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
     ) -> Any:
         """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
         from gpushare.run.pause import checkpoint_of
         from gpushare.run.plain import PlainShare
-        from gpushare.run.production import ProductionJob
         from gpushare.run.roles import NOT_PROTECTED, PauseForProduction
         from gpushare.run.share import MpsShare
 
@@ -740,9 +737,8 @@ class JobStart:
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
         if mps:
             self.say(NOT_PROTECTED)
-        production = ProductionJob(self.host, device, process.pid, process.started, process.name)
         pause = PauseForProduction(
-            self.host, production, checkpoint, recorder, process.title, by_channels=not mps, say=self.say
+            self.host, process, checkpoint, recorder, process.title, by_channels=not mps, say=self.say
         )
         share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
@@ -751,13 +747,12 @@ class JobStart:
         self,
         device: Device,
         options: RunOptions,
-        process: SparedProcess | None,
+        process: ProductionJob | None,
         several: PlainShare | None = None,
     ) -> Any:
         """Run a job that is ended while production works, and started again when it rests."""
         from gpushare.run.jobs import RecordedJob
         from gpushare.run.plain import PlainShare
-        from gpushare.run.production import ProductionJob
         from gpushare.run.roles import NOT_PROTECTED, spare
         from gpushare.run.share import MpsShare, check_program
         from gpushare.run.yielding import Yielding
@@ -784,7 +779,6 @@ class JobStart:
         options = replace(options, limits=limits)
         if self.dry_run:
             return start(options)
-        production = ProductionJob(self.host, device, process.pid, process.started, process.name)
         record = self._record((device,) if several is None else several.devices, options, None, mps=mps)
         # While it waits for production to rest, it is a job too.
         job = RecordedJob(self.host, device, record, options.container or self.command[0])
@@ -792,9 +786,7 @@ class JobStart:
         job.open()
         options = replace(options, name=job.record.name, stays=True)
         try:
-            return Yielding(
-                production=production, title=process.title, options=options, start=start, say=self.say
-            ).run()
+            return Yielding(production=process, title=process.title, options=options, start=start, say=self.say).run()
         finally:
             job.close()
 
@@ -862,7 +854,7 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
             )
 
 
-def _outside_mps_error(process: SparedProcess | None) -> InUse:
+def _outside_mps_error(process: ProductionJob | None) -> InUse:
     title = process.title if process is not None else "production"
     return InUse(
         f"{title} runs outside MPS, where a cap does not protect it",
@@ -871,7 +863,7 @@ def _outside_mps_error(process: SparedProcess | None) -> InUse:
     )
 
 
-def _under_mps_error(process: SparedProcess) -> InUse:
+def _under_mps_error(process: ProductionJob) -> InUse:
     return InUse(
         f"{process.title} runs under MPS, where all clients share one time-slice",
         f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
@@ -879,7 +871,7 @@ def _under_mps_error(process: SparedProcess) -> InUse:
     )
 
 
-def _source(host: Host, process: SparedProcess) -> Callable[[], PrintedRate | None]:
+def _source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
     """Return what finds out where production prints its speed, also after it was started again.
 
     Raises:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.base.errors import BadUsage, NotFound, OperationFailed, no_process
+from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
@@ -27,12 +27,22 @@ from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Client, Drain, Ending, find_clients, meter_of, read_state, serves
+from gpushare.part import Job
 from gpushare.pause.change import jobs_of
 from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
-from gpushare.run.jobs import Job, PastJob, check_job_name, consent_to, forget_ended, job_names, keep_past
+from gpushare.run.jobs import (
+    PastJob,
+    check_job_name,
+    consent_to,
+    forget_ended,
+    job_names,
+    job_of,
+    keep_past,
+    no_job_error,
+)
 from gpushare.run.listing import running_records
 
 if TYPE_CHECKING:
@@ -97,11 +107,11 @@ def find_target(host: Host, text: str) -> Target:
     want = _one_waiting(host, text, number)
     if want is not None:
         first = want.claim.processes[0]
-        return Target(job=_job(host, first, want.name), supervisor=first, waits=True)
+        return Target(job=job_of(host, first, want.name), supervisor=first, waits=True)
     process = host.processes.identity(number) if number else None
     if process is None:
-        raise _no_job(host, text)
-    return Target(job=_job(host, process, None))
+        raise no_job_error(host, text)
+    return Target(job=job_of(host, process, None))
 
 
 def _one_record(host: Host, text: str, number: int | None) -> JobRecord | None:
@@ -140,7 +150,7 @@ def _of_record(host: Host, record: JobRecord) -> Target:
     if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
         supervisor = None
     return Target(
-        job=_job(host, Identity(record.pid, record.started), record.name, record),
+        job=job_of(host, Identity(record.pid, record.started), record.name, record),
         supervisor=supervisor,
         orphan=supervisor is None,
         record=record,
@@ -150,30 +160,6 @@ def _of_record(host: Host, record: JobRecord) -> Target:
 def _uid(host: Host, pid: int) -> int | None:
     info = host.processes.describe(pid)
     return None if info is None else info.uid
-
-
-def _job(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
-    info = host.processes.describe(process.pid)
-    if info is None and record is not None and record.supervisor is not None:
-        # Its program has just ended, or is about to begin.
-        info = host.processes.describe(record.supervisor.pid)
-    return Job(
-        pid=process.pid,
-        started=process.started,
-        uid=None if info is None else info.uid,
-        user=None if info is None else info.user,
-        name=name,
-        role=None if record is None else record.role,
-        devices=() if record is None else record.devices,
-    )
-
-
-def _no_job(host: Host, text: str) -> NotFound:
-    if pid_of(text) is not None:
-        return no_process(text, "see what is running: gpushare jobs -a", "no_job")
-    names = [record.name for record in running_records(host)][:_MOST_NAMED]
-    running = f"running jobs: {', '.join(names)}; " if names else ""
-    return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
 
 
 def tidy(host: Host) -> None:

@@ -21,6 +21,7 @@ from gpushare.base.errors import (
 from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
+from gpushare.host.identity import Identity
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.room import back_bytes, outlook, outlook_text, repair_first, room_kept, wait_for_room
@@ -47,7 +48,7 @@ from gpushare.memory.swap import (
     taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
-from gpushare.run.jobs import Job, consent_to, find_job, processes_to_swap
+from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -101,15 +102,7 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
             gpu=gpu.index,
             code="mig_enabled",
         )
-    swap = leaving(
-        host,
-        pid=found.pid,
-        started=found.started,
-        name=found.name,
-        uid=found.uid,
-        gpu_uuid=gpu.uuid,
-        processes=processes,
-    )
+    swap = leaving(host, found, gpu.uuid, processes)
     done: list[Swap] = []
 
     def act() -> None:
@@ -252,14 +245,7 @@ def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int,
 def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
     """Return what to ask before another user's job comes back, as root."""
     pids = [pid for pid, _, _ in swap.living(host)]
-    info = host.processes.describe(pids[0]) if pids else None
-    job = Job(
-        pid=swap.pid,
-        started=swap.started,
-        uid=None if info is None else info.uid,
-        user=None if info is None else info.user,
-        name=swap.name,
-    )
+    job = job_of(host, Identity(pids[0] if pids else swap.pid, swap.started), swap.name)
     return consent_to(host, job, "swaps in", pids)
 
 

@@ -23,7 +23,6 @@ from gpushare.memory.ledger import (
     Place,
     Request,
     Reservation,
-    ancestry,
     line_of,
     owners_of,
     reservations,
@@ -622,15 +621,7 @@ class Swapping(Part):
         job = find_job(self._host, str(self._pid))
         processes = processes_to_swap(self._host, job)
         check_alone(self._host, job.title, processes)
-        swap = leaving(
-            self._host,
-            pid=job.pid,
-            started=job.started,
-            name=job.name,
-            uid=job.uid,
-            gpu_uuid=self._device.uuid,
-            processes=processes,
-        )
+        swap = leaving(self._host, job, self._device.uuid, processes)
         place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)))
         try:
             # Not in the line: it leaves as much room as it takes, and to a job before it.
@@ -756,7 +747,7 @@ class Swapping(Part):
         if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
             return 0
         images = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
-        comes_back = any(first.claim.pid in ancestry(self._host, pid) for pid in images)
+        comes_back = any(first.claim.pid in self._host.processes.ancestry(pid) for pid in images)
         return 0 if comes_back else first.memory_bytes
 
     def _later_bytes(self, line: Line, own: str | None) -> int:
@@ -797,15 +788,7 @@ class Swapping(Part):
 
     def _leave(self) -> None:
         job = find_job(self._host, str(self._pid))
-        swap = leaving(
-            self._host,
-            pid=job.pid,
-            started=job.started,
-            name=job.name,
-            uid=job.uid,
-            gpu_uuid=self._device.uuid,
-            processes=processes_to_swap(self._host, job),
-        )
+        swap = leaving(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
         began = self._clock()
         with self._swapping():
             self._swap = go_out(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.typed import Count, JobName, Pid
@@ -24,6 +24,7 @@ from gpushare.plan import Loss, Plan, Step
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels, Group
     from gpushare.host.host import Host
+    from gpushare.part import JobProcess
 
 T = TypeVar("T")
 # The slices that a user may set.
@@ -31,19 +32,6 @@ LEAST_US: Final = 20
 MOST_US: Final = 30_000
 # A process may make or close contexts between a look and a call.
 _TRIES: Final = 3
-
-
-class OnGpu(Protocol):
-    """A process on a GPU; ``started`` is in clock ticks since boot."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def started(self) -> int: ...
-
-    @property
-    def under_mps(self) -> bool: ...
 
 
 def check_slice(microseconds: int) -> int:
@@ -162,7 +150,7 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-def find_channels(host: Host, control: ChannelControl, process: OnGpu, *, probe: bool = True) -> Channels:
+def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, probe: bool = True) -> Channels:
     """Scan a process whose slice is to be set. Without a probe nothing is written.
 
     Raises:
@@ -265,7 +253,7 @@ def plan_slice(
     control: ChannelControl,
     title: str,
     selector: str,
-    processes: Sequence[OnGpu],
+    processes: Sequence[JobProcess],
     microseconds: int,
     *,
     consent: Sequence[Loss] = (),
@@ -345,7 +333,7 @@ def plan_restore(
     control: ChannelControl,
     title: str,
     selector: str,
-    processes: Sequence[OnGpu],
+    processes: Sequence[JobProcess],
     *,
     consent: Sequence[Loss] = (),
     probe: bool = True,

@@ -15,7 +15,7 @@ from gpushare.base.model import Gpu, GpuProcess, MigInstance
 from gpushare.base.selection import Device
 from gpushare.base.units import GIB, MIB
 from gpushare.host.identity import Identity
-from gpushare.host.process import ProcessInfo
+from gpushare.host.process import Processes, ProcessInfo
 from gpushare.memory.limit import MARK, JobMemory, MemoryAction
 
 
@@ -46,6 +46,9 @@ class Told:
 
     def parent(self, pid: int) -> int | None:
         return self.parents.get(pid)
+
+    def ancestry(self, pid: int) -> Any:
+        return Processes.ancestry(self, pid)  # type: ignore[arg-type]
 
     def alive(self, pid: int, _started: int | None = None) -> bool:
         return pid in self.parents

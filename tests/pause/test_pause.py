@@ -16,8 +16,9 @@ from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.users import has_records
+from gpushare.part import Job
 from gpushare.pause import change as module
-from gpushare.pause.change import JobPause, Target, changing, find_paused, free, resume_to_end
+from gpushare.pause.change import JobPause, changing, find_paused, free, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
 from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_since, write
 from gpushare.plan import NotUndone, carry_out
@@ -93,16 +94,21 @@ class Paused:
     def off(self) -> list[bool]:
         return [self.world.process(pid).channels_off == OFF for pid in self.pids]
 
-    def target(self, count: int = 2) -> Target:
+    def pause_of(self, *counts: int, seconds: float | None = None, host: Host | None = None) -> JobPause:
         first = self.host.processes.identity(self.pids[0])
         assert first is not None
-        return Target(
-            pid=self.pids[0], started=first.started, name="train", uid=0,
-            on_gpu=lambda: dict.fromkeys(self.pids[:count], False),
-        )  # fmt: skip
+        job = Job(**first._asdict(), uid=0, user="root", name="train")
+        # One after the other, the last one from then on.
+        left = [*counts] or [2]
+        return JobPause(
+            host or self.host,
+            job,
+            lambda: dict.fromkeys(self.pids[: left.pop(0) if len(left) > 1 else left[0]], False),
+            seconds,
+        )
 
     def pause(self, count: int = 2, seconds: float | None = None) -> JobPause:
-        with JobPause(self.host, self.target(count), seconds) as work, changing(self.host):
+        with self.pause_of(count, seconds=seconds) as work, changing(self.host):
             carry_out(work.plan(begin=True))
         return work
 
@@ -161,9 +167,7 @@ def test_what_cannot_be_taken_back_stays_on_record(job: Paused) -> None:
 
 
 def test_a_process_that_joins_while_the_others_are_paused_is_paused_too(job: Paused) -> None:
-    counts = iter([1, 2, 2])
-    target = replace(job.target(), on_gpu=lambda: dict.fromkeys(job.pids[: next(counts)], False))
-    with JobPause(job.host, target, None) as work, changing(job.host):
+    with job.pause_of(1, 2) as work, changing(job.host):
         carry_out(work.plan(begin=True))
     assert job.off == [True, True]
     assert [one.pid for one in job.job().channels] == job.pids
@@ -223,7 +227,7 @@ def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
     user = replace(job.host, run_directory=tmp_path, shared_run_directories=(job.host.run_directory,))
     with pytest.raises(NoPermission, match="paused by root"):
         find_paused(user, "train")
-    with pytest.raises(NoPermission, match="paused by root"), JobPause(user, job.target(), None) as work:
+    with pytest.raises(NoPermission, match="paused by root"), job.pause_of(host=user) as work:
         work.plan(begin=False)
     assert paused_since(user).keys() == set(job.pids)
     # For the end of a job that root has paused, its owner enables the channels; the record is root's.
