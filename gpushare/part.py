@@ -8,41 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from gpushare.base.values import dataclass
-from gpushare.host.store import Named
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(Named):
-    """A job that runs: its first process, told from a later one with the same PID by its start."""
-
-    pid: int
-    started: int
-    uid: int | None
-    user: str | None
-    # None: it was given by PID and has no name.
-    name: str | None = None
-    role: str | None = None
-    devices: tuple[str, ...] = ()
-
-
-class JobProcess(NamedTuple):
-    """A process of a job that is on GPUs: their indexes (empty: not known in this PID namespace), and what it holds there.
-
-    ``under_mps``: NVML lists it as a client. ``memory_bytes`` None: unknown, or not asked for.
-    """
-
-    pid: int
-    started: int
-    gpus: tuple[int, ...] = ()
-    under_mps: bool = False
-    memory_bytes: int | None = None
 
 
 class Watched(Protocol):

@@ -73,6 +73,33 @@ class Named:
         return self.name or str(self.pid)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job(Named):
+    """A job that runs: its first process, told from a later one with the same PID by its start."""
+
+    pid: int
+    started: int
+    uid: int | None
+    user: str | None
+    # None: it was given by PID and has no name.
+    name: str | None = None
+    role: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+class JobProcess(NamedTuple):
+    """A process of a job that is on GPUs: their indexes (empty: not known in this PID namespace), and what it holds there.
+
+    ``under_mps``: NVML lists it as a client. ``memory_bytes`` None: unknown, or not asked for.
+    """
+
+    pid: int
+    started: int
+    gpus: tuple[int, ...] = ()
+    under_mps: bool = False
+    memory_bytes: int | None = None
+
+
 T = TypeVar("T", bound=Kept)
 
 

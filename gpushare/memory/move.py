@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
+    from gpushare.host.store import JobProcess
     from gpushare.memory.swap import Keep, Swap
-    from gpushare.part import JobProcess
 
 FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.

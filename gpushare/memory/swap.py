@@ -37,7 +37,7 @@ from gpushare.pause.record import paused_since
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.part import Job, JobProcess
+    from gpushare.host.store import Job, JobProcess
 
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"

@@ -37,7 +37,7 @@ from gpushare.signals import held_back
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
-    from gpushare.part import Job
+    from gpushare.host.store import Job
 
 
 # What the guard is told once everything is off, and what it answers when it is ready.

@@ -26,8 +26,8 @@ from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Wi
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
-from gpushare.host.store import Kept, Past, RecordStore, any_lives
-from gpushare.part import Job, JobProcess, Part
+from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
+from gpushare.part import Part
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:

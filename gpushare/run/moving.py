@@ -11,6 +11,7 @@ from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
+from gpushare.host.store import Job
 from gpushare.memory import move
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Place, Request
@@ -32,7 +33,6 @@ from gpushare.memory.swap import (
     lost,
     taken_over,
 )
-from gpushare.part import Job
 from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_names, processes_to_swap
 

@@ -20,14 +20,13 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
-from gpushare.host.store import wall_time
+from gpushare.host.store import Job, wall_time
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Client, Drain, Ending, find_clients, meter_of, read_state, serves
-from gpushare.part import Job
 from gpushare.pause.change import jobs_of
 from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out

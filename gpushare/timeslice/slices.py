@@ -24,7 +24,7 @@ from gpushare.plan import Loss, Plan, Step
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels, Group
     from gpushare.host.host import Host
-    from gpushare.part import JobProcess
+    from gpushare.host.store import JobProcess
 
 T = TypeVar("T")
 # The slices that a user may set.

@@ -15,8 +15,8 @@ from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, N
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
+from gpushare.host.store import Job
 from gpushare.host.users import has_records
-from gpushare.part import Job
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, changing, find_paused, free, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
