@@ -153,6 +153,8 @@ class JobMemory(Part):
         self._used_at, self._told_lapsed = self._began, False
         self._looked_at = self._began
         self._due = self._touch_due = 0.0
+        # Whether the job is out of the GPU: what it starts meanwhile counts.
+        self.away: Callable[[], bool] = lambda: False
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -202,13 +204,12 @@ class JobMemory(Part):
             with contextlib.suppress(GpushareError):
                 self._place.tell_limit(self.limit_bytes, "refuse" if self.by_driver else self._action)
 
-    def on_gpu(self) -> bool:
-        """Return whether a process of the job is on the device."""
-        return bool(self._processes())
-
     def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
         now = self._clock()
+        if self.away() and not self._processes():
+            self._due = now + LOOK_SECONDS
+            return False
         # A peak of a long job may be looked for less often.
         spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)

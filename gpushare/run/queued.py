@@ -35,7 +35,7 @@ from gpushare.memory.room import (
 from gpushare.mps.limits import client_memory
 from gpushare.run.jobs import is_running, productions
 from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
-from gpushare.run.swapping import ByHand, ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
+from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.show.waiting import waiting_line
 
 if TYPE_CHECKING:
@@ -401,7 +401,7 @@ class Queued:
             self.host, device, limit_bytes=limit, action=self.action, place=place, driver=driver, say=self.say
         )
         policy = self._policy()
-        part: JobMemory | Swapping = memory
+        swapping: Swapping | None = None
         others = [
             JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
@@ -409,7 +409,7 @@ class Queued:
         if policy is not None and place is not None:
             back = self.limits.without(os.geteuid())
             movable = self.queue.swap is not None and self.queue.swap.movable
-            part = Swapping(self.host, device, memory, place, policy, self.say, limits=back, movable=movable)
+            swapping = Swapping(self.host, device, memory, place, policy, self.say, limits=back, movable=movable)
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:
@@ -418,7 +418,7 @@ class Queued:
             options = replace(
                 self.options,
                 limits=self._limits(limit),
-                parts=(*self.options.parts, part, *others),
+                parts=(*self.options.parts, memory, *([] if swapping is None else [swapping]), *others),
                 stderr=None if tail is None else tail.descriptor,
             )
             code = self.start(devices, options)
@@ -427,18 +427,20 @@ class Queued:
                 raise
             code = error
         finally:
-            part.leave()
+            if swapping is not None:
+                swapping.leave()
+            memory.leave()
             short = tail is not None and tail.ran_out_of_memory()
         failed = code != 0
         # What its user ends has not run out of memory, whatever it has said before.
-        over = any(each.over is not None for each in (part, *others))
+        over = any(each.over is not None for each in (memory, *others))
         short = over or (failed and short and code != _KILLED and not memory.asked_to_end)
         again = short and self.queue.requeue and not memory.asked_to_end
         if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
             self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU it was not short of what it reserved: more is not to be had.
-        peaks = [each.peak_bytes for each in (part, *others) if each.peak_bytes is not None]
+        peaks = [each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None]
         self._keep(device, max(peaks, default=None), short=short and size is not None, reached=reached)
         return code, again
 
@@ -461,7 +463,7 @@ class Queued:
         idle = None if swap.idle_seconds is None else Idle(swap.idle_seconds, self.say)
         if turns is not None and idle is not None:
             return IdleInTurns(idle, turns)
-        return turns or idle or ByHand()
+        return turns or idle or Policy()
 
     def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, InUse
 from gpushare.base.selection import Device, select
@@ -134,49 +134,36 @@ class Look(NamedTuple):
     next_bytes: int = 0
 
 
-class Policy(Protocol):
-    """Decides when a job leaves, and when it wants to come back.
+@dataclass
+class Policy:
+    """Decides when a job leaves, and when it wants to come back: by itself only with `gpushare swap`.
 
     ``waiting`` is what to say when it has to wait for room to come back; None: nothing.
     """
 
-    waiting: str | None
+    waiting: str | None = field(default=None, kw_only=True)
 
-    def leaves(self, look: Look) -> bool:
+    def leaves(self, _look: Look) -> bool:
         """Return whether a job that is on the GPU should leave."""
+        return False
 
-    def returns(self, look: Look) -> bool:
+    def returns(self, _look: Look) -> bool:
         """Return whether a job that is out should come back when there is room."""
+        return False
 
     def switched(self, seconds: float) -> None:
         """Note how long it took to leave or to come back."""
 
 
 @dataclass
-class ByHand:
-    """Leaves and comes back with `gpushare swap` only."""
-
-    waiting: str | None = None
-
-    def leaves(self, _look: Look) -> bool:
-        """Return False."""
-        return False
-
-    def returns(self, _look: Look) -> bool:
-        """Return False."""
-        return False
-
-    def switched(self, seconds: float) -> None:
-        """Do nothing."""
-
-
-@dataclass
-class Idle:
+class Idle(Policy):
     """Leaves after some time without work on the GPU and on the CPU, and comes back at its first work."""
 
     seconds: float
     say: Callable[[str], None] = lambda _: None
-    waiting: str | None = "it works again, and waits for room on the GPU; its next CUDA call waits until it is back"
+    waiting: str | None = field(
+        default="it works again, and waits for room on the GPU; its next CUDA call waits until it is back", kw_only=True
+    )
     _still_since: float | None = None
     # The last look, and since when the CPU time is added up, with the sum.
     _before: Look | None = None
@@ -277,9 +264,6 @@ class Idle:
         levels = sorted(self._levels)
         return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
-    def switched(self, seconds: float) -> None:
-        """Do nothing: how long it takes does not matter."""
-
 
 def _each(before: Mapping[int, float | None], after: Mapping[int, float | None], look: Look) -> list[float]:
     """Return the CPU time that each process on the GPU has used between two looks, where that is known."""
@@ -291,12 +275,11 @@ def _each(before: Mapping[int, float | None], after: Mapping[int, float | None],
 
 
 @dataclass
-class Turns:
+class Turns(Policy):
     """Leaves at the end of its turn if others wait for the device. ``seconds`` None: nine times the measured switch."""
 
     seconds: float | None
     say: Callable[[str], None] = lambda _: None
-    waiting: str | None = None
     _switches: list[float] = field(default_factory=list)
     _warned: bool = False
     _held_bytes: int = 0
@@ -338,12 +321,11 @@ class Turns:
 
 
 @dataclass
-class IdleInTurns:
+class IdleInTurns(Policy):
     """Leaves after some time without work, and at the end of its turn; comes back as by what it left for."""
 
     idle: Idle
     turns: Turns
-    waiting: str | None = None
     _left_idle: bool = False
 
     def leaves(self, look: Look) -> bool:
@@ -374,7 +356,7 @@ def short_turns(seconds: float, switch_seconds: float) -> str | None:
 
 
 @dataclass
-class ForProduction:
+class ForProduction(Policy):
     """Leaves when production needs room: it waits for a place, or the GPU will be full up to a margin before it is out.
 
     Comes back when nobody has needed that for a while, and with the job back there would still be more than the margin, also
@@ -383,7 +365,6 @@ class ForProduction:
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
-    waiting: str | None = None
     _free_since: float | None = None
     # The free memory so far, while the job is on the GPU, or while it is out.
     _seen: list[tuple[float, int]] = field(default_factory=list)
@@ -436,12 +417,9 @@ class ForProduction:
         self._free_since = look.now if self._free_since is None else self._free_since
         return look.now - self._free_since >= self.quiet_seconds
 
-    def switched(self, seconds: float) -> None:
-        """Do nothing."""
-
 
 class Swapping(Part):
-    """Swaps a job by a policy. ``memory`` is its limit and its place, which does not count while it is out."""
+    """Swaps a job by a policy. ``memory`` is its limit and its place, a part of its own: neither counts while it is out."""
 
     def __init__(
         self,
@@ -464,6 +442,7 @@ class Swapping(Part):
         self._limits = limits or {}
         self._clock = clock
         self._place: Place | None = place
+        memory.away = lambda: self.out
         self._asked = place.request
         self._swap: Swap | None = None
         # Somebody else has taken it out, so the policy does not bring it back.
@@ -481,14 +460,6 @@ class Swapping(Part):
         self.times_out = 0
 
     @property
-    def peak_bytes(self) -> int | None:
-        return self._memory.peak_bytes
-
-    @property
-    def over(self) -> str | None:
-        return self._memory.over
-
-    @property
     def out(self) -> bool:
         """Return whether the job is in host memory."""
         return self._swap is not None
@@ -496,22 +467,7 @@ class Swapping(Part):
     @property
     def seconds(self) -> float:
         """Return how long until the next look."""
-        return max(0.0, min(self._due - self._clock(), _LOOK_SECONDS if self.out else self._memory.seconds))
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        return self._memory.variables
-
-    def asked(self) -> None:
-        """Note that the user has asked for the end of the program."""
-        self._memory.asked()
-
-    def grows(self) -> bool:
-        return self._memory.grows()
-
-    def enter(self, pid: int) -> None:
-        """Put a new process under the limit of the job."""
-        self._memory.enter(pid)
+        return max(0.0, self._due - self._clock())
 
     def started(self, watch: Watched) -> None:
         """Begin to watch a program."""
@@ -521,20 +477,16 @@ class Swapping(Part):
     def begin(self, pid: int) -> None:
         """Begin to watch the program with this PID."""
         self._pid, self._since = pid, self._clock()
-        self._memory.begin(pid)
 
     def poll(self) -> bool:
-        """Look, and move the job if it is time; return whether it is to be ended."""
-        # A process that the job has started since it left counts, too.
-        if self._memory.seconds <= 0 and (not self.out or self._memory.on_gpu()) and self._memory.poll():
-            return True
+        """Look, and move the job if it is time."""
         now = self._clock()
         if now < self._due:
             return False
         self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
             self._notice()
-            if not self._by_hand and (self._movable or not isinstance(self._policy, ByHand)) and now >= self._later:
+            if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
                 self._step(self._read(now))
         except GpushareError as error:
             self._failed(error)
@@ -871,27 +823,21 @@ class Swapping(Part):
 
     def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
-        strays = self._memory.release()
         with contextlib.suppress(GpushareError):
             self._notice()
             if self.out:
                 self._return(_RELEASE_SECONDS)
-        return strays
+        return {}
 
     def leave(self) -> None:
         """Leave the ledger, and forget the swap."""
         if self._place is not None:
             self._place.leave()
-        self._memory.leave()
         forget_ended(self._host)
         if self.times_out > _SAID_TIMES:
             self._say(
                 f"the job was out of the GPU {self.times_out} times, for {format_duration(self._out_seconds)} in all"
             )
-
-    def raise_end(self) -> None:
-        """Raise if the job was ended for its memory."""
-        self._memory.raise_end()
 
 
 def _comes_if_gone(one: Reservation, line: Line, own: str | None) -> bool:

@@ -328,6 +328,7 @@ def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) ->
     process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
     _, first, second = world.host.processes.descendants(process.pid)
+    memory.begin(process.pid)
     watch.begin(process.pid)
     on_gpu(world, first, 4 * GIB)
     for _ in range(6):
@@ -336,8 +337,8 @@ def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) ->
     assert watch.out
     on_gpu(world, second, 10 * GIB)
     time.sleep(0.3)
-    assert watch.poll()
-    assert watch.over is not None
+    assert memory.poll()
+    assert memory.over is not None
     # Over its limit, the job was stopped before it is to be ended.
     for pid in (process.pid, first, second):
         os.kill(pid, signal.SIGKILL)
