@@ -332,6 +332,8 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
     """Plan for the processes of a job, and carry it out; again if others than agreed to would be touched."""
     host = settings.connect()
     with host.open_channels() as control:
+        # It loads while the job is looked up.
+        control.start()
 
         def planned() -> Plan:
             job = find_job(host, text)

@@ -58,6 +58,8 @@ RM_ALLOC: Final = 0xC020462B
 ARGUMENT: Final = struct.Struct("<IIIIQII")
 _STATUS_AT: Final = 28
 _POINTER: Final = struct.Struct("<Q").pack_into
+_HANDLES: Final = struct.Struct("<II").pack_into
+_STATUS: Final = struct.Struct("<I").pack_into
 _NUMBER: Final = struct.Struct("<I").unpack_from
 
 # RS_CLIENT_HANDLE_BASE and _MAX: handles are given out one after the other, and start again after a million.
@@ -87,6 +89,7 @@ INTERNAL_DEVICE: Final = 0xE0AC20
 
 # struct NV0000_CTRL_CLIENT_GET_HANDLE_INFO_PARAMS, ..._GET_CHILD_HANDLE_PARAMS, NVA06C_CTRL_TIMESLICE_PARAMS.
 INFO: Final = struct.Struct("<IIQ")
+_INFO: Final = INFO.pack_into
 CHILD: Final = struct.Struct("<III")
 SLICE: Final = struct.Struct("<Q")
 # NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS: bDisable, numChannels, bOnlyDisableScheduling, bRewindGpPut, event; then the lists.
@@ -275,8 +278,14 @@ class KernelFiles:
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Make one ioctl, which writes its results to both buffers. Every call to the driver goes through here."""
+        self.prepared(file, request, argument, parameters)()
+
+    def prepared(
+        self, file: int, request: int, argument: bytearray, parameters: bytearray
+    ) -> Callable[[], object]:
+        """Return an ioctl that can be made again and again with these buffers."""
         _POINTER(argument, 16, self._address(self._byte(parameters)))
-        self._ioctl(file, request, argument)
+        return functools.partial(self._ioctl, file, request, argument)
 
     def close(self, file: int) -> None:
         """Close a descriptor."""
@@ -474,9 +483,10 @@ class _File:
 
     def __init__(self, files: KernelFiles, file: int) -> None:
         self._files, self._file = files, file
-        # Reused by `info`, which a scan calls ten thousand times.
-        self._argument = bytearray(ARGUMENT.size)
+        # For `info`, which a scan calls ten thousand times: only handles, index and status are written for each call.
+        self._argument = bytearray(ARGUMENT.pack(0, 0, HANDLE_INFO, 0, 0, INFO.size, 0xFFFFFFFF))
         self._info = bytearray(INFO.size)
+        self._ask_info = files.prepared(file, RM_CONTROL, self._argument, self._info)
 
     def control(self, client: int, thing: int, command: int, parameters: bytearray) -> int:
         """Make one call and return its status; ``parameters`` takes what it answers."""
@@ -493,15 +503,15 @@ class _File:
     def info(self, client: int, thing: int, index: int = CLASS) -> tuple[int, int]:
         """Return the status, and the class or parent of a handle. RM takes no GPU lock for this call."""
         argument, parameters = self._argument, self._info
-        ARGUMENT.pack_into(argument, 0, client, client, HANDLE_INFO, 0, 0, 16, 0xFFFFFFFF)
-        INFO.pack_into(parameters, 0, thing, index, 0)
-        self._ioctl(RM_CONTROL, argument, parameters)
+        _HANDLES(argument, 0, client, client)
+        _STATUS(argument, _STATUS_AT, 0xFFFFFFFF)
+        _INFO(parameters, 0, thing, index, 0)
+        try:
+            self._ask_info()
+        except OSError as error:
+            raise _failed_ioctl(error) from None
         # The result is a union of a 32-bit handle and 64 bits.
         return _NUMBER(argument, _STATUS_AT)[0], _NUMBER(parameters, 8)[0]
-
-    def class_of(self, client: int, thing: int) -> int | None:
-        status, found = self.info(client, thing)
-        return found if status == OK else None
 
     def parent_of(self, client: int, thing: int) -> int | None:
         status, found = self.info(client, thing, PARENT)
@@ -527,7 +537,11 @@ class _File:
         try:
             self._files.ioctl(self._file, request, argument, parameters)
         except OSError as error:
-            raise Refused("ioctl", error.strerror or str(error)) from None
+            raise _failed_ioctl(error) from None
+
+
+def _failed_ioctl(error: OSError) -> Refused:
+    return Refused("ioctl", error.strerror or str(error))
 
 
 def _failed(name: str, status: int) -> Refused:
@@ -730,13 +744,14 @@ def _objects(file: _File, client: int) -> dict[int, int]:
     device = CHILD.unpack(parameters)[2] if status == OK else 0
     bases = {OBJECT_BASE, (device & 0xFFF00000) or OBJECT_BASE}
     found: dict[int, int] = {}
+    info = file.info
     for base in sorted(bases):
         empty = 0
         for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
             before = len(found)
             for handle in range(block, block + _BLOCK):
-                kind = file.class_of(client, handle)
-                if kind is not None:
+                status, kind = info(client, handle)
+                if status == OK:
                     found[handle] = kind
             empty = 0 if len(found) > before else empty + 1
             if empty == _MOST_EMPTY or (empty and block == base):

@@ -8,6 +8,7 @@ with a CUDA context has one client with a compute group of 8 channels and three 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -124,6 +125,10 @@ class SimulatedFiles(KernelFiles):
     def left_open(self) -> int:
         """Return how many descriptors are open."""
         return len(self._opened)
+
+    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
+        """Return a call that answers this ioctl."""
+        return functools.partial(self.ioctl, file, request, argument, parameters)
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Answer one ioctl as the driver does: a status in the argument, results in the parameters."""

@@ -177,11 +177,18 @@ def _under_mps(pid: int) -> NotSupported:
 
 
 def apply_slice(
-    host: Host, control: ChannelControl, channels: Channels, microseconds: int, *, job: str | None = None
+    host: Host,
+    control: ChannelControl,
+    channels: Channels,
+    microseconds: int,
+    *,
+    job: str | None = None,
+    before: list[Channels] | None = None,
 ) -> Channels:
     """Set the slice of all contexts that a process has now, and read it back; return them as they were found.
 
-    What they had is recorded before. If it fails, they have the slices of before, and so has the record.
+    What they had is recorded before, and added to ``before`` if it may have changed. If it fails, they have the slices of
+    before, and so has the record.
 
     Raises:
         GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.
@@ -190,6 +197,8 @@ def apply_slice(
     def once(found: Channels) -> Channels:
         known = slice_record(host, found.pid, found.started)
         note_slice(host, found, microseconds, job=job)
+        if before is not None:
+            before[:] = [found]
         try:
             control.set_slice(found, microseconds)
         except TimedOut:
@@ -307,8 +316,8 @@ def _set_step(host: Host, control: ChannelControl, channels: Channels, microseco
 
     def act() -> None:
         # What is found now comes back, and not the value of a record, which another program may have changed since.
-        done.append(control.find_again(channels))
-        apply_slice(host, control, channels, microseconds, job=None if selector.isdecimal() else selector)
+        job = None if selector.isdecimal() else selector
+        apply_slice(host, control, channels, microseconds, job=job, before=done)
 
     def back() -> None:
         while done:

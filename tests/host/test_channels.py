@@ -431,6 +431,9 @@ class Counted(KernelFiles):
     def sees_host_pids(self) -> bool:
         return True
 
+    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
+        return lambda: self.ioctl(file, request, argument, parameters)
+
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         self.calls += 1
         assert self.simulated is not None
