@@ -348,6 +348,8 @@ class GpuLease:
     uid: int
     user: str
     seconds_left: float
+    # Since the user first had it, renewals included.
+    held_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, GpuOption, carried_out, gpus_of, positive, settings
 from gpushare.host.host import Host
-from gpushare.hostfile.kept import longest_lease
+from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
 from gpushare.plan import Loss, Plan, Step
 from gpushare.show.result import Result
@@ -45,7 +45,8 @@ def reserve(
 
     `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the lease.
     Programs that run there already stay, and nothing keeps a program that is started without gpushare away. A lease is at
-    most 12 hours long, or as long as root says in gpushare.yaml (reserve: {longest: 4h}), and ends with a reboot.
+    most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve: {longest: 4h}), and ends with
+    a reboot.
     """
     host = settings.connect()
     if time is None and not end:
@@ -62,26 +63,27 @@ def reserve(
             )
     if time is None:
         return carried_out("reserve", _ending(host, devices), again=lambda: _ending(host, devices))
-    seconds = _seconds(host, time)
+    seconds = positive("--for", time, "4h")
     return carried_out("reserve", _taking(host, devices, seconds), again=lambda: _taking(host, devices, seconds))
 
 
-def _seconds(host: Host, text: str) -> float:
-    """Return how long the lease is. Raises NoPermission: longer than root allows (code ``lease_too_long``)."""
-    seconds, most = positive("--for", text, "4h"), longest_lease(host)
-    if not host.root and seconds > most:
+def _check_length(device: Device, seconds: float, held: float, most: float) -> None:
+    """Raise NoPermission if a lease is longer than root allows; ``held``: the seconds since its begin."""
+    if held + seconds > most + 1:
+        rest = most - held
         raise NoPermission(
-            f"a lease of {format_duration(seconds)} is longer than {format_duration(most)}, the longest here"
+            f"a lease of {format_duration(seconds)} on {device.title} is longer than {format_duration(most)}, the longest here"
+            + (f", of which {format_duration(held)} are over" if held >= 1 else "")
             if most
             else "root allows no leases here",
-            f"give at most --for {round(most)}s; or ask root: reserve in gpushare.yaml" if most else "ask root",
+            f"give at most --for {int(rest)}s; or ask root: reserve in gpushare.yaml" if rest >= 1 else "ask root",
             code="lease_too_long",
         )
-    return seconds
 
 
 def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
-    held, steps, notes = leases(host), [], []
+    limits = kept_limits(host)
+    held, steps, notes = leases(host, limits), [], []
     for one in devices:
         lease = held.get(one.uuid)
         if lease is not None and lease.uid != host.uid:
@@ -91,6 +93,8 @@ def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
                 gpu=str(one.gpu.index),
                 code="reserved",
             )
+        if not host.root:
+            _check_length(one, seconds, lease.held_seconds if lease else 0.0, limits.longest_lease_seconds)
         programs = [process for process in one.gpu.processes or () if process.compute]
         if programs:
             notes.append(f"{counted(len(programs), 'program')} on {one.title}; see whose: gpushare status")
@@ -99,10 +103,10 @@ def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
                 what=f"reserve {one.title} for {format_duration(seconds)}",
                 command=f"gpushare reserve -g {one.selector} --for {round(seconds)}s",
                 undo=_way_back([one], held),
-                do=partial(take_lease, host, one.uuid, seconds),
-                revert=partial(end_lease, host, one.uuid)
+                do=partial(take_lease, host, one.uuid, seconds, limits),
+                revert=partial(end_lease, host, one.uuid, limits)
                 if lease is None
-                else partial(take_lease, host, one.uuid, lease.seconds_left),
+                else partial(take_lease, host, one.uuid, lease.seconds_left, limits),
             )
         )
     names = ", ".join(one.title for one in devices)
@@ -125,7 +129,8 @@ def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
 
 
 def _ending(host: Host, devices: Sequence[Device]) -> Plan:
-    held, steps, losses, undo = leases(host), [], [], []
+    limits = kept_limits(host)
+    held, steps, losses, undo = leases(host, limits), [], [], []
     for one in devices:
         lease = held.get(one.uuid)
         if lease is None:
@@ -141,7 +146,7 @@ def _ending(host: Host, devices: Sequence[Device]) -> Plan:
             Step(
                 what=f"end the lease of {lease.user} on {one.title}",
                 command=f"gpushare reserve -g {one.selector} --end",
-                do=partial(end_lease, host, one.uuid),
+                do=partial(end_lease, host, one.uuid, limits),
             )
         )
     return Plan(
@@ -153,6 +158,6 @@ def _ending(host: Host, devices: Sequence[Device]) -> Plan:
 
 
 def _listed(host: Host, gpus: Sequence[Gpu]) -> Any:
-    held: Mapping[str, GpuLease] = leases(host)
+    held: Mapping[str, GpuLease] = leases(host, kept_limits(host))
     found = tuple(held.values())
     return Result(command="reserve", data=LeasesAnswer(leases=found), tables=(lease_table(found, gpus),))

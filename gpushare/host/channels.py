@@ -280,9 +280,7 @@ class KernelFiles:
         """Make one ioctl, which writes its results to both buffers. Every call to the driver goes through here."""
         self.prepared(file, request, argument, parameters)()
 
-    def prepared(
-        self, file: int, request: int, argument: bytearray, parameters: bytearray
-    ) -> Callable[[], object]:
+    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
         """Return an ioctl that can be made again and again with these buffers."""
         _POINTER(argument, 16, self._address(self._byte(parameters)))
         return functools.partial(self._ioctl, file, request, argument)

@@ -239,6 +239,7 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
     pattern = re.compile(rf"{prefix}[0-9a-f]{{16}}", re.ASCII)
     names = [name for name in os.listdir(directory) if name.startswith(prefix) and pattern.fullmatch(name)]
     met: Counter[int] = Counter()
+    countable: Counter[int] = Counter()
     boot, space, own = boot_id() or "-", pid_space(), os.geteuid()
     for number, name in enumerate(names):
         path = directory / name
@@ -249,7 +250,11 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
         met[seen.st_uid] += 1
         if number >= _MOST_FILES:
             raise _flooded(directory, prefix, met)
-        if seen.st_uid != own and met[seen.st_uid] > _MOST_OF_ONE_USER:
+        # What counts for none must not be counted either: others may make links of a user's file.
+        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+            continue
+        countable[seen.st_uid] += 1
+        if seen.st_uid != own and countable[seen.st_uid] > _MOST_OF_ONE_USER:
             continue
         claim = _read(path, boot, space, remove=own in {0, seen.st_uid})
         if claim is not None and key in {None, claim.key}:

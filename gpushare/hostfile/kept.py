@@ -9,8 +9,7 @@ from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.records import read_bounded
-from gpushare.memory.admission import UserLimits
-from gpushare.memory.leases import MOST_SECONDS
+from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -40,21 +39,15 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
             named.setdefault(uid, one.limit_bytes)
         if not one.users and others is None:
             others = one.limit_bytes
-    return UserLimits(named, others)
+    longest = file.longest_lease_seconds
+    return UserLimits(named, others, MOST_LEASE_SECONDS if longest is None else longest)
 
 
 def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
     file = roots_file(host)
     # A user who was removed since must not free all others of their limits.
-    return UserLimits({}, None) if file is None else limits_in(file, known=True)
-
-
-def longest_lease(host: Host) -> float:
-    """Return the longest lease of a user in seconds, as root has set it."""
-    file = roots_file(host)
-    seconds = None if file is None else file.longest_lease_seconds
-    return MOST_SECONDS if seconds is None else seconds
+    return UserLimits() if file is None else limits_in(file, known=True)
 
 
 def roots_file(host: Host) -> HostFile | None:

@@ -66,11 +66,24 @@ class Waiting:
     run_seconds: float | None = None
 
 
-class UserLimits(Mapping[int, int]):
-    """What the jobs of each user may reserve together on one GPU, by uid. Users without a limit are left out."""
+# Of a user, unless root has set another in gpushare.yaml.
+MOST_LEASE_SECONDS: Final = 12 * 3600.0
 
-    def __init__(self, named: Mapping[int, int], others: int | None) -> None:
-        self._named, self.others = named, others
+
+class UserLimits(Mapping[int, int]):
+    """What the jobs of each user may reserve together on one GPU, by uid, and how long a lease of a user is at most.
+
+    Users without a limit of memory are left out.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[int, int] | None = None,
+        others: int | None = None,
+        longest_lease_seconds: float = MOST_LEASE_SECONDS,
+    ) -> None:
+        self._named, self.others = named or {}, others
+        self.longest_lease_seconds = longest_lease_seconds
 
     def __getitem__(self, uid: int) -> int:
         if uid in self._named:
@@ -87,7 +100,7 @@ class UserLimits(Mapping[int, int]):
 
     def without(self, uid: int) -> UserLimits:
         """Return them without the limit of one user: a job that was allowed once may always come back."""
-        return UserLimits({**self._named, uid: 1 << 62}, self.others)
+        return UserLimits({**self._named, uid: 1 << 62}, self.others, self.longest_lease_seconds)
 
 
 def admitted(

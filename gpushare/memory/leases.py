@@ -2,7 +2,9 @@
 
 A lease is a file in the directory of the claims (`host/claims.py`), which all users share; its owner, by the kernel, is whose
 the lease is. It outlives the command that made it, so it names no process, but an end: it counts until then, and of a user
-other than root for at most `MOST_SECONDS` from its creation. Of two leases on a GPU the earlier one counts.
+other than root for at most as long as root allows (`UserLimits.longest_lease_seconds`) after its begin. A renewal keeps the
+begin, so others come in at the latest then. Both times are of the clock since boot, which nobody sets. Of two leases on a
+GPU the earlier one counts.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from gpushare.host.records import writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.memory.admission import UserLimits
 
 PREFIX: Final = "gpushare-lease-"
-# What a user gets unless root has set less in gpushare.yaml.
-MOST_SECONDS: Final = 12 * 3600.0
 _NAME: Final = re.compile(rf"{PREFIX}[0-9a-f]{{16}}", re.ASCII)
 _TEXT: Final = re.compile(
-    rb"gpushare lease 1\nboot ([0-9a-f-]{1,36})\ngpu (GPU-[0-9a-fA-F-]{1,60})\nuntil (\d{1,12})\n", re.ASCII
+    rb"gpushare lease 1\nboot ([0-9a-f-]{1,36})\ngpu (GPU-[0-9a-fA-F-]{1,60})\nsince (\d{1,12})\nuntil (\d{1,12})\n",
+    re.ASCII,
 )
 # Further leases of one user do not count. Files of all are looked at: a user who makes thousands hides only leases of his own.
 _MOST_OF_ONE_USER: Final = 64
@@ -43,32 +45,39 @@ _UNREADABLE_SECONDS: Final = 60.0
 
 
 class _LeaseFile(NamedTuple):
-    """A lease that counts, in the order in which they do: by ``created``, the file's ctime, the same for all who read it.
+    """A lease that counts, in the order in which they do; times are in seconds since boot.
 
-    ``until`` is in seconds since boot.
+    ``created`` is by the file's ctime, which its owner cannot set, and not before it begins. A clock that is set back
+    makes a file look younger.
     """
 
     created: float
     path: Path
     gpu_uuid: str
     uid: int
+    since: float
     until: float
 
 
-def leases(host: Host) -> dict[str, GpuLease]:
+def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
     """Return the leases in force by the UUID of their GPU."""
     found: dict[str, GpuLease] = {}
-    for one in _files(host):
-        left = one.until - uptime()
-        found.setdefault(
-            one.gpu_uuid, GpuLease(gpu_uuid=one.gpu_uuid, uid=one.uid, user=user_name(one.uid), seconds_left=left)
+    now = uptime()
+    for one in _files(host, limits):
+        lease = GpuLease(
+            gpu_uuid=one.gpu_uuid,
+            uid=one.uid,
+            user=user_name(one.uid),
+            seconds_left=one.until - now,
+            held_seconds=now - one.since,
         )
+        found.setdefault(one.gpu_uuid, lease)
     return found
 
 
-def lease_of_others(host: Host, gpu_uuid: str | None) -> GpuLease | None:
+def lease_of_others(host: Host, gpu_uuid: str | None, limits: UserLimits) -> GpuLease | None:
     """Return the lease of another user on a GPU, or None."""
-    lease = leases(host).get(gpu_uuid or "")
+    lease = leases(host, limits).get(gpu_uuid or "")
     return None if lease is None or lease.uid == host.uid else lease
 
 
@@ -77,8 +86,8 @@ def reserved_words(lease: GpuLease) -> str:
     return f"is reserved by {lease.user} for {format_duration(lease.seconds_left)}"
 
 
-def take_lease(host: Host, gpu_uuid: str, seconds: float) -> None:
-    """Reserve a GPU for this user; an earlier lease of the user on it is replaced.
+def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) -> None:
+    """Reserve a GPU for this user; an earlier lease of the user on it is replaced, and its begin kept.
 
     Raises:
         InUse: another user was first.
@@ -87,9 +96,13 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float) -> None:
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):
         make_private_directory(directory)
-    earlier = [one.path for one in _files(host) if one.gpu_uuid == gpu_uuid and one.uid == host.uid]
+    earlier = [one for one in _files(host, limits) if one.gpu_uuid == gpu_uuid and one.uid == host.uid]
+    now = uptime()
+    since = min((one.since for one in earlier), default=now)
     path = directory / f"{PREFIX}{secrets.token_hex(8)}"
-    text = f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nuntil {int(uptime() + seconds)}\n"
+    text = (
+        f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
+    )
     with writing(path, "the lease", code="lease_unusable"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
@@ -101,8 +114,8 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float) -> None:
         finally:
             os.close(descriptor)
     for old in earlier:
-        _remove(old)
-    lease = leases(host).get(gpu_uuid)
+        _remove(old.path)
+    lease = leases(host, limits).get(gpu_uuid)
     if lease is None or lease.uid != host.uid:
         _remove(path)
         if lease is None:
@@ -112,25 +125,26 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float) -> None:
         raise InUse(f"the GPU {reserved_words(lease)}", "see all leases: gpushare reserve", code="reserved")
 
 
-def end_lease(host: Host, gpu_uuid: str) -> None:
+def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
     """End the lease of this user on a GPU; root ends that of anybody. Raises as `take_lease`."""
-    for one in _files(host):
+    for one in _files(host, limits):
         if one.gpu_uuid == gpu_uuid and (one.uid == host.uid or host.root):
             with writing(one.path, "the lease", code="lease_unusable"):
                 one.path.unlink(missing_ok=True)
 
 
-def _files(host: Host) -> list[_LeaseFile]:
+def _files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
     except OSError:
         return []
-    return sorted(_read(host, directory, names))
+    return sorted(_read(host, directory, names, limits))
 
 
-def _read(host: Host, directory: Path, names: list[str]) -> Iterator[_LeaseFile]:
+def _read(host: Host, directory: Path, names: list[str], limits: UserLimits) -> Iterator[_LeaseFile]:
     met: Counter[int] = Counter()
+    now, boot = uptime(), time.time() - uptime()
     for name in names:
         path = directory / name
         try:
@@ -148,23 +162,31 @@ def _read(host: Host, directory: Path, names: list[str]) -> Iterator[_LeaseFile]
             continue
         finally:
             os.close(descriptor)
-        match = _TEXT.fullmatch(text)
-        mine = seen.st_uid == host.uid or host.root
         # It may be another file by now.
         if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1 or seen.st_uid != owner.st_uid:
             continue
-        if match is None:
-            # Half written, by a gpushare that was killed.
-            if mine and time.time() - seen.st_ctime > _UNREADABLE_SECONDS:
-                _remove(path)
-            continue
-        # Its owner can set mtime to any time, but not ctime.
-        begun = uptime() - max(0.0, time.time() - seen.st_ctime)
-        until = float(match[3]) if seen.st_uid == 0 else min(float(match[3]), begun + MOST_SECONDS)
-        if match[1].decode() == boot_id() and until > uptime():
-            yield _LeaseFile(seen.st_ctime, path, match[2].decode(), seen.st_uid, until)
-        elif mine:
+        lease = _parsed(path, text, seen, limits, since_boot=seen.st_ctime - boot)
+        # Without one it is half written, by a gpushare that was killed.
+        over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.until <= now
+        if over and (seen.st_uid == host.uid or host.root):
             _remove(path)
+        elif lease is not None and lease.since <= now < lease.until:
+            yield lease
+
+
+def _parsed(
+    path: Path, text: bytes, seen: os.stat_result, limits: UserLimits, *, since_boot: float
+) -> _LeaseFile | None:
+    """Return the lease in a file that was created at a time since boot; one of an earlier boot is over. None: there is none."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        return None
+    since, until = float(match[3]), float(match[4])
+    if match[1].decode() != boot_id():
+        until = 0.0
+    elif seen.st_uid != 0:
+        until = min(until, since + limits.longest_lease_seconds)
+    return _LeaseFile(max(since, since_boot), path, match[2].decode(), seen.st_uid, since, until)
 
 
 def _remove(path: Path) -> None:

@@ -41,6 +41,7 @@ from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.host.host import Host
+    from gpushare.memory.admission import UserLimits
 
 POLL_SECONDS: Final = 0.5
 # How often a waiting job looks for what it waits for.
@@ -164,7 +165,7 @@ def wait_for_room(
     place: Place,
     devices: Sequence[Device],
     seconds: float | None,
-    limits: Mapping[int, int],
+    limits: UserLimits,
     draw: Callable[[str, float, float | None], None],
     *,
     best: Callable[[Sequence[Device]], Sequence[Device]] = lambda devices: devices,
@@ -193,7 +194,7 @@ def wait_for_room(
 
     try:
         while True:
-            now, reasons = usable_now(host, devices, client=place.request.client)
+            now, reasons = usable_now(host, devices, limits, client=place.request.client)
             # Best for one device is not best for several.
             ordered = len(uuids) > 1 and (waited or place.request.count > 1)
             if place.try_to_take(now, clients, limits, order if ordered else None):
@@ -298,9 +299,9 @@ class Outlook:
     unusable: tuple[str, ...] = ()
 
 
-def outlook(host: Host, devices: Sequence[Device], request: Request, limits: Mapping[int, int]) -> Outlook:
+def outlook(host: Host, devices: Sequence[Device], request: Request, limits: UserLimits) -> Outlook:
     """Return what would happen to a job that came now; nothing is entered anywhere."""
-    now, reasons = usable_now(host, devices, client=request.client)
+    now, reasons = usable_now(host, devices, limits, client=request.client)
     found = not_around(host, reservations(host) or [])
     clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
     possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
@@ -449,7 +450,9 @@ def room_answer(found: Outlook, reasons: Mapping[str, str]) -> RoomAnswer:
     )
 
 
-def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[list[Device], list[str]]:
+def usable_now(
+    host: Host, devices: Sequence[Device], limits: UserLimits, *, client: bool
+) -> tuple[list[Device], list[str]]:
     """Return the devices as they are now, and why others cannot be used: lost, reserved, or one program has it alone."""
     # Not of all GPUs: many jobs may wait, and each looks twice a second.
     try:
@@ -459,7 +462,7 @@ def usable_now(host: Host, devices: Sequence[Device], *, client: bool) -> tuple[
         return [], [error.message]
     found: list[Device] = []
     reasons: list[str] = []
-    reserved = leases(host)
+    reserved = leases(host, limits)
     for device in devices:
         gpu = gpus[device.gpu.index]
         try:

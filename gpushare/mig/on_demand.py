@@ -18,6 +18,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mig.change import gpu_change, plan_change, transact
+from gpushare.mig.daemons import own_daemons
 from gpushare.mig.driver import need_rights
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
@@ -159,7 +160,13 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     why = None
     # One without the note is not what was made: another has been put in its place.
     if instance is not None and instance.made:
-        why = "it has a name" if instance.name else "another program is in it" if instance.busy else None
+        # Whoever has started a daemon there wants it; that of the job is transient.
+        served = {part.uuid for part in instance.compute}
+        daemon = any(own.device.uuid in served and not own.record.transient for own in own_daemons(host, gpu))
+        if instance.name:
+            why = "it has a name"
+        elif instance.busy or daemon:
+            why = "an MPS daemon serves it" if daemon else "another program is in it"
         if why is None:
             plan = plan_destroy([layout], [Target(layout.gpu, instance.id)])
             if isinstance(plan, NoPlan):

@@ -582,7 +582,7 @@ class _FarmLine:
                 self._places[request] = Place(self._host, request)
             place = self._places[request]
             devices = [self._devices[uuid] for uuid in request.keys]
-            now, self._reasons = usable_now(self._host, devices, client=request.client)
+            now, self._reasons = usable_now(self._host, devices, self._limits, client=request.client)
             choice = order if len(devices) > request.count else None
             if place.try_to_take(now, self._clients, self._limits, choice):
                 del self._places[request]
@@ -596,7 +596,7 @@ class _FarmLine:
         """Return what it waits for, in a sentence, and how many jobs wait before it."""
         for place in self._places.values():
             devices = [self._devices[uuid] for uuid in place.request.keys]
-            now, _ = usable_now(self._host, devices, client=True)
+            now, _ = usable_now(self._host, devices, self._limits, client=True)
             lines = read_lines(self._host, now, self._limits)
             limit = self._limits.get(os.geteuid())
             before = position(reservations(self._host) or [], place)
@@ -679,7 +679,7 @@ class _Farm:
         budget = options.budget
         self._given = None if budget is None else {some[0].uuid: budget.on(some) for some in sets}
         self._action: MemoryAction = "end" if budget is None else budget.action
-        self._user_limits = options.user_limits or UserLimits({}, None)
+        self._user_limits = UserLimits() if options.user_limits is None else options.user_limits
         self._line = _FarmLine(host, options.name, self._user_limits, sets)
         # What watches the memory of each copy that runs, on each of its GPUs; the first one has its place in the ledger.
         self._memories: dict[int, tuple[JobMemory, ...]] = {}
@@ -797,7 +797,7 @@ class _Farm:
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
         devices = [device for gpu in self._gpus.values() for device in gpu.devices]
-        now, _ = usable_now(self._host, devices, client=self._options.gpus == 1)
+        now, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
         return read_lines(self._host, now, self._user_limits)
 
     def _lines_by_gpu(self) -> dict[str, list[Line]]:

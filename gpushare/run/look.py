@@ -65,10 +65,12 @@ def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
 
     if not has_claims(host, LEASES):
         return snapshot
+    from gpushare.hostfile.kept import kept_limits
     from gpushare.memory.leases import leases
 
     uuids = {gpu.uuid for gpu in snapshot.gpus}
-    return replace(snapshot, leases=tuple(one for one in leases(host).values() if one.gpu_uuid in uuids))
+    held = leases(host, kept_limits(host)).values()
+    return replace(snapshot, leases=tuple(lease for lease in held if lease.gpu_uuid in uuids))
 
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:

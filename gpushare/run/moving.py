@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Gpu
     from gpushare.host.host import Host
+    from gpushare.memory.admission import UserLimits
 
 Draw = Callable[[str, float, "float | None"], None]
 
@@ -96,7 +97,7 @@ class Mover:
     def __init__(
         self,
         host: Host,
-        limits: Mapping[int, int],
+        limits: UserLimits,
         seconds: float | None,
         say: Callable[[str], None],
         waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
@@ -214,7 +215,7 @@ class Mover:
 
     def _free(self, gpus: Sequence[Gpu]) -> dict[int, int]:
         """Return the bytes that are neither held nor reserved, by the index of the GPU; none of a GPU with another's lease."""
-        usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid) is None]
+        usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
         return {line.device.gpu.index: line.free_bytes for line in lines}
 

@@ -172,7 +172,7 @@ class Queued:
     start: Callable[[Sequence[Device], RunOptions], Any]
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
-    limits: UserLimits = field(default_factory=lambda: UserLimits({}, None))
+    limits: UserLimits = field(default_factory=UserLimits)
     quiet: bool = False
     count: int = 1
     # The production job that a job which leaves for production was told to spare, for people.

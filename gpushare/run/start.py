@@ -221,9 +221,16 @@ class JobStart:
 
     def _check_lease(self, device: Device) -> None:
         """Raise InUse if another user has reserved the GPU."""
+        from gpushare.memory.leases import PREFIX
+        from gpushare.snapshot import has_claims
+
+        # A dozen files are read only where there is a lease.
+        if not has_claims(self.host, PREFIX):
+            return
+        from gpushare.hostfile.kept import kept_limits
         from gpushare.memory.leases import lease_of_others, reserved_words
 
-        lease = lease_of_others(self.host, device.gpu.uuid)
+        lease = lease_of_others(self.host, device.gpu.uuid, kept_limits(self.host))
         if lease is not None:
             raise InUse(
                 f"{device.title} {reserved_words(lease)}",
@@ -234,9 +241,11 @@ class JobStart:
 
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
+        from gpushare.hostfile.kept import kept_limits
         from gpushare.memory.leases import lease_of_others
 
-        free = tuple(device for device in devices if lease_of_others(self.host, device.gpu.uuid) is None)
+        limits = kept_limits(self.host)
+        free = tuple(device for device in devices if lease_of_others(self.host, device.gpu.uuid, limits) is None)
         if not free:
             self._check_lease(devices[0])
         return free

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
@@ -52,6 +52,7 @@ from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.memory.admission import UserLimits
     from gpushare.show.waiting import Draw
 
 
@@ -201,7 +202,7 @@ def _come_back(
     swap: Swap,
     device: Device,
     request: Request,
-    limits: Mapping[int, int],
+    limits: UserLimits,
     seconds: float | None,
     say: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[Draw]],
@@ -234,7 +235,7 @@ def _come_back(
                 place.leave()
 
 
-def _room_now(host: Host, device: Device, request: Request, limits: Mapping[int, int], *, wait: bool) -> str:
+def _room_now(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
     found = outlook(host, [device], request, limits)
     if not found.devices:
         text = outlook_text(found, {})

@@ -16,6 +16,7 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.process import cpu_time, main_thread_time
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import (
@@ -430,7 +431,7 @@ class Swapping(Part):
         policy: Policy,
         say: Callable[[str], None],
         *,
-        limits: Mapping[int, int] | None = None,
+        limits: UserLimits | None = None,
         movable: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -439,7 +440,7 @@ class Swapping(Part):
         self._watch: Watched | None = None
         # The job that waits and has room if this one goes.
         self._makes_room_for: Reservation | None = None
-        self._limits = limits or {}
+        self._limits = UserLimits() if limits is None else limits
         self._clock = clock
         self._place: Place | None = place
         memory.away = lambda: self.out
@@ -600,7 +601,7 @@ class Swapping(Part):
         if here is None:
             return None
         found = reservations(self._host) or []
-        usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid) is None]
+        usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         there = (line_of(self._host, Device(gpu=gpu), found, limits=self._limits) for gpu in usable)
         lines = [line for line in there if line is not None]
         best = max(lines, key=lambda line: line.free_bytes, default=None)

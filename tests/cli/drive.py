@@ -305,7 +305,9 @@ class World:
         """Reserve a GPU as another user; return the file of the lease. The test is root."""
         path = claim_directory(self.host) / f"{PREFIX}{uid:016x}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"gpushare lease 1\nboot {boot_id()}\ngpu {self.uuid(gpu)}\nuntil {round(uptime() + 7170)}\n")
+        path.write_text(
+            f"gpushare lease 1\nboot {boot_id()}\ngpu {self.uuid(gpu)}\nsince {int(uptime())}\nuntil {round(uptime() + 7170)}\n"
+        )
         os.chown(path, uid, uid)
         return path
 

@@ -410,6 +410,16 @@ def test_what_is_no_file_of_its_own_is_not_opened_and_not_waited_for(host: Host,
     assert os.path.lexists(path)
 
 
+def test_links_that_others_make_of_a_users_files_hide_no_claim(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(host, text(), "f" * 16)
+    (path.parent / "linked").write_text(text())
+    for number in range(claims._MOST_OF_ONE_USER + 1):
+        os.link(path.parent / "linked", path.with_name(f"gpushare-claim-{number:016x}"))
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    assert list(live_claims(host) or {}) == [ONE]
+
+
 def test_a_directory_full_of_claims_costs_little_and_keeps_nobody_out(host: Host) -> None:
     put(host, "x")
     directory = claims.claim_directory(host)

@@ -232,7 +232,7 @@ def test_an_instance_that_is_gone_is_said(host: Host) -> None:
     set_mig(SPEC, "0", ["2g.12gb"])
     place, said = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
     with pytest.raises(InUse):
-        wait_for_room(host, place, [device], 5.0, {}, telling(said), **told_clock())
+        wait_for_room(host, place, [device], 5.0, UserLimits(), telling(said), **told_clock())
     assert said == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
 
 
@@ -382,13 +382,13 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
             place.leave()
 
     place = enter(host, 10 * GIB)
-    found = wait_for_room(host, place, devices(host), None, {}, telling([]), best=best, sleep=sleep)
+    found = wait_for_room(host, place, devices(host), None, UserLimits(), telling([]), best=best, sleep=sleep)
     assert [device.gpu.index for device in found] == [1]
     assert asked == [2]
     place.leave()
     # One that need not wait has just been given the order.
     place = enter(host, 10 * GIB)
-    assert wait_for_room(host, place, devices(host), None, {}, telling([]), best=best)[0].gpu.index == 0
+    assert wait_for_room(host, place, devices(host), None, UserLimits(), telling([]), best=best)[0].gpu.index == 0
     place.leave()
 
 
@@ -403,7 +403,9 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
         now = (host.nvml.gpu(0), small.gpu)
         patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
         with pytest.raises(InUse) as caught:
-            wait_for_room(host, enter(host, 10 * GIB), (first, second), 5.0, {}, telling(said), **told_clock())
+            wait_for_room(
+                host, enter(host, 10 * GIB), (first, second), 5.0, UserLimits(), telling(said), **told_clock()
+            )
     assert caught.value.code == "no_room"
 
 
@@ -419,7 +421,7 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     passed = [0.0]
     clock, sleep = (lambda: passed[0]), (lambda seconds: passed.append(passed.pop() + seconds))
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, Place(host, request), first, 0.05, {}, telling(said), clock=clock, sleep=sleep)
+        wait_for_room(host, Place(host, request), first, 0.05, UserLimits(), telling(said), clock=clock, sleep=sleep)
     why = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
     assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}, held by process {os.getpid()} (1.0 GiB)"]
     assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {why}; 1 job waited before it"
@@ -441,7 +443,9 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
             running.pop().leave()
 
     with pytest.raises(InUse):
-        wait_for_room(host, enter(host, 20 * GIB), first, 900.0, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
+        wait_for_room(
+            host, enter(host, 20 * GIB), first, 900.0, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep
+        )
     held = f"process {os.getpid()} (10.0 GiB)"
     assert said == [
         f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free, held by {held}, {held}",
@@ -455,9 +459,9 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
     running.take(devices(host)[0].uuid)
     said: list[str] = []
     place = enter(host, 10 * GIB)
-    found = outlook(host, devices(host), place.request, {})
+    found = outlook(host, devices(host), place.request, UserLimits())
     with pytest.raises(InUse):
-        wait_for_room(host, place, devices(host), 5.0, {}, telling(said), **told_clock())
+        wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(said), **told_clock())
     why = "GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {why}"]
     assert why in outlook_text(found, {})
@@ -479,7 +483,7 @@ def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pyt
 
     monkeypatch.setattr(type(host.nvml), "gpu", gpu)
     monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock[0]) if clock[0] > 60 else None)
-    wait_for_room(host, place, only, None, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
+    wait_for_room(host, place, only, None, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep)
     assert said == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
     assert len(restarted) == 1
     place.leave()
@@ -491,7 +495,7 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     said: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, {}, telling(said), **told_clock())
+        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, UserLimits(), telling(said), **told_clock())
     why = f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: {why}"]
     assert caught.value.message == f"there was no room for 10.0 GiB within 5 s: {why}"
@@ -508,7 +512,7 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
 
     place = enter(host, 10 * GIB)
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, place, devices(host), 3.0, {}, telling(said), clock=lambda: clock[0], sleep=sleep)
+        wait_for_room(host, place, devices(host), 3.0, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep)
     assert caught.value.code == "no_room"
     assert clock[0] == pytest.approx(3.0, abs=0.02)
     assert len(said) == 1

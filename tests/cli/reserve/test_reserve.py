@@ -14,9 +14,10 @@ from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device
 from gpushare.host.claims import claim_directory
 from gpushare.host.identity import boot_id, uptime
-from gpushare.hostfile.kept import longest_lease
+from gpushare.hostfile.kept import kept_limits
 from gpushare.memory import leases as leases_module
-from gpushare.memory.leases import MOST_SECONDS, PREFIX, leases, take_lease
+from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
+from gpushare.memory.leases import PREFIX, leases, take_lease
 from gpushare.memory.room import usable_now
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -32,9 +33,11 @@ def two() -> World:
 @pytest.fixture
 def of_alice(two: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """Return a host on which another user has reserved GPU 0."""
-    lease = GpuLease(gpu_uuid=two.uuid(0), uid=4242, user="alice", seconds_left=7200.0)
-    monkeypatch.setattr(leases_module, "leases", lambda _: {lease.gpu_uuid: lease})
-    monkeypatch.setattr("gpushare.memory.room.leases", lambda _: {lease.gpu_uuid: lease})
+    lease = GpuLease(gpu_uuid=two.uuid(0), uid=4242, user="alice", seconds_left=7200.0, held_seconds=0.0)
+    monkeypatch.setattr(leases_module, "leases", lambda *_: {lease.gpu_uuid: lease})
+    monkeypatch.setattr("gpushare.snapshot.has_claims", lambda *_: True)
+    monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
+    monkeypatch.setattr("gpushare.memory.room.leases", lambda *_: {lease.gpu_uuid: lease})
     return two
 
 
@@ -49,10 +52,10 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     # Once more: the new one counts, and its undo is the earlier one.
     longer = cli("reserve", "-g", "0,1", "--for", "3h", host=TWO, output="json").ok()
     assert re.fullmatch(r"gpushare reserve -g 1 --end; gpushare reserve -g 0 --for 7[12]\d\ds", longer.data["undo"])
-    assert leases(two.host)[two.uuid(0)].seconds_left > 7200
+    assert leases(two.host, UserLimits())[two.uuid(0)].seconds_left > 7200
     assert cli("run", "-g", "0", "-n", "--", "true", host=TWO).code == 0
     cli("reserve", "-g", "0,1", "--end", host=TWO).ok()
-    assert leases(two.host) == {}
+    assert leases(two.host, UserLimits()) == {}
 
 
 def test_run_does_not_start_where_another_user_has_a_lease(
@@ -61,7 +64,7 @@ def test_run_does_not_start_where_another_user_has_a_lease(
     said = refused("run", "-g", "0", "--", "true", code="reserved", exit_code=19, host=TWO)
     assert "GPU 0 is reserved by alice for 2 h" in said
     gpus = of_alice.host.nvml.sweep()
-    now, reasons = usable_now(of_alice.host, [Device(gpu=gpu) for gpu in gpus], client=True)
+    now, reasons = usable_now(of_alice.host, [Device(gpu=gpu) for gpu in gpus], UserLimits(), client=True)
     assert [device.gpu.index for device in now] == [1]
     assert reasons == ["GPU 0 is reserved by alice for 2 h"]
     room = cli("run", "-g", "any", "--memory", "4G", "-n", "--", "true", host=TWO, output=None).ok()
@@ -69,25 +72,63 @@ def test_run_does_not_start_where_another_user_has_a_lease(
     refused("reserve", "-g", "0", "--for", "1h", code="reserved", exit_code=19, host=TWO)
 
 
-def test_root_sets_the_longest_lease(cli: Cli, refused: Callable[..., str], two: World, tmp_path: Path) -> None:
-    assert longest_lease(two.host) == MOST_SECONDS
+@pytest.mark.needs_root
+def test_root_sets_the_longest_lease_whoever_writes_the_file(cli: Cli, two: World, tmp_path: Path) -> None:
+    assert kept_limits(two.host).longest_lease_seconds == MOST_LEASE_SECONDS
     file = tmp_path / "gpushare.yaml"
     file.write_text("version: 1\nreserve: {longest: 90m}\n")
     cli("apply", "-f", str(file), host=TWO).ok()
-    assert longest_lease(two.host) == 90 * 60
+    assert kept_limits(two.host).longest_lease_seconds == 90 * 60
     assert "reserve: {longest: 90m}" in cli("capture", host=TWO).ok().out
+    # As a user would write it by hand.
+    path = write(two, "a" * 16, until=3 * 3600)
+    limits = kept_limits(two.host)
+    assert leases(two.host, limits)[two.uuid(0)].seconds_left > 2 * 3600
+    os.chown(path, 65534, 65534)
+    assert leases(two.host, limits)[two.uuid(0)].seconds_left <= 90 * 60
+    assert cli("status", host=TWO, output="json").ok().data["leases"][0]["seconds_left"] <= 90 * 60
+    assert leases(two.host, UserLimits(longest_lease_seconds=0.0)) == {}
+
+
+def test_a_renewal_counts_from_the_first_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The host may have been up for a minute.
+    monkeypatch.setattr(leases_module, "uptime", lambda: uptime() + MOST_LEASE_SECONDS)
+    write(two, "a" * 16, since=3600, until=MOST_LEASE_SECONDS + 60)
+    take_lease(two.host, two.uuid(0), 1800.0, UserLimits())
+    (lease,) = leases(two.host, UserLimits()).values()
+    assert (round(lease.held_seconds / 3600), round(lease.seconds_left / 60)) == (11, 30)
+
+
+def test_what_is_longer_than_root_allows_is_refused(
+    refused: Callable[..., str], two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two.fault("user", 1000)
-    two_shared = pytest.MonkeyPatch()
-    with two_shared.context() as patched:
-        patched.setattr("gpushare.cli.reserve.longest_lease", lambda _: 90 * 60.0)
-        said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
-    assert "longer than 1 h 30 min" in said
+    refused("reserve", "-g", "0", "--for", "13h", code="lease_too_long", exit_code=4, host=TWO)
+    lease = GpuLease(gpu_uuid=two.uuid(0), uid=1000, user="alice", seconds_left=60.0, held_seconds=11 * 3600.0)
+    monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
+    said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
+    assert "longer than 12 h, the longest here, of which 11 h are over" in said
+    assert "--for 3600s" in said
 
 
-def write(host: World, name: str, *, gpu: str | None = None, boot: str | None = None, until: float = 60.0) -> Path:
+def test_a_clock_that_is_set_changes_no_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(two, "a" * 16, until=60)
+    # One that begins later does not count yet.
+    write(two, "b" * 16, gpu=two.uuid(1), since=500, until=600)
+    now = time.time()
+    for seconds in (-86400.0, 86400.0):
+        monkeypatch.setattr(leases_module.time, "time", lambda seconds=seconds: now + seconds)
+        (lease,) = leases(two.host, UserLimits()).values()
+        assert 30 < lease.seconds_left <= 61
+
+
+def write(
+    host: World, name: str, *, gpu: str | None = None, boot: str | None = None, since: float = 0.0, until: float = 60.0
+) -> Path:
     path = claim_directory(host.host) / f"{PREFIX}{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = f"gpushare lease 1\nboot {boot or boot_id()}\ngpu {gpu or host.uuid(0)}\nuntil {round(uptime() + until)}\n"
+    begin, end = max(0, int(uptime() + since)), round(uptime() + until)
+    text = f"gpushare lease 1\nboot {boot or boot_id()}\ngpu {gpu or host.uuid(0)}\nsince {begin}\nuntil {end}\n"
     path.write_text(text)
     return path
 
@@ -98,24 +139,24 @@ def test_what_is_no_lease_does_not_count(two: World) -> None:
     write(two, "2" * 16).write_text("gpushare lease 1\n")
     write(two, "nonsense")
     os.link(write(two, "3" * 16), claim_directory(two.host) / "another-name")
-    assert leases(two.host) == {}
+    assert leases(two.host, UserLimits()) == {}
     # Those that are over are removed.
     assert not (claim_directory(two.host) / f"{PREFIX}{'1' * 16}").exists()
 
 
 @pytest.mark.needs_root
 def test_of_two_leases_the_earlier_counts_and_no_user_has_one_for_longer(two: World) -> None:
-    path = write(two, "a" * 16, until=10 * MOST_SECONDS)
+    path = write(two, "a" * 16, until=10 * MOST_LEASE_SECONDS)
     os.chown(path, 65534, 65534)
-    lease = leases(two.host)[two.uuid(0)]
+    lease = leases(two.host, UserLimits())[two.uuid(0)]
     assert lease.uid == 65534
-    assert lease.seconds_left <= MOST_SECONDS + 1
+    assert lease.seconds_left <= MOST_LEASE_SECONDS + 1
     from gpushare.base.errors import InUse
 
     # The clock of files ticks every few milliseconds.
     time.sleep(0.02)
     with pytest.raises(InUse):
-        take_lease(two.host, two.uuid(0), 60.0)
+        take_lease(two.host, two.uuid(0), 60.0, UserLimits())
     assert [one.name for one in claim_directory(two.host).glob(f"{PREFIX}*")] == [path.name]
 
 
@@ -133,7 +174,10 @@ def test_files_of_a_user_hide_no_lease_of_another(two: World) -> None:
         path = directory / f"{PREFIX}{number:016x}"
         path.touch()
         os.chown(path, 65534, 65534)
-    assert {uuid: lease.uid for uuid, lease in leases(two.host).items()} == {two.uuid(0): 0, two.uuid(1): 1000}
+    assert {uuid: lease.uid for uuid, lease in leases(two.host, UserLimits()).items()} == {
+        two.uuid(0): 0,
+        two.uuid(1): 1000,
+    }
     assert mine.exists()
 
 

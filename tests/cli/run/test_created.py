@@ -59,6 +59,14 @@ def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on:
     assert ON_DEMAND.all(on.host) == []
 
 
+def test_one_for_which_somebody_has_started_a_daemon_stays(real: Callable[..., Started], cli: Cli, on: World) -> None:
+    started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
+    (uuid,) = until(lambda: [one.uuid for one in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
+    cli("mps", "start", "-g", uuid).ok()
+    assert "stays: an MPS daemon serves it" in started.result().err
+    assert (len(instances(on)), len(on.state.daemons)) == (1, 1)
+
+
 def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Callable[..., Started], on: World) -> None:
     started = real(*CREATE, "--", "sleep", "300")
     started.says("runs in MIG 1g.18gb")

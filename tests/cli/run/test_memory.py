@@ -16,6 +16,7 @@ from gpushare.base.model import ComputeMode
 from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
@@ -759,7 +760,9 @@ def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
     world.fault("lost", gpu="0")
     request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=False)
     with pytest.raises(InUse):
-        wait_for_room(world.host, Place(world.host, request), first, 0.2, {}, lambda text, *_: said.append(text))
+        wait_for_room(
+            world.host, Place(world.host, request), first, 0.2, UserLimits(), lambda text, *_: said.append(text)
+        )
     assert said == ["waiting for 1.0 GiB: GPU 0 does not answer"]
     place.leave()
 
