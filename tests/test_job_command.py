@@ -41,7 +41,7 @@ def test_a_job_is_the_command_that_starts_it(job: JobCommand, line: str) -> None
 def test_every_option_is_one_of_run() -> None:
     assert {*EVERYTHING, "program", "copies", "parallel", "root"} == {field.name for field in fields(JobCommand)}
     job = JobCommand(**EVERYTHING)  # type: ignore[arg-type]
-    run = root().commands["run"]
+    run = root().get_command(None, "run")
     parsed = run.make_context(
         "run", [*shlex.split(" ".join(job.options())), "--", "CMD"], resilient_parsing=True
     ).params

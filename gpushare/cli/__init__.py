@@ -9,14 +9,11 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, Final, TextIO
 
 # Nearly all objects of a start live to its end: collecting garbage, even at the exit, would be a fifth of its time.
 gc.set_threshold(50_000)
 atexit.register(gc.freeze)
-
-import typer  # noqa: E402
 
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.cli import options as common  # noqa: E402
@@ -75,41 +72,12 @@ def root() -> common.RootGroup:
     """Return the program. The file of a verb is loaded on first use."""
     return common.RootGroup(
         name="gpushare",
-        commands=common.Commands({verb: functools.partial(_verb, verb) for verb in VERBS}),
         listed=GROUPS,
         help="Share the GPUs of one host: see who uses them, set up a way of sharing, prove that it works, and undo it.",
         epilog="On a machine without a GPU, try: gpushare --host sim:h200 status",
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings=common.CONTEXT,
-    )
-
-
-def _verb(verb: str) -> Any:
-    """Return the command or group that a verb's file registers."""
-    program = typer.Typer(rich_markup_mode=None)
-    import_module(f"gpushare.cli.{verb}").register(program)
-    for group in program.registered_groups:
-        return _group(group)
-    (command,) = program.registered_commands
-    return typer.main.get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
-
-
-def _group(info: Any) -> Any:
-    """Return a group whose commands are built on first use: Typer inspects the signature of each."""
-    solved = typer.main.solve_typer_info_defaults(info)
-
-    def built(command: Any) -> Any:
-        return typer.main.get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
-
-    commands = {command.name: functools.partial(built, command) for command in info.typer_instance.registered_commands}
-    return common.Group(
-        name=solved.name,
-        commands=common.Commands(commands),
-        help=solved.help,
-        short_help=solved.short_help,
-        no_args_is_help=solved.no_args_is_help,
-        rich_markup_mode=None,
     )
 
 

@@ -44,6 +44,7 @@ from gpushare.base.units import MIB, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
+    PLAIN,
     AskingCommand,
     HungAfter,
     LowerIsBetter,
@@ -78,6 +79,8 @@ from gpushare.timeslice.policy import plan_level
 if TYPE_CHECKING:
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.metric import Metric
+
+app = typer.Typer(**PLAIN)
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
@@ -166,16 +169,7 @@ class _AdviseCommand(AskingCommand):
         return super().invoke(ctx)
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "advise",
-        cls=_AdviseCommand,
-        short_help="Recommend a way of sharing, with its commands.",
-        # Options end at the command's name: its own are its own, also without "--".
-        context_settings={**CONTEXT, "allow_interspersed_args": False},
-    )(advise)
-
-
+@app.command(cls=_AdviseCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def advise(
     context: typer.Context,
     program: Annotated[

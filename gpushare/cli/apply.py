@@ -15,6 +15,7 @@ from gpushare.base.model import Way
 from gpushare.base.units import counted, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    PLAIN,
     AskingCommand,
     HostFileArgument,
     HostFileOption,
@@ -57,15 +58,14 @@ from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.rules import KEEP_UNIT
 
+app = typer.Typer(**PLAIN)
+
 # Codes of a file that can never be applied here: such a file changes nothing.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
 _POLL_SECONDS: Final = 0.5
 
 
-def register(app: typer.Typer) -> None:
-    app.command("apply", cls=AskingCommand, short_help="Set up the host as gpushare.yaml says.")(apply)
-
-
+@app.command(cls=AskingCommand)
 def apply(
     path: HostFileArgument = None,
     file: HostFileOption = None,

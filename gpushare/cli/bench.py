@@ -17,6 +17,7 @@ from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
 from gpushare.cli.options import (
     CONTEXT,
+    PLAIN,
     ChangingCommand,
     HungAfter,
     LowerIsBetter,
@@ -58,20 +59,12 @@ from gpushare.show.sizes import drawn_sizes, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 
+app = typer.Typer(**PLAIN)
+
 _MOST_REPEATS = 100
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "bench",
-        cls=ChangingCommand,
-        short_help="Measure which way of sharing is best for a command.",
-        # Options end at the command's name, even without "--".
-        context_settings={**CONTEXT, "allow_interspersed_args": False},
-    )(bench)
-
-
+@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def bench(
     command: Annotated[
         list[str] | None,

@@ -10,7 +10,7 @@ import typer
 from gpushare.base.errors import BadUsage, no_gpu
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import Command, GpuOption, settings
+from gpushare.cli.options import PLAIN, Command, GpuOption, settings
 from gpushare.hostfile.file import Exactness, document_of, text_of
 from gpushare.hostfile.live import captured
 from gpushare.hostfile.load import kept_file
@@ -19,9 +19,7 @@ from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import HostState
 
-
-def register(app: typer.Typer) -> None:
-    app.command("capture", cls=Command, short_help="Write the sharing of the host as gpushare.yaml.")(capture)
+app = typer.Typer(**PLAIN)
 
 
 # The way to survive a reboot.
@@ -33,6 +31,7 @@ _AT_BOOT: Final = (
 )
 
 
+@app.command(cls=Command)
 def capture(
     gpu: GpuOption = None,
     by: Annotated[str, typer.Option("--by", metavar="KEY", help="Name GPUs by index or uuid.")] = "index",

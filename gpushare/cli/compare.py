@@ -26,11 +26,13 @@ from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import Command, GpuOption, settings
+from gpushare.cli.options import PLAIN, Command, GpuOption, settings
 from gpushare.show.compare import ComparedCell, ComparedRow, compare_table, csv_table, why_table
 from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import HostState
+
+app = typer.Typer(**PLAIN)
 
 
 class View(str, Enum):
@@ -41,10 +43,7 @@ class View(str, Enum):
     HOST = "host"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("compare", cls=Command, short_help="Compare the ways of sharing; every cell has its source.")(compare)
-
-
+@app.command(cls=Command)
 def compare(
     mechanisms: Annotated[
         list[str] | None,

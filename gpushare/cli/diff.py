@@ -11,7 +11,7 @@ import typer
 from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import Way
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
+from gpushare.cli.options import PLAIN, Command, HostFileArgument, HostFileOption, host_file, settings
 from gpushare.host.host import Host
 from gpushare.hostfile.diff import Point, check_fits, points
 from gpushare.hostfile.file import Entry, HostFile
@@ -22,13 +22,10 @@ from gpushare.show.result import Result
 from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import Deviation, Policy, deviations
 
-
-def register(app: typer.Typer) -> None:
-    app.command("diff", cls=Command, short_help="Show how the host differs from gpushare.yaml; exit 7 if it does.")(
-        diff
-    )
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 

@@ -8,16 +8,14 @@ from typing import Annotated, Any, Final
 import typer
 
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, settings
+from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
 from gpushare.hostfile.load import kept_entries
 from gpushare.show.doctor import COLOURS, check_lines
 from gpushare.show.result import Column, Result, Table
 
-
-def register(app: typer.Typer) -> None:
-    app.command("doctor", cls=Command, short_help="Check the host; each finding has a remedy.")(doctor)
+app = typer.Typer(**PLAIN)
 
 
 _CSV: Final = ("verdict", "id", "gpu", "seen", "why", "remedy")
@@ -38,6 +36,7 @@ class DoctorAnswer:
     checks: tuple[Check, ...]
 
 
+@app.command(cls=Command)
 def doctor(
     fail_on: Annotated[
         FailOn,

@@ -16,16 +16,15 @@ from gpushare.advice.explain import Explanation, Match
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, settings
+from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.show.explain import explained_text
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
 
-
-def register(app: typer.Typer) -> None:
-    app.command("explain", cls=Command, short_help="Explain an error code or a log line.")(explain)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def explain(
     words: Annotated[
         list[str] | None,

@@ -18,7 +18,7 @@ from gpushare.base.model import Way
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli import metrics
-from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, settings
+from gpushare.cli.options import GROUP, Command, GpuOption, OneGpuOption, note, settings
 from gpushare.export import description
 from gpushare.export.containers import (
     ContainerDevice,
@@ -62,18 +62,6 @@ MigReplicas = Annotated[
 MigStrategy = Annotated[
     str, typer.Option("--mig-strategy", metavar="NAME", help="How MIG devices are named: mixed or single.")
 ]
-
-
-def add(group: typer.Typer) -> None:
-    group.command("dra", cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)
-    group.command("karpenter", cls=Command, short_help="NodePool and NodeOverlay for Karpenter.")(karpenter)
-    group.command("slurm", cls=Command, short_help="gres.conf, slurm.conf lines, prolog and epilog.")(slurm)
-    group.command("mig-parted", cls=Command, short_help="The MIG layout as a mig-parted file.")(mig_parted)
-    group.command("cdi", cls=Command, short_help="One device as CDI flags and file.")(cdi)
-    group.command("docker", cls=Command, short_help="One device as flags of docker run.")(docker)
-    group.command("compose", cls=Command, short_help="One device as a compose file.")(compose)
-    group.command("ecs", cls=Command, short_help="A task definition for Amazon ECS.")(ecs)
-    group.command("systemd", cls=Command, short_help="Units that restore it after a reboot.")(systemd)
 
 
 def dra(
@@ -280,24 +268,13 @@ def _has_rules(at_boot: str | None, file: str | None) -> bool:
     return kept is not None and bool(kept.rules)
 
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="Write the sharing of this host for another engine. What the engine cannot express is refused or reported as lost.",
 )
 Rename = Annotated[
     bool, typer.Option("--rename", help="Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.")
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(group, name="export", cls=Group, short_help="Write this host for Kubernetes, Slurm, Docker, systemd.")
-    group.command("k8s", cls=Command, short_help="Device-plugin config for the GPU operator.")(k8s)
-    add(group)
-    group.command("prometheus", cls=Command, short_help="Metrics as text, alert rules, a dashboard.")(
-        metrics.prometheus
-    )
 
 
 def node_name(given: str | None, *, short: bool = False) -> str | None:
@@ -461,3 +438,16 @@ def k8s(
         return exported("k8s", chart_export(host, rename=rename, mig_strategy=mig_strategy), to)
     found = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
     return exported("k8s", found, to)
+
+
+app.command(cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)
+app.command(cls=Command, short_help="NodePool and NodeOverlay for Karpenter.")(karpenter)
+app.command(cls=Command, short_help="gres.conf, slurm.conf lines, prolog and epilog.")(slurm)
+app.command(cls=Command, short_help="The MIG layout as a mig-parted file.")(mig_parted)
+app.command(cls=Command, short_help="One device as CDI flags and file.")(cdi)
+app.command(cls=Command, short_help="One device as flags of docker run.")(docker)
+app.command(cls=Command, short_help="One device as a compose file.")(compose)
+app.command(cls=Command, short_help="A task definition for Amazon ECS.")(ecs)
+app.command(cls=Command, short_help="Units that restore it after a reboot.")(systemd)
+app.command(cls=Command, short_help="Device-plugin config for the GPU operator.")(k8s)
+app.command("prometheus", cls=Command, short_help="Metrics as text, alert rules, a dashboard.")(metrics.prometheus)

@@ -17,6 +17,7 @@ from gpushare.base.selection import Device, candidates, is_any, usable
 from gpushare.base.units import format_copies, parse_seconds, ranges
 from gpushare.cli.options import (
     CONTEXT,
+    PLAIN,
     ChangingCommand,
     ClientThreads,
     OverAction,
@@ -50,17 +51,10 @@ from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
 from gpushare.show.run import CopyLines, farm_result
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "farm",
-        cls=ChangingCommand,
-        short_help="Run many copies of a program, as many at a time as fit.",
-        context_settings={**CONTEXT, "allow_interspersed_args": False},
-    )(farm)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def farm(
     command: Annotated[
         list[str],

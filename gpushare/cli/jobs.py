@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import settings
+from gpushare.cli.options import PLAIN, settings
 from gpushare.cli.status import WatchCommand, WatchOption, interval
 from gpushare.run.jobs import KEPT_JOBS
 from gpushare.run.listing import listed_jobs
@@ -15,15 +15,13 @@ from gpushare.show.jobs import jobs_result
 from gpushare.show.live import watch as keep_watching
 from gpushare.snapshot import Observer
 
+app = typer.Typer(**PLAIN)
+
 # Jobs that ended lately; all that are kept with -v.
 _MOST_ENDED: Final = 10
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("jobs", cls=WatchCommand, short_help="List jobs: running, waiting, paused, out, ended.")(jobs)
-
-
+@app.command(cls=WatchCommand)
 def jobs(
     everything: Annotated[
         bool, typer.Option("-a", "--all", help="Also each process on the GPUs that gpushare did not start.")

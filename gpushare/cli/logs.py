@@ -10,11 +10,13 @@ import typer
 
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, note, settings
+from gpushare.cli.options import PLAIN, Command, note, settings
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.signals import Ended
+
+app = typer.Typer(**PLAIN)
 
 # On a terminal, whose lines of before would be lost.
 _LINES_ON_A_TERMINAL: Final = 200
@@ -23,11 +25,7 @@ _LINES_IN_A_DOCUMENT: Final = 10_000
 _DOCUMENT_BYTES: Final = 16 << 20
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("logs", cls=Command, short_help="Show the output of a job that runs in the background.")(logs)
-
-
+@app.command(cls=Command)
 def logs(
     job: Annotated[
         str, typer.Argument(metavar="JOB", help="A job by name or PID; also one that has ended.", show_default=False)

@@ -24,7 +24,7 @@ from gpushare import __version__
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
 from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
-from gpushare.cli.options import Command, note, settings
+from gpushare.cli.options import PLAIN, Command, note, settings
 from gpushare.export.document import unwritten
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
@@ -43,14 +43,13 @@ from gpushare.snapshot import LastWork, Observer
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+app = typer.Typer(**PLAIN)
+
 
 _DEFAULT: Final = "127.0.0.1:9836"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("metrics", cls=Command, short_help="Serve metrics for Prometheus.")(metrics)
-
-
+@app.command(cls=Command)
 def metrics(
     listen: Annotated[
         str,

@@ -18,7 +18,18 @@ from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
 from gpushare.cli.mig_files import wished
-from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
+from gpushare.cli.options import (
+    GROUP,
+    AskingCommand,
+    ChangingCommand,
+    Command,
+    GpuOption,
+    NeededMemory,
+    NeededSms,
+    Wishes,
+    gpus_of,
+    settings,
+)
 from gpushare.gpu_models import find_model, profiles_of
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
@@ -49,11 +60,6 @@ from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.render import resolve
 from gpushare.show.result import OutputFormat, Result
 from gpushare.show.status import gpu_errors
-
-
-def add_env(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command("env", cls=Command, short_help="Print the variable for a named instance.")(env)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +115,8 @@ def _places(name: str) -> list[Place]:
     return named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
 
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
 )
 Model = Annotated[
@@ -121,20 +125,6 @@ Model = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts.")
-    if any(command.name == "create" for command in group.registered_commands):
-        # Already built in this process.
-        return
-    mig_change.add_changes(group)
-    mig_files.add_files(group)
-    add_env(group)
-    mig_change.add_grants(group)
-    mig_change.add_name(group)
-
-
-@group.command("status", cls=Command, short_help="Show instances, free placements, lost slices.")
 def status(gpu: GpuOption = None) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
@@ -173,7 +163,6 @@ def status(gpu: GpuOption = None) -> Any:
     )
 
 
-@group.command("profiles", cls=Command, short_help="Show the profiles and where they fit.")
 def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     """Show the GPU instance profiles that the driver offers, with free counts and placements.
 
@@ -197,7 +186,6 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     )
 
 
-@group.command("fits", cls=Command, short_help="Tell whether a wish fits, and what is in the way.")
 def fits(
     wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: NeededMemory = None, sm: NeededSms = None
 ) -> Any:
@@ -222,7 +210,6 @@ def fits(
     return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
 
-@group.command("plan", cls=Command, short_help="Print the cheapest plan for a wish.")
 def plan(
     wish: Wishes = None,
     gpu: GpuOption = None,
@@ -407,3 +394,24 @@ def _gone(gpu: int, gone: Any) -> WouldGo:
         compute_instance_ids=tuple(one.id for one in gone.compute),
         busy=gone.busy,
     )
+
+
+for function, kind, text in (
+    (status, Command, "Show instances, free placements, lost slices."),
+    (profiles, Command, "Show the profiles and where they fit."),
+    (fits, Command, "Tell whether a wish fits, and what is in the way."),
+    (plan, Command, "Print the cheapest plan for a wish."),
+    (mig_change.create, ChangingCommand, "Add instances; nothing is destroyed."),
+    (mig_change.destroy, AskingCommand, "Destroy instances."),
+    (mig_change.apply, AskingCommand, "Give GPUs exactly this layout."),
+    (mig_change.enable, AskingCommand, "Switch MIG mode on."),
+    (mig_change.disable, AskingCommand, "Switch MIG mode off."),
+    (mig_change.recover, ChangingCommand, "Undo a change that was interrupted."),
+    (mig_files.check, Command, "Check whether the GPUs have a layout; exit 7 if not."),
+    (mig_files.export, Command, "Write the layout as a mig-parted file."),
+    (env, Command, "Print the variable for a named instance."),
+    (mig_change.grant, ChangingCommand, "Let only named users use an instance."),
+    (mig_change.revoke, AskingCommand, "Revoke a grant."),
+    (mig_change.name, AskingCommand, "Name an instance, or forget a name."),
+):
+    app.command(cls=kind, short_help=text)(function)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer import Typer
 
 from gpushare.base.errors import (
     BadCombination,
@@ -27,8 +26,6 @@ from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file, read_config, wished
 from gpushare.cli.options import (
-    AskingCommand,
-    ChangingCommand,
     GpuOption,
     NeededMemory,
     NeededSms,
@@ -364,20 +361,6 @@ Evict = Annotated[
 Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Rewrite the CDI specification of containers.")]
 
 
-def add_changes(group: typer.Typer) -> None:
-    """Add the commands to ``gpushare mig``."""
-    for function, help_text in (
-        (create, "Add instances; nothing is destroyed."),
-        (destroy, "Destroy instances."),
-        (apply, "Give GPUs exactly this layout."),
-        (enable, "Switch MIG mode on."),
-        (disable, "Switch MIG mode off."),
-        (recover, "Undo a change that was interrupted."),
-    ):
-        asks = function in {destroy, apply, enable, disable}
-        group.command(function.__name__, cls=AskingCommand if asks else ChangingCommand, short_help=help_text)(function)
-
-
 def create(
     wish: Wishes = None,
     gpu: GpuOption = None,
@@ -683,11 +666,6 @@ def _tells_gpu(word: str) -> bool:
     return "/" in word or not (word.isdigit() or ":" in word or word.lower() == "all")
 
 
-def add_name(group: typer.Typer) -> None:
-    """Add the command to ``gpushare mig``."""
-    group.command("name", cls=AskingCommand, short_help="Name an instance, or forget a name.")(name)
-
-
 def name(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The new name.", show_default=False)] = None,
     instance: Annotated[
@@ -771,12 +749,6 @@ def _forgetting(name: str) -> Plan:
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]
-
-
-def add_grants(group: Typer) -> None:
-    """Add both commands to ``gpushare mig``."""
-    group.command("grant", cls=ChangingCommand, short_help="Let only named users use an instance.")(grant)
-    group.command("revoke", cls=AskingCommand, short_help="Revoke a grant.")(revoke)
 
 
 def grant(

@@ -13,7 +13,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.selection import check_answers, no_mig, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
+from gpushare.cli.options import GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
 from gpushare.host.host import Host
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.driver import MigReader
@@ -38,12 +38,6 @@ from gpushare.mig.profile import Layout
 from gpushare.mig.target import Difference, MigDevice, difference
 from gpushare.mig.wish import Need, Request, Wish, parse_wish
 from gpushare.show.result import Result
-
-
-def add_files(group: typer.Typer) -> None:
-    """Add both commands to ``gpushare mig``."""
-    group.command("check", cls=Command, short_help="Check whether the GPUs have a layout; exit 7 if not.")(check)
-    group.command("export", cls=Command, short_help="Write the layout as a mig-parted file.")(export)
 
 
 def check(

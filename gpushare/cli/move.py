@@ -11,12 +11,14 @@ from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.selection import select, select_one
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, carried_out, note, settings
+from gpushare.cli.options import PLAIN, AskingCommand, carried_out, note, settings
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import repair_first
 from gpushare.run.moving import MovedJob, Mover
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.waiting import waiting_line
+
+app = typer.Typer(**PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,7 @@ class MoveAnswer(PlanAnswer):
     jobs: tuple[MovedJob, ...]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("move", cls=AskingCommand, short_help="Move a running job to another GPU of the same model.")(move)
-
-
+@app.command(cls=AskingCommand)
 def move(
     job: Annotated[
         str | None, typer.Argument(metavar="[JOB]", help="A job by name or PID.", show_default=False)

@@ -17,13 +17,13 @@ from gpushare.base.selection import select_for_change, select_one
 from gpushare.base.units import counted, parse_seconds, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    GROUP,
     AskingCommand,
     ChangingCommand,
     ClientMemory,
     ClientThreads,
     Command,
     GpuOption,
-    Group,
     PriorityOption,
     carried_out,
     consented,
@@ -237,10 +237,8 @@ def sentence(row: StoppedDaemon) -> str:
     return text + (f"; compute mode {row.compute_mode} restored" if row.compute_mode else "")
 
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits.",
 )
 
@@ -270,17 +268,6 @@ Pipe = Annotated[
         "--pipe-directory", metavar="DIR", help="A daemon that gpushare did not start, by its CUDA_MPS_PIPE_DIRECTORY."
     ),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
-    group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
-    group.command("stop", cls=AskingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
-    group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(status)
-    group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
-    group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(logs)
-    group.command("env", cls=Command, short_help="Print the environment of a client.")(env)
 
 
 def start(
@@ -428,3 +415,11 @@ def stop(
         all_failed=not rows,
         exit_code=errors[0].exit_code if errors else 0,
     )
+
+
+app.command(cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
+app.command(cls=AskingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
+app.command(cls=Command, short_help="Show daemons, servers and clients.")(status)
+app.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
+app.command(cls=Command, short_help="Show the logs of a daemon.")(logs)
+app.command(cls=Command, short_help="Print the environment of a client.")(env)

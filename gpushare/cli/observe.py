@@ -17,7 +17,7 @@ from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_duration, parse_seconds
-from gpushare.cli.options import Command, GpuOption, note, settings
+from gpushare.cli.options import PLAIN, Command, GpuOption, note, settings
 from gpushare.cli.status import interval as checked_interval
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
@@ -27,12 +27,10 @@ from gpushare.show.observe import observe_result
 from gpushare.show.result import jsonable
 from gpushare.show.status import gpu_errors, is_lost
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("observe", cls=Command, short_help="Record how GPUs and processes are used.")(observe)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def observe(
     seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to record: 90s, 10m, 8h.")] = "10m",
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two samples.")] = "1s",

@@ -10,9 +10,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+# What each `typer.Typer` of a verb is made with; that of a group: `GROUP`.
+PLAIN: Final[Mapping[str, Any]] = {"add_completion": False, "rich_markup_mode": None}
 
 
 @dataclass
@@ -86,8 +89,6 @@ class Settings:
 
 
 settings = Settings()
-# Common options without a value, by all their names.
-_FLAGS: Final = (("-q", "--quiet"), ("-v", "--verbose"), ("--debug",), ("-n", "--dry-run"), ("-y", "--yes"))
 
 
 def reset() -> None:
@@ -259,30 +260,20 @@ class ReaderGone(Exception):
     """The reader of stdout is gone (| head). Typer would handle a BrokenPipeError itself, with exit code 1."""
 
 
-def _understand(arguments: Sequence[str], *, interspersed: bool) -> None:
-    """Read ``-o`` and ``--debug`` from words that the parser refuses, so that the error follows them."""
+def _understand(words: Sequence[str], *, interspersed: bool) -> None:
+    """Set the common options of words that the parser refuses, so that the error follows them."""
     lenient = TyperCommand(
         name=None,
-        params=[
-            TyperOption(param_decls=["-o", "--output", "output"], multiple=True, default=[]),
-            *(
-                TyperOption(param_decls=[*names, names[-1].strip("-").replace("-", "_")], is_flag=True, default=False)
-                for names in _FLAGS
-            ),
-        ],
+        params=[*change_options(asks=True), *common_options()],
         add_help_option=False,
-        rich_markup_mode=None,
         context_settings={
             "ignore_unknown_options": True,
             "allow_extra_args": True,
             "allow_interspersed_args": interspersed,
         },
     )
-    understood = lenient.make_context("", list(arguments), resilient_parsing=True).params
-    settings.debug = settings.debug or bool(understood.get("debug"))
-    for text in understood.get("output") or ():
-        with contextlib.suppress(BadUsage):
-            settings.output_format = output_of(text)
+    with contextlib.suppress(BadUsage):
+        lenient.make_context("", list(words), resilient_parsing=True)
 
 
 def _noted(name: str | None, parent: Any) -> None:
@@ -308,32 +299,6 @@ def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
     except Exception:
         _understand(words, interspersed=interspersed)
         raise
-
-
-class Commands(dict[str, Any]):
-    """Commands by name, each built on first use: the whole tree costs more than Typer itself."""
-
-    def __init__(self, builders: Mapping[str, Callable[[], Any]]) -> None:
-        super().__init__(builders)
-        self._built: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._built:
-            self[name] = super().__getitem__(name)()
-            self._built.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a command, built, or the default."""
-        return self[name] if name in self else default  # noqa: SIM401 - its values are not built yet
-
-    def items(self) -> Any:
-        """Return all commands, built."""
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        """Return all commands, built."""
-        return [self[name] for name in self]
 
 
 class Helped:
@@ -530,10 +495,6 @@ class Group(Helped, TyperGroup):
         named["params"] = [*(named.get("params") or []), *common_options()]
         super().__init__(*arguments, **named)
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names, without building the commands."""
-        return list(self.commands)
-
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words before the command; as `Interruptible.make_context`."""
         _noted(info_name, parent)
@@ -550,6 +511,9 @@ class Group(Helped, TyperGroup):
                 raise
 
 
+GROUP: Final[Mapping[str, Any]] = {**PLAIN, "cls": Group, "no_args_is_help": True}
+
+
 def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
     """Return an option of the program itself that acts at once and ends it."""
     return TyperOption(
@@ -564,12 +528,14 @@ def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
 
 
 class RootGroup(Group):
-    """The program itself. ``listed`` has the groups of verbs with their help lines, so that none is loaded for them."""
+    """The program itself. The file of a verb is loaded on first use: the whole tree costs more than Typer at every start.
 
-    def __init__(self, *arguments: Any, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
+    ``listed`` has the groups of verbs with their help lines, so that none is loaded for them.
+    """
+
+    def __init__(self, *, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
         self._listed = listed
         named["params"] = [
-            *(named.get("params") or []),
             _switch("--version", _version, "Show the version and exit."),
             _switch(
                 "--install-completion",
@@ -577,7 +543,17 @@ class RootGroup(Group):
                 "Install the completion of your shell (bash, zsh or fish) for this user.",
             ),
         ]
-        super().__init__(*arguments, **named)
+        super().__init__(**named)
+
+    def list_commands(self, _ctx: Any) -> list[str]:
+        """Return the verbs, in the order of the help."""
+        return [verb for verbs in self._listed.values() for verb in verbs]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command or group that the file of a verb makes; None: no such verb."""
+        if cmd_name not in self.commands and cmd_name in self.list_commands(ctx):
+            self.commands[cmd_name] = typer.main.get_command(import_module(f"gpushare.cli.{cmd_name}").app)
+        return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the named command; ``help [VERB]`` and ``version`` are the options of the same name."""
@@ -590,9 +566,9 @@ class RootGroup(Group):
             ctx.exit()
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the verbs in their groups, in columns that are the same in all."""
-        width = max(len(verb) for verbs in self._listed.values() for verb in verbs)
+        width = max(map(len, self.list_commands(ctx)))
         for title, verbs in self._listed.items():
             with formatter.section(title):
                 formatter.write_dl([(verb.ljust(width), text) for verb, text in verbs.items()])

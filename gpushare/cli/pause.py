@@ -11,7 +11,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, carried_out, settings
+from gpushare.cli.options import PLAIN, AskingCommand, carried_out, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.store import MOST_SECONDS, wall_time
@@ -21,14 +21,12 @@ from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 
+app = typer.Typer(**PLAIN)
+
 LIST: Final = "list"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("pause", cls=AskingCommand, short_help="Take a job off the GPU at once; list paused jobs.")(pause)
-
-
+@app.command(cls=AskingCommand)
 def pause(
     job: Annotated[
         str,

@@ -13,13 +13,15 @@ from gpushare.base.model import Gpu, GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, GpuOption, carried_out, gpus_of, positive, settings
+from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, carried_out, gpus_of, positive, settings
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
 from gpushare.plan import Loss, Plan, Step
 from gpushare.show.result import Result
 from gpushare.show.status import lease_table
+
+app = typer.Typer(**PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,7 @@ class LeasesAnswer:
     leases: tuple[GpuLease, ...]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("reserve", cls=AskingCommand, short_help="Reserve a GPU for some hours; list the leases.")(reserve)
-
-
+@app.command(cls=AskingCommand)
 def reserve(
     gpu: GpuOption = None,
     time: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
-from gpushare.cli.options import ChangingCommand, settings
+from gpushare.cli.options import PLAIN, ChangingCommand, settings
 from gpushare.cli.pause import PausedRow, row
 from gpushare.host.host import Host
 from gpushare.host.records import sweep_leftovers
@@ -19,12 +19,10 @@ from gpushare.pause.record import PausedJob, by_root, paused_jobs
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import PlanAnswer, plan_result
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("resume", cls=ChangingCommand, short_help="Put paused jobs back on the GPU.")(resume)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=ChangingCommand)
 def resume(
     job: Annotated[
         str | None,

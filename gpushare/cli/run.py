@@ -15,6 +15,7 @@ from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
+    PLAIN,
     ChangingCommand,
     ClientThreads,
     JobMemory,
@@ -41,18 +42,10 @@ from gpushare.show.text import put
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
 from gpushare.timeslice.slices import MOST_US, check_slice
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    # Options end at the program's name, even without "--".
-    app.command(
-        "run",
-        cls=ChangingCommand,
-        short_help="Run a program inside a share of a GPU.",
-        context_settings={**CONTEXT, "allow_interspersed_args": False},
-    )(run)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def run(
     command: Annotated[
         list[str], typer.Argument(metavar="CMD...", help="The program and its arguments.", show_default=False)

@@ -14,20 +14,19 @@ from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import format_duration, parse_memory_limit
-from gpushare.cli.options import Command
+from gpushare.cli.options import PLAIN, Command
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
 from gpushare.show.savings import savings_result
+
+app = typer.Typer(**PLAIN)
 
 # Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
 _MOST_PRICE: Final = Decimal(1_000_000)
 
 
-def register(app: typer.Typer) -> None:
-    app.command("savings", cls=Command, short_help="Estimate what sharing fewer GPUs would save.")(savings)
-
-
+@app.command(cls=Command)
 def savings(
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs, one per cloud instance.")

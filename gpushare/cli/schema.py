@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.options import Command
+from gpushare.cli.options import PLAIN, Command
 from gpushare.show.result import Result
 from gpushare.show.schema import HOST_FILE, commands, host_file, schema_of
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("schema", cls=Command, short_help="Print the JSON Schema of an answer.")(schema)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def schema(
     words: Annotated[
         list[str] | None,

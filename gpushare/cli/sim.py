@@ -10,7 +10,7 @@ import typer
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
 from gpushare.base.units import counted, format_bytes, parse_memory_limit, parse_seconds, quoted
-from gpushare.cli.options import AskingCommand, Command, Group, consented, settings
+from gpushare.cli.options import GROUP, AskingCommand, Command, consented, settings
 from gpushare.gpu_models import load_models
 from gpushare.mps.daemons import own_daemon
 from gpushare.plan import Loss, Plan
@@ -21,12 +21,6 @@ from gpushare.sim.admin import list_hosts as used_hosts
 from gpushare.sim.faults import KINDS
 
 Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
-
-
-def add_fault(group: typer.Typer) -> None:
-    """Add the commands."""
-    group.command("fault", cls=Command, short_help="Make something fail.")(fault)
-    group.command("cdi", cls=Command, short_help="Install the container toolkit.")(cdi)
 
 
 def spec_of(given: str | None) -> str:
@@ -74,29 +68,14 @@ def cdi() -> Any:
     return Result(command="sim cdi", data={"path": path, "file": file}, text=f"{path} is {file}")
 
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="Simulated hosts: try everything, rehearse errors and run tests without a GPU.",
 )
 Spec = Annotated[
     str | None,
     typer.Argument(metavar="[HOST]", help="The simulated host. [default: --host or GPUSHARE_HOST]", show_default=False),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts to try everything on.")
-    group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
-    group.command("show", cls=Command, short_help="Show the state of a host.")(show)
-    group.command("reset", cls=AskingCommand, short_help="Delete a host.")(reset)
-    group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
-    group.command("end", cls=Command, short_help="End a simulated process.")(end)
-    group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
-    group.command("vgpu", cls=Command, short_help="Let a virtual machine use a vGPU.")(vgpu)
-    add_fault(group)
 
 
 def list_hosts(
@@ -344,3 +323,14 @@ def vgpu(
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
     name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
     return Result(command="sim vgpu", data={"uuid": name}, text=name)
+
+
+app.command(cls=Command, short_help="Make something fail.")(fault)
+app.command(cls=Command, short_help="Install the container toolkit.")(cdi)
+app.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
+app.command(cls=Command, short_help="Show the state of a host.")(show)
+app.command(cls=AskingCommand, short_help="Delete a host.")(reset)
+app.command(cls=Command, short_help="Put a simulated process on a GPU.")(add)
+app.command(cls=Command, short_help="End a simulated process.")(end)
+app.command(cls=Command, short_help="Give a GPU MIG instances.")(mig)
+app.command(cls=Command, short_help="Let a virtual machine use a vGPU.")(vgpu)

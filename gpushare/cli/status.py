@@ -10,12 +10,14 @@ import typer
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import parse_seconds
-from gpushare.cli.options import Command, GpuOption, settings
+from gpushare.cli.options import PLAIN, Command, GpuOption, settings
 from gpushare.run.look import Look
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import status_result
+
+app = typer.Typer(**PLAIN)
 
 # The interval of -w without a number.
 _SECONDS: Final = "2"
@@ -41,10 +43,7 @@ WatchOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("status", cls=WatchCommand, short_help="Show GPUs, how they are shared, limits and processes.")(status)
-
-
+@app.command(cls=WatchCommand)
 def status(
     gpu: GpuOption = None,
     watch: WatchOption = None,

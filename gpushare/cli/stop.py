@@ -9,7 +9,7 @@ import typer
 from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, consented, gpus_of, say_step, settings
+from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_step, settings
 from gpushare.host.records import sweep_leftovers
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
@@ -17,12 +17,10 @@ from gpushare.run.stop import Stop, Stopped, find_target, tidy
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("stop", cls=AskingCommand, short_help="End jobs in the way that is safe for their share.")(stop)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=AskingCommand)
 def stop(
     job: Annotated[
         list[str],

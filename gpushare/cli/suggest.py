@@ -118,4 +118,4 @@ def meant(error: Any) -> str | None:
     word = getattr(error, "unknown_command", None)
     if word is None:
         return None
-    return meant_command(word, path_of(context), list(context.command.commands))
+    return meant_command(word, path_of(context), context.command.list_commands(context))

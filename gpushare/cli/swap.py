@@ -10,7 +10,7 @@ import typer
 from gpushare.base.errors import BadCombination, or_none
 from gpushare.base.units import format_bytes, parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, Command, Group, carried_out, note, settings
+from gpushare.cli.options import GROUP, AskingCommand, Command, carried_out, note, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.store import wall_time
 from gpushare.memory.swap import BACK, Swap, swaps
@@ -19,21 +19,11 @@ from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.waiting import waiting_line
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="Move a whole job out of the GPU into host memory, and back.",
 )
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job by name or PID.", show_default=False)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(group, name="swap", cls=Group, short_help="Move a job out of the GPU into host memory, and back.")
-    group.command("out", cls=AskingCommand, short_help="Move a job into host memory.")(out)
-    group.command("in", cls=AskingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
-    group.command("list", cls=Command, short_help="List the jobs that are out.")(listed)
 
 
 def out(job: JobArgument) -> Any:
@@ -162,3 +152,8 @@ def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
 
 def _with_job(result: Any, swap: Swap) -> Any:
     return with_answer(result, SwapAnswer, job=_row(swap))
+
+
+app.command(cls=AskingCommand, short_help="Move a job into host memory.")(out)
+app.command("in", cls=AskingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
+app.command("list", cls=Command, short_help="List the jobs that are out.")(listed)

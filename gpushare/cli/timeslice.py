@@ -13,11 +13,11 @@ from gpushare.base.selection import Device, select, select_for_change
 from gpushare.base.units import parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    GROUP,
     AskingCommand,
     ChangingCommand,
     Command,
     GpuOption,
-    Group,
     carried_out,
     gpus_of,
     settings,
@@ -33,23 +33,10 @@ from gpushare.snapshot import BLIND
 from gpushare.timeslice.policy import level_of, plan_level, plan_reset
 from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
-group = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = typer.Typer(
+    **GROUP,
     help="Time-slices: how long a program runs before the GPU switches to the next one, per process or per GPU.",
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set time-slices, per process or per GPU.")
-    group.command("show", cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)
-    group.command("set", cls=AskingCommand, short_help="Set the slice of a job, or the level of GPUs.")(set_level)
-    group.command("reset", cls=AskingCommand, short_help="Restore the slice of a job, or the level.")(reset)
-    group.command("keep", cls=ChangingCommand, short_help="Follow the rules of gpushare.yaml for single processes.")(
-        keep
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,3 +360,9 @@ def reset(
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     return carried_out("timeslice reset", plan_reset(host, devices))
+
+
+app.command(cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)
+app.command("set", cls=AskingCommand, short_help="Set the slice of a job, or the level of GPUs.")(set_level)
+app.command(cls=AskingCommand, short_help="Restore the slice of a job, or the level.")(reset)
+app.command(cls=ChangingCommand, short_help="Follow the rules of gpushare.yaml for single processes.")(keep)

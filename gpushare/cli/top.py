@@ -9,17 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.base.errors import NotSupported, OperationFailed
-from gpushare.cli.options import Command, settings
+from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.cli.status import interval as checked_interval
 from gpushare.measure.recording import Samples
 from gpushare.run.look import with_memory
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("top", cls=Command, short_help="Watch GPUs and jobs on one screen, and act on them.")(top)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def top(
     replay: Annotated[
         str | None, typer.Option("--replay", metavar="FILE", help="Show a recording of `gpushare observe` instead.")

@@ -16,7 +16,7 @@ from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Operat
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
-from gpushare.cli.options import Command, gpus_of, interrupted, others_note, percentage, positive, settings
+from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive, settings
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
@@ -34,12 +34,10 @@ from gpushare.show.bench import check_plot
 from gpushare.show.text import put
 from gpushare.show.tune import drawn, factor, share, tune_result
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("tune", cls=Command, short_help="Find the time-slice or cap of a job next to a production job.")(tune)
+app = typer.Typer(**PLAIN)
 
 
+@app.command(cls=Command)
 def tune(
     production: Annotated[
         str,
