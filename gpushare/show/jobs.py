@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.base.errors import ExitCode
@@ -11,8 +11,6 @@ from gpushare.base.units import format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
-
-Row = Mapping[str, Any]
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
 # Names in a cell.
@@ -63,9 +61,9 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     )
 
 
-def _names(names: Sequence[str]) -> str:
+def _names(names: Sequence[str]) -> str | None:
     more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "")
+    return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "") or None
 
 
 def _memory(value: tuple[int | None, int | None]) -> str:
@@ -78,25 +76,22 @@ def _limit(job: ListedJob) -> int | None:
     return None if job.memory_limit_bytes is None else job.memory_limit_bytes * max(1, len(job.device_uuids))
 
 
-def _state(value: Any) -> str | None:
-    return _STATES.get(value)
-
-
-def _ago(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{age(seconds)} ago"
-
-
-def _gpus(job: ListedJob) -> str | None:
-    return ranges(job.gpu_indexes) if job.gpu_indexes else None
+def _way(job: ListedJob) -> str | None:
+    return way_text(
+        job.way,
+        threads_percent=job.threads_percent,
+        slice_us=job.slice_us,
+        profile=job.mig_profile,
+        name=job.mig_name,
+    )
 
 
 # What the verbs take as JOB; then what tells a job from its namesake.
-_JOB: Final = Column(key="job", title="job")
+_JOB: Final = Column(key="job", title="job", of=lambda job: job.name or job.pid)
 _PID: Final = Column(key="pid", title="pid", right=True, rank=6)
 _USER: Final = Column(key="user", title="user", rank=7)
 _ROLE: Final = Column(key="role", title="role", rank=1, style=role_style)
-_GPU: Final = Column(key="gpu", title="GPU", right=True)
-_SINCE: Final = Column(key="since", title="since", right=True, rank=2, format=age)
+_SINCE: Final = Column(key="since_seconds", title="since", right=True, rank=2, format=age)
 _COMMAND: Final = Column(key="command", title="command", rank=3, least=12)
 
 
@@ -104,125 +99,85 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
     columns = (
         _JOB,
         _PID,
-        Column(key="state", title="state", style=_state),
+        Column(key="state", title="state", style=_STATES.get),
         _USER,
         _ROLE,
-        _GPU,
-        Column(key="way", title="way"),
-        Column(key="memory", title="memory", right=True, format=_memory),
-        Column(key="swapped", title="swapped", right=True, rank=4, optional=True, format=format_bytes),
+        Column(key="gpu", title="GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
+        Column(key="way", title="way", of=_way),
+        Column(
+            key="memory", title="memory", right=True, of=lambda job: (job.memory_used_bytes, _limit(job)), format=_memory
+        ),
+        Column(key="swapped_bytes", title="swapped", right=True, rank=4, optional=True, format=format_bytes),
         Column(key="sm_percent", title="SM", right=True, rank=1, format=format_percent),
         _SINCE,
         Column(key="container", title="container", rank=8, whole=True, optional=True, format=container_name),
         _COMMAND,
     )  # fmt: skip
-    rows = tuple(
-        {
-            "job": job.name or job.pid,
-            "pid": job.pid,
-            "state": job.state,
-            "user": job.user,
-            "role": job.role,
-            "gpu": _gpus(job),
-            "way": way_text(
-                job.way,
-                threads_percent=job.threads_percent,
-                slice_us=job.slice_us,
-                profile=job.mig_profile,
-                name=job.mig_name,
-            ),
-            "memory": (job.memory_used_bytes, _limit(job)),
-            "swapped": job.swapped_bytes,
-            "sm_percent": job.sm_percent,
-            "since": job.since_seconds,
-            "container": job.container,
-            "command": job.command,
-        }
-        for job in jobs
-    )
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
-    return Table(name="jobs", title="jobs", columns=columns, rows=rows, empty=empty)
+    return Table(name="jobs", title="jobs", columns=columns, rows=tuple(jobs), empty=empty)
 
 
 def _waiting(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        Column(key="place", title="place", right=True),
+        Column(key="place", title="place", right=True, of=lambda job: job.line.place),
         _JOB,
         _PID,
         _USER,
         _ROLE,
-        _GPU,
+        Column(key="gpu", title="GPU", right=True, of=lambda job: of_several(job.line.count, job.gpu_indexes)),
         Column(
-            key="memory", title="for", right=True, format=lambda value: "all" if value is None else format_bytes(value)
+            key="memory",
+            title="for",
+            right=True,
+            of=lambda job: job.line.memory_bytes,
+            format=lambda value: "all" if value is None else format_bytes(value),
         ),
-        Column(key="behind", title="behind", rank=1),
+        Column(key="behind", title="behind", rank=1, of=lambda job: _names([*job.line.behind, *job.line.held_by])),
         _SINCE,
-        Column(key="state", title="state", optional=True),
+        Column(
+            key="state",
+            title="state",
+            optional=True,
+            of=lambda job: "stopped, skipped" if job.line.stopped else None,
+        ),
         _COMMAND,
     )
-    rows = tuple(
-        {
-            "place": job.line.place,
-            "job": job.name or job.pid,
-            "pid": job.pid,
-            "user": job.user,
-            "role": job.role,
-            "gpu": of_several(job.line.count, job.gpu_indexes),
-            "memory": job.line.memory_bytes,
-            "behind": _names([*job.line.behind, *job.line.held_by]) or None,
-            "since": job.since_seconds,
-            "state": "stopped, skipped" if job.line.stopped else None,
-            "command": job.command,
-        }
-        for job in jobs
-        if job.line is not None
-    )
-    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
-
-
-def _exit(value: int | None) -> str:
-    return "not started" if value is None else str(value)
+    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
 
 
 def _ended(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        _JOB,
+        Column(key="name", title="job"),
         Column(
-            key="exit_code", title="exit code", right=True, format=_exit, style=lambda code: "red" if code else None
+            key="exit_code",
+            title="exit code",
+            right=True,
+            format=lambda code: "not started" if code is None else str(code),
+            style=lambda code: "red" if code else None,
         ),
         _ROLE,
         Column(key="device", title="device", rank=1),
-        Column(key="ran", title="ran", right=True, rank=2, format=age),
-        Column(key="since", title="ended", right=True, format=_ago),
-        Column(key="peak", title="peak memory", right=True, rank=2, optional=True, format=format_bytes),
+        Column(key="ran_seconds", title="ran", right=True, rank=2, format=age),
+        Column(
+            key="since_seconds",
+            title="ended",
+            right=True,
+            format=lambda seconds: "-" if seconds is None else f"{age(seconds)} ago",
+        ),
+        Column(key="memory_peak_bytes", title="peak memory", right=True, rank=2, optional=True, format=format_bytes),
         _COMMAND,
     )
-    rows = tuple(
-        {
-            "job": job.name,
-            "exit_code": job.exit_code,
-            "role": job.role,
-            "device": job.device,
-            "ran": job.ran_seconds,
-            "since": job.since_seconds,
-            "peak": job.memory_peak_bytes,
-            "command": job.command,
-        }
-        for job in jobs
-    )
-    return Table(name="ended_jobs", title="ended lately", columns=columns, rows=rows)
+    return Table(name="ended_jobs", title="ended lately", columns=columns, rows=tuple(jobs))
+
+
+_CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
+    "gpu_indexes": lambda job: " ".join(map(str, job.gpu_indexes)) or None,
+    "device_uuids": lambda job: " ".join(job.device_uuids) or None,
+    "place": lambda job: None if job.line is None else job.line.place,
+    "behind": lambda job: None if job.line is None else " ".join(job.line.behind) or None,
+}
 
 
 def _csv(jobs: Sequence[ListedJob]) -> Table:
-    columns = tuple(Column(key=key, title=key) for key in CSV)
-    return Table(name="jobs", columns=columns, rows=tuple(_csv_row(job) for job in jobs))
-
-
-def _csv_row(job: ListedJob) -> Row:
-    own = {
-        "gpu_indexes": " ".join(map(str, job.gpu_indexes)) or None,
-        "device_uuids": " ".join(job.device_uuids) or None,
-        "place": None if job.line is None else job.line.place,
-        "behind": None if job.line is None else " ".join(job.line.behind) or None,
-    }
-    return {key: own[key] if key in own else getattr(job, key) for key in CSV}
+    columns = tuple(Column(key=key, title=key, of=_CSV_ONLY.get(key)) for key in CSV)
+    return Table(name="jobs", columns=columns, rows=tuple(jobs))

@@ -187,7 +187,7 @@ def _block(table: Table) -> str:
         return "\n".join([*lines, *(visible(text) for text, _ in table.lines)])
     if not table.rows and table.empty:
         lines.append(f"# {table.empty}")
-    rows = [[cell(column, row.get(column.key)) for column in table.columns] for row in table.rows]
+    rows = [[cell(column, column.value(row)) for column in table.columns] for row in table.rows]
     titles = [column.title for column in table.columns]
     if not rows:
         return "\n".join([*lines, "  ".join(titles)])
@@ -243,10 +243,9 @@ def csv_text(table: Table, *, header: bool = True) -> str:
 
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
-    keys = [column.key for column in table.columns]
     if header:
-        writer.writerow(keys)
-    writer.writerows([_field(row.get(key)) for key in keys] for row in table.rows)
+        writer.writerow([column.key for column in table.columns])
+    writer.writerows([_field(column.value(row)) for column in table.columns] for row in table.rows)
     return buffer.getvalue()
 
 
@@ -301,7 +300,11 @@ def layout(table: Table, width: int) -> Layout:
     numbers are never cut: if the columns of rank 0 do not fit, text is cut to LAST_RESORT, and then lines may be longer
     than the width.
     """
-    shown = [column for column in table.columns if not (column.optional and _nothing_in(table, column))]
+    shown = [
+        column
+        for column in table.columns
+        if not column.optional or any(column.value(row) is not None for row in table.rows)
+    ]
     natural = {column.key: _natural(table, column) for column in shown}
     least = {column.key: _least(column, natural[column.key]) for column in shown}
     hidden: list[Column] = []
@@ -321,14 +324,10 @@ def layout(table: Table, width: int) -> Layout:
     return Layout(tuple(shown), tuple(widths), tuple(hidden))
 
 
-def _nothing_in(table: Table, column: Column) -> bool:
-    return all(row.get(column.key) is None for row in table.rows)
-
-
 def _natural(table: Table, column: Column) -> int:
     from rich.cells import cell_len
 
-    return max([cell_len(column.title), *(cell_len(cell(column, row.get(column.key))) for row in table.rows)])
+    return max([cell_len(column.title), *(cell_len(cell(column, column.value(row))) for row in table.rows)])
 
 
 def _least(column: Column, natural: int) -> int:
@@ -363,7 +362,7 @@ def table_lines(
     if fold and table.idle is not None and table.folded is not None:
         idle = [row for row in table.rows if table.idle(row)]
         if len(idle) > 1:
-            busy = tuple(row for row in table.rows if row not in idle)
+            busy = tuple(row for row in table.rows if not table.idle(row))
             lines, hidden = table_lines(replace(table, rows=busy, empty=None), width, rule=rule)
             return [*lines, Text(visible(table.folded(idle)), style="dim")], hidden
 
@@ -383,7 +382,7 @@ def table_lines(
     for row in table.rows:
         cells = []
         for column in plan.columns:
-            value = row.get(column.key)
+            value = column.value(row)
             text = cell(column, value)
             style = column.style(value) if column.style else None
             repeats = column.group and above.get(column.key) == text

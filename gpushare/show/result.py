@@ -43,7 +43,7 @@ def plain_value(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: the key of the row, the title for people, and how it is shown.
+    """One column: its key, the title for people, what it shows of a row (the field ``key``, or ``of``), and how.
 
     On a narrow terminal the column with the highest ``rank`` is dropped first; 0 is never dropped. ``whole`` marks an id
     that is never cut. ``style`` returns the Rich style of a value, or None. Long text (a command line) may be cut to
@@ -59,13 +59,20 @@ class Column:
     least: int | None = None
     group: bool = False
     optional: bool = False
+    of: Callable[[Any], Any] | None = None
     format: Callable[[Any], str] = plain_value
     style: Callable[[Any], str | None] | None = None
+
+    def value(self, row: Any) -> Any:
+        """Return what the column shows of a row: a value class, or a mapping, where a missing key is unknown."""
+        if self.of is not None:
+            return self.of(row)
+        return row.get(self.key) if isinstance(row, Mapping) else getattr(row, self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of raw values under columns. ``empty`` is the text for no rows.
+    """Rows, value classes or mappings, under columns. ``empty`` is the text for no rows.
 
     ``lines``, if given, are what people read instead of the columns: text and Rich style; ``draw``, if given, returns
     them as Rich texts for a terminal's width in columns. On a screen that is too short for all rows, those that are ``idle`` become
@@ -74,13 +81,13 @@ class Table:
 
     name: str
     columns: tuple[Column, ...]
-    rows: tuple[Mapping[str, Any], ...]
+    rows: tuple[Any, ...]
     title: str | None = None
     empty: str | None = None
     lines: tuple[tuple[str, str | None], ...] | None = None
     draw: Callable[[int], list[Any]] | None = None
-    idle: Callable[[Mapping[str, Any]], bool] | None = None
-    folded: Callable[[list[Mapping[str, Any]]], str] | None = None
+    idle: Callable[[Any], bool] | None = None
+    folded: Callable[[list[Any]], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

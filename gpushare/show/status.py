@@ -130,8 +130,25 @@ def _gpu_column(**more: Any) -> Column:
     return Column(key="gpu", title="GPU", right=True, **more)
 
 
+def _of_gpu(row: Any) -> int | None:
+    index: int | None = row.gpu_index
+    return index
+
+
 def _memory(key: str, title: str, rank: int = 0, **more: Any) -> Column:
     return Column(key=key, title=title, right=True, rank=rank, format=format_bytes, **more)
+
+
+def _memory_of(row: Any) -> tuple[int | None, int | None]:
+    return (row.memory_used_bytes, row.memory_total_bytes)
+
+
+def _reserved(row: Any) -> int | None:
+    return row.jobs_reserved_bytes or None
+
+
+def _reserved_column(rows: Iterable[Any]) -> list[Column]:
+    return [_memory("reserved", "reserved", rank=1, of=_reserved)] if any(map(_reserved, rows)) else []
 
 
 def _percent(key: str, title: str, rank: int = 0) -> Column:
@@ -139,56 +156,46 @@ def _percent(key: str, title: str, rank: int = 0) -> Column:
 
 
 def _gpus(snapshot: Snapshot) -> Table:
+    def state(gpu: Gpu) -> str:
+        if gpu.error is not None:
+            return silent_word(gpu.error)
+        inforce = sharing_now(gpu, snapshot.daemons)
+        return "unknown" if inforce is None else inforce.label
+
     columns = (
-        _gpu_column(),
+        _gpu_column(of=lambda gpu: gpu.index),
         Column(key="name", title="name", rank=2, format=_model_name),
-        Column(key="mechanism", title="sharing", style=_alarm),
-        Column(key="memory", title="memory", right=True, format=used_of_total),
-        *([_memory("reserved", "reserved", rank=1)] if any(gpu.jobs_reserved_bytes for gpu in snapshot.gpus) else []),
+        Column(key="mechanism", title="sharing", of=state, style=_alarm),
+        Column(key="memory", title="memory", right=True, of=_memory_of, format=used_of_total),
+        *_reserved_column(snapshot.gpus),
         _percent("utilization_percent", "util", rank=1),
-        Column(key="processes", title="procs", right=True, rank=3, style=_idle),
+        Column(
+            key="processes",
+            title="procs",
+            right=True,
+            rank=3,
+            of=lambda gpu: None if gpu.processes is None else len(gpu.processes),
+            style=_idle,
+        ),
         Column(key="time_slice", title="time-slice", rank=4),
         Column(key="compute_mode", title="compute mode", rank=5),
-        Column(key="mig", title="MIG", rank=6),
+        Column(key="mig", title="MIG", rank=6, of=_mig_mode),
         Column(key="pci_bus_id", title="PCI bus id", rank=7, whole=True),
         Column(key="uuid", title="UUID", rank=8, whole=True),
     )
-    rows = tuple(_gpu_row(gpu, snapshot) for gpu in snapshot.gpus)
     return Table(
         name="gpus",
         title="GPUs",
         columns=columns,
-        rows=rows,
+        rows=snapshot.gpus,
         empty="no GPU is visible",
-        idle=lambda row: (
-            row["processes"] == 0
-            and not (row["utilization_percent"] or row["reserved"])
-            and row["mechanism"] not in _ALARMS
+        idle=lambda gpu: (
+            gpu.processes == ()
+            and not (gpu.utilization_percent or gpu.jobs_reserved_bytes)
+            and state(gpu) not in _ALARMS
         ),
-        folded=lambda idle: f"idle: GPU {ranges(row['gpu'] for row in idle)}",
+        folded=lambda idle: f"idle: GPU {ranges(gpu.index for gpu in idle)}",
     )
-
-
-def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
-    inforce = sharing_now(gpu, snapshot.daemons)
-    if gpu.error is not None:
-        state: Any = silent_word(gpu.error)
-    else:
-        state = "unknown" if inforce is None else inforce.label
-    return {
-        "gpu": gpu.index,
-        "name": gpu.name,
-        "mechanism": state,
-        "memory": (gpu.memory_used_bytes, gpu.memory_total_bytes),
-        "reserved": gpu.jobs_reserved_bytes or None,
-        "utilization_percent": gpu.utilization_percent,
-        "processes": None if gpu.processes is None else len(gpu.processes),
-        "time_slice": gpu.time_slice,
-        "compute_mode": gpu.compute_mode,
-        "mig": _mig_mode(gpu),
-        "pci_bus_id": gpu.pci_bus_id,
-        "uuid": gpu.uuid,
-    }
 
 
 def _mig_mode(gpu: Gpu) -> str | None:
@@ -203,70 +210,62 @@ def _mig_mode(gpu: Gpu) -> str | None:
 
 
 def _mig_instances(snapshot: Snapshot) -> Table:
-    there = [instance for gpu in snapshot.gpus for instance in gpu.mig_instances]
+    rows = [
+        {
+            **vars(instance),
+            "gpu": gpu.index,
+            "memory": _memory_of(instance),
+            "reserved": _reserved(instance),
+            "processes": None if gpu.processes is None else sum(_on(process, instance) for process in gpu.processes),
+        }
+        for gpu in snapshot.gpus
+        for instance in gpu.mig_instances
+    ]
     columns = (
         _gpu_column(group=True),
         Column(key="gpu_instance_id", title="GI", right=True),
         Column(key="compute_instance_id", title="CI", right=True),
         Column(key="profile", title="profile"),
-        *([Column(key="name", title="name")] if any(one.name for one in there) else []),
+        *([Column(key="name", title="name")] if any(row["name"] for row in rows) else []),
         Column(key="multiprocessors", title="SMs", right=True, rank=2),
         Column(key="memory", title="memory", right=True, rank=1, format=used_of_total),
-        *([_memory("reserved", "reserved", rank=1)] if any(one.jobs_reserved_bytes for one in there) else []),
+        *([_memory("reserved", "reserved", rank=1)] if any(row["reserved"] for row in rows) else []),
         Column(key="processes", title="procs", right=True, rank=3, style=_idle),
         Column(key="uuid", title="UUID", rank=4, whole=True),
     )
-    rows = tuple(_mig_row(gpu, instance) for gpu in snapshot.gpus for instance in gpu.mig_instances)
     return Table(
         name="mig_instances",
         title="MIG instances",
         columns=columns,
-        rows=rows,
+        rows=tuple(rows),
         idle=lambda row: row["processes"] == 0 and not row["reserved"],
         folded=lambda idle: f"idle: {len(idle)} instances on GPU {ranges(row['gpu'] for row in idle)}",
     )
 
 
-def _mig_row(gpu: Gpu, instance: MigInstance) -> Row:
-    here = (instance.gpu_instance_id, instance.compute_instance_id)
-    return {
-        "gpu": gpu.index,
-        "gpu_instance_id": instance.gpu_instance_id,
-        "compute_instance_id": instance.compute_instance_id,
-        "profile": instance.profile,
-        "name": instance.name,
-        "multiprocessors": instance.multiprocessors,
-        "memory": (instance.memory_used_bytes, instance.memory_total_bytes),
-        "reserved": instance.jobs_reserved_bytes or None,
-        "processes": None if gpu.processes is None else sum(_on(process, here) for process in gpu.processes),
-        "uuid": instance.uuid,
-    }
-
-
-def _on(process: GpuProcess, instance: tuple[int | None, int | None]) -> bool:
+def _on(process: GpuProcess, instance: MigInstance) -> bool:
     """Return whether a process is on a MIG device; if its compute instance is unknown, the GPU instance decides."""
-    if process.compute_instance_id is None:
-        return process.gpu_instance_id == instance[0]
-    return (process.gpu_instance_id, process.compute_instance_id) == instance
+    if process.gpu_instance_id != instance.gpu_instance_id:
+        return False
+    return process.compute_instance_id in {None, instance.compute_instance_id}
 
 
 def _mps_daemons(snapshot: Snapshot) -> Table:
+    silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
     columns = (
-        _gpu_column(),
+        _gpu_column(of=_of_gpu),
         Column(key="pid", title="pid", right=True),
         Column(key="user", title="user", rank=4),
-        Column(key="started_by", title="started by", rank=5),
-        Column(key="status", title="server", style=_alarm),
-        Column(key="clients", title="clients", right=True, rank=1),
+        Column(key="started_by", title="started by", rank=5, of=_started_by),
+        Column(key="status", title="server", of=lambda daemon: _server_word(daemon, silent), style=_alarm),
+        Column(key="clients", title="clients", right=True, rank=1, of=_clients),
         _percent("threads_percent", "threads", rank=2),
         _memory("memory_limit_bytes", "memory limit", rank=3),
         Column(key="priority", title="priority", rank=6),
         Column(key="pipe_directory", title="pipe directory", rank=7, whole=True),
         Column(key="device_uuid", title="device", rank=8, whole=True),
     )
-    silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
-    rows = tuple(_daemon_row(daemon, silent) for daemon in _first_daemons(snapshot))
-    return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=rows)
+    return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=tuple(_first_daemons(snapshot)))
 
 
 def _first_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
@@ -276,22 +275,12 @@ def _first_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
     return [*(daemon for daemon in snapshot.daemons if daemon.ours), *others[:_MOST_OTHERS]]
 
 
-def _daemon_row(daemon: MpsDaemon, silent: Sequence[Gpu] = ()) -> Row:
-    origin = "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
-    clients = f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
-    return {
-        "gpu": daemon.gpu_index,
-        "pid": daemon.pid,
-        "user": daemon.user,
-        "started_by": origin,
-        "status": _server_word(daemon, silent),
-        "clients": None if daemon.error or daemon.unasked else clients,
-        "threads_percent": daemon.threads_percent,
-        "memory_limit_bytes": daemon.memory_limit_bytes,
-        "priority": daemon.priority,
-        "pipe_directory": daemon.pipe_directory,
-        "device_uuid": daemon.device_uuid,
-    }
+def _started_by(daemon: MpsDaemon) -> str:
+    return "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
+
+
+def _clients(daemon: MpsDaemon) -> str | None:
+    return None if daemon.error or daemon.unasked else f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
 
 
 def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
@@ -325,25 +314,18 @@ def _mps_clients(snapshot: Snapshot) -> Table:
         Column(key="pid", title="pid", right=True),
         Column(key="user", title="user", rank=2),
         Column(key="name", title="program", rank=3, least=12),
-        Column(key="threads_percent", title="threads", right=True, format=_with_next(format_percent)),
-        Column(
-            key="memory_limit_bytes",
-            title="memory limit",
-            right=True,
-            rank=1,
-            format=_with_next(format_bytes, "none"),
-        ),
+        Column(key="threads", title="threads", right=True, format=_with_next(format_percent)),
+        Column(key="memory_limit", title="memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
         Column(key="priority", title="priority", rank=4, style=_low, format=_with_next(plain_value)),
         Column(key="server_pid", title="server pid", right=True, rank=5),
     )
     rows = tuple(
         {
+            **vars(client),
             "gpu": daemon.gpu_index,
-            "pid": client.pid,
             "user": client.user if client.user is not None else server.user,
-            "name": client.name,
-            "threads_percent": (client.threads_percent, client.next_threads_percent),
-            "memory_limit_bytes": (client.memory_limit_bytes, client.next_memory_limit_bytes),
+            "threads": (client.threads_percent, client.next_threads_percent),
+            "memory_limit": (client.memory_limit_bytes, client.next_memory_limit_bytes),
             "priority": (client.priority, client.next_priority),
             "server_pid": client.server_pid if client.server_pid is not None else server.pid,
         }
@@ -354,30 +336,35 @@ def _mps_clients(snapshot: Snapshot) -> Table:
     return Table(name="mps_clients", title="MPS clients", columns=columns, rows=rows)
 
 
+def _since(snapshot: Snapshot, moment: float | None) -> float | None:
+    """Return the seconds between a moment and the snapshot."""
+    return None if moment is None else (snapshot.taken_at or 0.0) - moment
+
+
 def _waiting(snapshot: Snapshot) -> Table:
     columns = (
         Column(key="place", title="place", right=True),
-        Column(key="gpus", title="GPU", right=True),
+        Column(key="gpus", title="GPU", right=True, of=lambda job: of_several(job.count, job.gpu_indexes)),
         Column(key="pid", title="pid", right=True),
         Column(key="user", title="user", rank=2),
         Column(key="name", title="job", optional=True),
         Column(key="memory_bytes", title="memory", right=True, format=_wanted),
-        Column(key="waiting", title="waiting", right=True, rank=1, format=age),
-        Column(key="state", title="state", optional=True),
+        Column(
+            key="waiting",
+            title="waiting",
+            right=True,
+            rank=1,
+            of=lambda job: _since(snapshot, job.waiting_since),
+            format=age,
+        ),
+        Column(
+            key="state",
+            title="state",
+            optional=True,
+            of=lambda job: "stopped: others pass it" if job.stopped else None,
+        ),
     )
-    rows = tuple(
-        {
-            "place": one.place,
-            "gpus": of_several(one.count, one.gpu_indexes),
-            "pid": one.pid,
-            "user": one.user,
-            "name": one.name,
-            "memory_bytes": one.memory_bytes,
-            "waiting": None if one.waiting_since is None else (snapshot.taken_at or 0.0) - one.waiting_since,
-            "state": "stopped: others pass it" if one.stopped else None,
-        }
-        for one in snapshot.waiting_jobs[:_MOST_WAITING]
-    )
+    rows = snapshot.waiting_jobs[:_MOST_WAITING]
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
 
 
@@ -402,62 +389,42 @@ _ABOVE: Final = {
 
 def _limited(snapshot: Snapshot) -> Table:
     columns = (
-        _gpu_column(),
+        _gpu_column(of=_of_gpu),
         Column(key="pid", title="pid", right=True),
         Column(key="name", title="job", optional=True),
         _memory("limit_bytes", "limit"),
         Column(key="above", title="above it", format=lambda value: _ABOVE.get(value, "-")),
     )
-    rows = tuple(
-        {"gpu": one.gpu_index, "pid": one.pid, "name": one.name, "limit_bytes": one.limit_bytes, "above": one.above}
-        for one in snapshot.limited_jobs
-    )
-    return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=rows)
+    return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=snapshot.limited_jobs)
 
 
 def _swapped(snapshot: Snapshot) -> Table:
     columns = (
-        _gpu_column(),
+        _gpu_column(of=_of_gpu),
         Column(key="pid", title="pid", right=True),
         Column(key="user", title="user", rank=2),
         Column(key="name", title="job", optional=True),
         Column(key="state", title="state", style=_alarm),
         _memory("memory_bytes", "memory"),
-        Column(key="out", title="since", right=True, rank=1, format=age),
+        Column(key="out", title="since", right=True, rank=1, of=lambda job: _since(snapshot, job.since), format=age),
     )
-    rows = tuple(
-        {
-            "gpu": one.gpu_index,
-            "pid": one.pid,
-            "user": one.user,
-            "name": one.name,
-            "state": one.state,
-            "memory_bytes": one.memory_bytes,
-            "out": (snapshot.taken_at or 0.0) - one.since,
-        }
-        for one in snapshot.swapped_jobs
-    )
-    return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=rows)
+    return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=snapshot.swapped_jobs)
 
 
 def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
     """Return the table of the GPUs that users have reserved."""
     index = {gpu.uuid: gpu.index for gpu in gpus}
     columns = (
-        _gpu_column(),
+        _gpu_column(of=lambda lease: index.get(lease.gpu_uuid)),
         Column(key="user", title="user"),
         Column(key="seconds_left", title="left", right=True, format=format_duration),
         Column(key="gpu_uuid", title="UUID", rank=1, whole=True),
-    )
-    rows = tuple(
-        {"gpu": index.get(one.gpu_uuid), "user": one.user, "seconds_left": one.seconds_left, "gpu_uuid": one.gpu_uuid}
-        for one in leases
     )
     return Table(
         name="leases",
         title="reserved GPUs",
         columns=columns,
-        rows=rows,
+        rows=tuple(leases),
         empty="no GPU is reserved; reserve one: gpushare reserve -g GPU --for 4h",
     )
 
@@ -493,25 +460,14 @@ def role_style(value: Any) -> str | None:
 
 def _vgpus(snapshot: Snapshot) -> Table:
     columns = (
-        _gpu_column(group=True),
+        _gpu_column(group=True, of=_of_gpu),
         Column(key="id", title="vGPU", right=True, rank=2),
         Column(key="type", title="type", format=_model_name),
         Column(key="vm", title="virtual machine", whole=True),
-        Column(key="memory", title="memory", right=True, format=used_of_total),
+        Column(key="memory", title="memory", right=True, of=_memory_of, format=used_of_total),
         Column(key="uuid", title="UUID", rank=1, whole=True),
     )
-    rows = tuple(
-        {
-            "gpu": one.gpu_index,
-            "id": one.id,
-            "type": one.type,
-            "vm": one.vm,
-            "memory": (one.memory_used_bytes, one.memory_total_bytes),
-            "uuid": one.uuid,
-        }
-        for one in snapshot.vgpu_sessions
-    )
-    return Table(name="vgpu_sessions", title="vGPU sessions", columns=columns, rows=rows)
+    return Table(name="vgpu_sessions", title="vGPU sessions", columns=columns, rows=snapshot.vgpu_sessions)
 
 
 def _processes(snapshot: Snapshot) -> Table:
@@ -543,36 +499,23 @@ def _processes(snapshot: Snapshot) -> Table:
 def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
     for gpu in snapshot.gpus:
         for process in sorted(gpu.processes or (), key=_by_instance_then_memory):
-            known = process.started_at is not None and snapshot.taken_at is not None
+            instance = next((each for each in gpu.mig_instances if _on(process, each)), None)
             yield {
+                **vars(process),
                 "gpu": gpu.index,
-                "gpu_instance_id": process.gpu_instance_id,
-                "pid": process.pid,
                 "type": process.type or None,
-                "user": process.user,
-                "sm_percent": process.sm_percent,
-                "memory_used_bytes": process.memory_used_bytes,
-                "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
+                "age": None if snapshot.taken_at is None else _since(snapshot, process.started_at),
                 "idle": _idle_for(process, snapshot),
-                "job": process.job,
-                "role": process.role,
-                "way": _way(process, gpu),
-                "paused": None if process.paused_since is None else (snapshot.taken_at or 0.0) - process.paused_since,
-                "container": process.container,
+                "way": way_text(
+                    process.way,
+                    threads_percent=process.threads_percent,
+                    slice_us=process.slice_us,
+                    profile=None if instance is None else instance.profile,
+                    name=None if instance is None else instance.name,
+                ),
+                "paused": _since(snapshot, process.paused_since),
                 "command": command_of(process),
             }
-
-
-def _way(process: GpuProcess, gpu: Gpu) -> str | None:
-    instances = (one for one in gpu.mig_instances if _on(process, (one.gpu_instance_id, one.compute_instance_id)))
-    instance = next(instances, None)
-    return way_text(
-        process.way,
-        threads_percent=process.threads_percent,
-        slice_us=process.slice_us,
-        profile=None if instance is None else instance.profile,
-        name=None if instance is None else instance.name,
-    )
 
 
 def _idle_for(process: GpuProcess, snapshot: Snapshot) -> float | None:
