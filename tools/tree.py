@@ -77,8 +77,7 @@ def command_tree() -> Node:
 
 def _node(command: Any, path: tuple[str, ...]) -> Node:
     shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
-    names = command.list_commands(None) if hasattr(command, "list_commands") else ()
-    children = [(name, command.get_command(None, name)) for name in names]
+    children = command.children().items() if hasattr(command, "children") else ()
     options = [_option(parameter) for parameter in shown if parameter.param_type_name == "option"]
     return Node(
         path=path,

@@ -122,8 +122,8 @@ def warm(directory: Path) -> None:
 
 def _build(group: Any) -> None:
     """Build the commands of a group, which are built on first use."""
-    for command in group.commands.values():
-        if hasattr(command, "commands"):
+    for command in group.children().values():
+        if hasattr(command, "children"):
             _build(command)
 
 

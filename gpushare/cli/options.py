@@ -495,6 +495,10 @@ class Group(Helped, TyperGroup):
         named["params"] = [*(named.get("params") or []), *common_options()]
         super().__init__(*arguments, **named)
 
+    def children(self) -> dict[str, Any]:
+        """Return all commands by name, for a walk over the tree."""
+        return {name: self.get_command(None, name) for name in self.list_commands(None)}  # type: ignore[arg-type]
+
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words before the command; as `Interruptible.make_context`."""
         _noted(info_name, parent)

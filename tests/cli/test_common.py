@@ -22,8 +22,8 @@ from tests.cli.drive import ASKING, H200, Started, World, environment
 
 def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     yield words
-    for name in command.list_commands(None) if hasattr(command, "list_commands") else ():
-        yield from paths(command.get_command(None, name), (*words, name))
+    for name, inner in command.children().items() if hasattr(command, "children") else ():
+        yield from paths(inner, (*words, name))
 
 
 COMMANDS = list(paths(root()))
@@ -78,7 +78,7 @@ def test_a_command_with_more_than_two_options_has_examples_that_parse(words: tup
     own = [one for one in command.params if one.param_type_name == "option" and COMMON.isdisjoint(one.opts)]
     examples = EXAMPLES.get(" ".join(words), ())
     plain = [one for one in own if not {"--dry-run", "--yes"} & set(one.opts) and not one.hidden]
-    assert examples or len(plain) <= 2 or hasattr(command, "commands")
+    assert examples or len(plain) <= 2 or hasattr(command, "children")
     for _, example in examples:
         typed = shlex.split(
             example.removeprefix('eval "$(gpushare ').removesuffix(')"').split(" > ")[0].split(" | ")[0]
@@ -438,9 +438,9 @@ def test_the_help_of_a_command_is_one_screen(cli: Cli, monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "80")
 
     def lengths(group: Any, path: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-        for name in group.list_commands(None):
-            command, words = group.get_command(None, name), (*path, name)
+        for name, command in group.children().items():
+            words = (*path, name)
             yield " ".join(words), len(cli(*words, "--help", host=None).ok().out.splitlines())
-            yield from lengths(command, words) if hasattr(command, "commands") else ()
+            yield from lengths(command, words) if hasattr(command, "children") else ()
 
     assert {path: lines for path, lines in lengths(root(), ()) if lines > 45} == {}

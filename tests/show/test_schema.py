@@ -18,8 +18,8 @@ from tools import schemas
 
 
 def leaves(group: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
+    for name, command in group.children().items():
+        if hasattr(command, "children"):
             yield from leaves(command, (*path, name))
         else:
             yield " ".join((*path, name))

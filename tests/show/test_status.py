@@ -152,7 +152,7 @@ def test_a_flood_of_daemons_of_others_is_counted() -> None:
     ]
     result = status_result(Snapshot(host="x", gpus=(h100(0),), daemons=(ours, *claims, root)))
     (table,) = [one for one in result.tables if one.name == "mps_daemons"]
-    assert [row["pid"] for row in table.rows][:2] == [7, 9000]
+    assert [row.pid for row in table.rows][:2] == [7, 9000]
     assert len(table.rows) < 15
     assert len(result.notes) < 15
     assert any("291 more" in note for note in result.notes)
