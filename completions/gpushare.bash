@@ -304,13 +304,9 @@ _gpushare_node() {
       valued='-g --gpu --by --host -o --output'
       ;;
     'export')
-      commands='k8s dra karpenter slurm mig-parted cdi docker compose ecs systemd prometheus'
+      commands='dra karpenter slurm mig-parted cdi docker compose ecs systemd k8s prometheus'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
-      ;;
-    'export k8s')
-      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --every-node --helm --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --namespace --node --to --host -o --output'
       ;;
     'export dra')
       options='-g --gpu -f --file --mig-replicas --kubernetes --any-gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -348,12 +344,25 @@ _gpushare_node() {
       options='-g --gpu -f --file --program --at-boot --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --program --at-boot --to --host -o --output'
       ;;
+    'export k8s')
+      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --every-node --helm --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --namespace --node --to --host -o --output'
+      ;;
     'export prometheus')
       options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--textfile --host -o --output'
       ;;
     'sim')
-      commands='list show reset add end mig vgpu fault cdi'
+      commands='fault cdi list show reset add end mig vgpu'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'sim fault')
+      options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      positional='lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
+      ;;
+    'sim cdi')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -387,15 +396,6 @@ _gpushare_node() {
     'sim vgpu')
       options='-g --gpu --memory --vm --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --memory --vm --host -o --output'
-      ;;
-    'sim fault')
-      options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --host -o --output'
-      positional='lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
-      ;;
-    'sim cdi')
-      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--host -o --output'
       ;;
     *) return 1 ;;
   esac

@@ -228,17 +228,13 @@ function __gpushare_valued
             return 0
         case --by
             return 0
-        case --replicas
-            return 0
         case --mig-replicas
             return 0
-        case --mig-strategy
-            return 0
-        case --namespace
-            return 0
-        case --node
-            return 0
         case --kubernetes
+            return 0
+        case --replicas
+            return 0
+        case --mig-strategy
             return 0
         case --node-class
             return 0
@@ -254,6 +250,8 @@ function __gpushare_valued
             return 0
         case --autodetect
             return 0
+        case --node
+            return 0
         case --image
             return 0
         case --service
@@ -261,6 +259,8 @@ function __gpushare_valued
         case --program
             return 0
         case --at-boot
+            return 0
+        case --namespace
             return 0
         case --textfile
             return 0
@@ -998,7 +998,6 @@ complete -c gpushare -n '__gpushare_at capture' -s q -l quiet -d 'Print no notes
 complete -c gpushare -n '__gpushare_at capture' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at capture' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at capture' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at export' -a k8s -d 'Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies it'
 complete -c gpushare -n '__gpushare_at export' -a dra -d 'Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared'
 complete -c gpushare -n '__gpushare_at export' -a karpenter -d 'Write an EC2NodeClass, a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers'
 complete -c gpushare -n '__gpushare_at export' -a slurm -d 'Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog'
@@ -1008,6 +1007,7 @@ complete -c gpushare -n '__gpushare_at export' -a docker -d 'Write the flags tha
 complete -c gpushare -n '__gpushare_at export' -a compose -d 'Write a compose file with one service on one GPU, MIG device or MPS share'
 complete -c gpushare -n '__gpushare_at export' -a ecs -d 'Write an ECS task definition with one container on an MPS share like this one, or on a whole GPU'
 complete -c gpushare -n '__gpushare_at export' -a systemd -d 'Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon that runs now or is in the file'
+complete -c gpushare -n '__gpushare_at export' -a k8s -d 'Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies it'
 complete -c gpushare -n '__gpushare_at export' -a prometheus -d 'Write metrics as text, once; or the alert rules; or a Grafana dashboard'
 complete -c gpushare -n '__gpushare_at export' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
@@ -1015,23 +1015,6 @@ complete -c gpushare -n '__gpushare_at export' -s q -l quiet -d 'Print no notes,
 complete -c gpushare -n '__gpushare_at export' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at export' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at export k8s' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at export k8s' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
-complete -c gpushare -n '__gpushare_at export k8s' -l replicas -x -d 'How many programs share a GPU. [default: 4]'
-complete -c gpushare -n '__gpushare_at export k8s' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
-complete -c gpushare -n '__gpushare_at export k8s' -l rename -d 'Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.'
-complete -c gpushare -n '__gpushare_at export k8s' -l mig-strategy -x -a 'mixed single' -d 'How MIG devices are named: mixed or single.'
-complete -c gpushare -n '__gpushare_at export k8s' -l namespace -x -d 'Where the GPU operator runs.'
-complete -c gpushare -n '__gpushare_at export k8s' -l every-node -d 'Make it the default of all nodes, not only the labelled one.'
-complete -c gpushare -n '__gpushare_at export k8s' -l helm -d 'Write values for the device plugin\'s own chart, without the GPU operator.'
-complete -c gpushare -n '__gpushare_at export k8s' -l node -x -d 'The node\'s name in the cluster.'
-complete -c gpushare -n '__gpushare_at export k8s' -l to -r -F -d 'Write the files there instead of printing them.'
-complete -c gpushare -n '__gpushare_at export k8s' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at export k8s' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at export k8s' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
-complete -c gpushare -n '__gpushare_at export k8s' -s v -l verbose -d 'Print more: each step of a change, for example.'
-complete -c gpushare -n '__gpushare_at export k8s' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at export k8s' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export dra' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at export dra' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
 complete -c gpushare -n '__gpushare_at export dra' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
@@ -1138,6 +1121,23 @@ complete -c gpushare -n '__gpushare_at export systemd' -s q -l quiet -d 'Print n
 complete -c gpushare -n '__gpushare_at export systemd' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at export systemd' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export systemd' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export k8s' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
+complete -c gpushare -n '__gpushare_at export k8s' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export k8s' -l replicas -x -d 'How many programs share a GPU. [default: 4]'
+complete -c gpushare -n '__gpushare_at export k8s' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
+complete -c gpushare -n '__gpushare_at export k8s' -l rename -d 'Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.'
+complete -c gpushare -n '__gpushare_at export k8s' -l mig-strategy -x -a 'mixed single' -d 'How MIG devices are named: mixed or single.'
+complete -c gpushare -n '__gpushare_at export k8s' -l namespace -x -d 'Where the GPU operator runs.'
+complete -c gpushare -n '__gpushare_at export k8s' -l every-node -d 'Make it the default of all nodes, not only the labelled one.'
+complete -c gpushare -n '__gpushare_at export k8s' -l helm -d 'Write values for the device plugin\'s own chart, without the GPU operator.'
+complete -c gpushare -n '__gpushare_at export k8s' -l node -x -d 'The node\'s name in the cluster.'
+complete -c gpushare -n '__gpushare_at export k8s' -l to -r -F -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export k8s' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export k8s' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at export k8s' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
+complete -c gpushare -n '__gpushare_at export k8s' -s v -l verbose -d 'Print more: each step of a change, for example.'
+complete -c gpushare -n '__gpushare_at export k8s' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export k8s' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export prometheus' -l textfile -r -F -d 'Write PATH (*.prom) for node_exporter, atomically.'
 complete -c gpushare -n '__gpushare_at export prometheus' -l rules -d 'Print the alert rules instead.'
 complete -c gpushare -n '__gpushare_at export prometheus' -l dashboard -d 'Print the Grafana dashboard instead.'
@@ -1147,6 +1147,8 @@ complete -c gpushare -n '__gpushare_at export prometheus' -s q -l quiet -d 'Prin
 complete -c gpushare -n '__gpushare_at export prometheus' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at export prometheus' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export prometheus' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at sim' -a fault -d 'Make something fail on a simulated host'
+complete -c gpushare -n '__gpushare_at sim' -a cdi -d 'Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs'
 complete -c gpushare -n '__gpushare_at sim' -a list -d 'List the simulated hosts in use, or with --models the GPU models'
 complete -c gpushare -n '__gpushare_at sim' -a show -d 'Show the state of a simulated host: GPUs, processes, daemons, faults'
 complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Delete a simulated host with its processes and state'
@@ -1154,14 +1156,27 @@ complete -c gpushare -n '__gpushare_at sim' -a add -d 'Put a simulated process o
 complete -c gpushare -n '__gpushare_at sim' -a end -d 'End a simulated process, by itself or by a signal, with the consequences under MPS'
 complete -c gpushare -n '__gpushare_at sim' -a mig -d 'Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none: turn MIG off'
 complete -c gpushare -n '__gpushare_at sim' -a vgpu -d 'Let a virtual machine use a vGPU of a type (\'NVIDIA H200-35C\'), and print its UUID'
-complete -c gpushare -n '__gpushare_at sim' -a fault -d 'Make something fail on a simulated host'
-complete -c gpushare -n '__gpushare_at sim' -a cdi -d 'Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs'
 complete -c gpushare -n '__gpushare_at sim' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at sim' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
 complete -c gpushare -n '__gpushare_at sim' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at sim' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at sim fault' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index or UUID.'
+complete -c gpushare -n '__gpushare_at sim fault' -l clear -d 'Remove all faults.'
+complete -c gpushare -n '__gpushare_at sim fault' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim fault' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
+complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Print more: each step of a change, for example.'
+complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
+complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
+complete -c gpushare -n '__gpushare_at sim cdi' -s v -l verbose -d 'Print more: each step of a change, for example.'
+complete -c gpushare -n '__gpushare_at sim cdi' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at sim cdi' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim list' -l models -d 'List the GPU models that a host can have.'
 complete -c gpushare -n '__gpushare_at sim list' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim list' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
@@ -1228,18 +1243,3 @@ complete -c gpushare -n '__gpushare_at sim vgpu' -s q -l quiet -d 'Print no note
 complete -c gpushare -n '__gpushare_at sim vgpu' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at sim vgpu' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim vgpu' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim fault' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index or UUID.'
-complete -c gpushare -n '__gpushare_at sim fault' -l clear -d 'Remove all faults.'
-complete -c gpushare -n '__gpushare_at sim fault' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at sim fault' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
-complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Print more: each step of a change, for example.'
-complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver memory-limits collide fail-step crash-step shm descriptors host-memory mps-version busy'
-complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'
-complete -c gpushare -n '__gpushare_at sim cdi' -s v -l verbose -d 'Print more: each step of a change, for example.'
-complete -c gpushare -n '__gpushare_at sim cdi' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at sim cdi' -s h -l help -d 'Show the help and exit.'
