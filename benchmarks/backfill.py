@@ -2,6 +2,8 @@
 
 ``python -m benchmarks.backfill [--mixes 1000]`` prints for the same random mixes makespan and mean wait, and how many jobs
 start later than if nobody passed them. ``--packing`` prints 16 jobs of 10 to 90 GiB against the bound: memory times time.
+``--least`` prints on small mixes of such jobs the least that is possible while no job starts later than first come first
+served, and whether each refusal of gpushare has a run time for which it was needed.
 
 The rules are the code of gpushare (`gpushare.memory.admission`), asked whenever a job comes or ends.
 """
@@ -9,6 +11,7 @@ The rules are the code of gpushare (`gpushare.memory.admission`), asked whenever
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -161,8 +164,11 @@ def _reservation(
     raise AssertionError("it fits on empty GPUs")
 
 
-def gpushare(order: Order = _most_room, *, timed: bool) -> Policy:
-    """Return the rules of gpushare, with ``--time`` or without; a job of several GPUs fixes them once it is the first."""
+def gpushare(order: Order = _most_room, *, timed: bool, first: Sequence[int] = ()) -> Policy:
+    """Return the rules of gpushare, with ``--time`` or without; a job of several GPUs fixes them once it is the first.
+
+    ``first``: by the number of a job, the GPU that it takes if it may.
+    """
     fixed: dict[int, tuple[str, ...]] = {}
 
     def policy(
@@ -184,7 +190,7 @@ def gpushare(order: Order = _most_room, *, timed: bool) -> Policy:
             Waiting(
                 name=str(job.number),
                 memory_bytes=job.gib,
-                keys=fixed.get(job.number, keys),
+                keys=fixed.get(job.number, keys if not first else _moved_up(keys, str(first[job.number]))),
                 count=job.gpus,
                 run_seconds=job.given_seconds if timed else None,
             )
@@ -197,6 +203,10 @@ def gpushare(order: Order = _most_room, *, timed: bool) -> Policy:
         return [(job, taken[str(job.number)][: job.gpus]) for job in waiting if str(job.number) in taken]
 
     return policy
+
+
+def _moved_up(keys: Sequence[str], first: str) -> tuple[str, ...]:
+    return (first, *(key for key in keys if key != first))
 
 
 def mix(random_source: random.Random, gpus: int, count: int = 24) -> list[Job]:
@@ -268,11 +278,7 @@ def packing(seeds: int = 200) -> None:
     for gpus in (1, 2):
         found: dict[str, list[float]] = {}
         for seed in range(seeds):
-            source = random.Random(seed)  # noqa: S311 - a simulation
-            jobs = [
-                Job(number, 0.0, source.randint(10, 90), 1, seconds := source.uniform(2.0, 8.0), seconds)
-                for number in range(16)
-            ]
+            jobs = small_mix(seed, 16)
             rows: tuple[tuple[str, Policy | None], ...] = (
                 ("first come, first served", first_come()),
                 ("EASY, exact times", easy()),
@@ -300,6 +306,123 @@ def packing(seeds: int = 200) -> None:
             print(f"  {name:<42} {statistics.mean(values):.3f}  (median {statistics.median(values):.3f})")
 
 
+# -- the least that is possible ----------------------------------------------------------------------------------------
+
+
+def small_mix(seed: int, count: int) -> list[Job]:
+    """Return jobs of 10 to 90 GiB that come together."""
+    source = random.Random(seed)  # noqa: S311 - a simulation
+    return [
+        Job(number, 0.0, source.randint(10, 90), 1, seconds := source.uniform(2.0, 8.0), seconds)
+        for number in range(count)
+    ]
+
+
+def least_by_choice(jobs: Sequence[Job], gpus: int) -> float:
+    """Return the least makespan of the rules of gpushare over all choices of the GPU of each job."""
+    # The first one sees only empty GPUs.
+    chosen = itertools.product(*[range(gpus if job.number else 1) for job in jobs])
+    return min(makespan(jobs, simulate(jobs, gpus, gpushare(timed=False, first=first))) for first in chosen)
+
+
+def least_in_hindsight(jobs: Sequence[Job], gpus: int) -> float:
+    """Return the least makespan of all schedules, by rules that know the run times, in which no job is later than by FCFS.
+
+    All jobs come at time 0. There is a shortest schedule in which each job, in some order, starts as early as it can next
+    to those before it in this order: all orders and all GPUs are tried.
+    """
+    latest = simulate(jobs, gpus, first_come())
+    shortest, floor = makespan(jobs, latest), bound(jobs, gpus)
+
+    def place(rest: Sequence[Job], placed: list[list[tuple[float, float, int]]], end: float) -> None:
+        nonlocal shortest
+        if not rest:
+            shortest = min(shortest, end)
+            return
+        for job in rest:
+            tried: list[list[tuple[float, float, int]]] = []
+            for here in placed:
+                if here in tried:
+                    continue
+                tried.append(here)
+                start = _earliest(here, job)
+                if start > latest[job.number] + 1e-9 or start + job.seconds >= shortest or shortest <= floor + 1e-9:
+                    continue
+                here.append((start, start + job.seconds, job.gib))
+                place([other for other in rest if other is not job], placed, max(end, start + job.seconds))
+                here.pop()
+
+    place(jobs, [[] for _ in range(gpus)], 0.0)
+    return shortest
+
+
+def _earliest(here: Sequence[tuple[float, float, int]], job: Job) -> float:
+    for start in sorted({0.0, *(end for _, end, _ in here)}):
+        overlaps = [(begin, end, gib) for begin, end, gib in here if begin < start + job.seconds and end > start]
+        times = [start, *(begin for begin, _, _ in overlaps if begin > start)]
+        if all(sum(gib for begin, end, gib in overlaps if begin <= at < end) + job.gib <= GPU_GIB for at in times):
+            return start
+    raise AssertionError("it fits on an empty GPU")
+
+
+def refusals(jobs: Sequence[Job]) -> tuple[int, int]:
+    """Return on one GPU how often gpushare lets a job wait that has room, and how often a run time is shown for which it must.
+
+    Shown is a set of jobs that run, or come before it, which may be all that is still there when an earlier job starts: with
+    them the earlier one has room, and with the refused one too it has not.
+    """
+    refused = needed = 0
+    rules = gpushare(timed=False)
+
+    def policy(
+        waiting: Sequence[Job], running: dict[str, dict[int, Job]], started: dict[int, float], now: float
+    ) -> list[tuple[Job, tuple[str, ...]]]:
+        nonlocal refused, needed
+        found = rules(waiting, running, started, now)
+        taken = [job for job, _ in found]
+        there = [*running["0"].values(), *taken]
+        line = [job for job in waiting if job not in taken]
+        for at, job in enumerate(line):
+            if sum(one.gib for one in there) + job.gib > GPU_GIB:
+                continue
+            refused += 1
+            needed += any(_is_witness([*there, *line[:ahead]], line[ahead], job) for ahead in range(at))
+        return found
+
+    simulate(jobs, 1, policy)
+    return refused, needed
+
+
+def _is_witness(there: Sequence[Job], earlier: Job, job: Job) -> bool:
+    sums = {0}
+    for one in there:
+        sums |= {total + one.gib for total in sums}
+    return any(total + earlier.gib <= GPU_GIB < total + earlier.gib + job.gib for total in sums)
+
+
+def least(mixes: int) -> None:
+    """Print how far gpushare is from the least that is possible."""
+    counts = [refusals(small_mix(seed, 16)) for seed in range(mixes)]
+    refused, needed = (sum(column) for column in zip(*counts, strict=True))
+    print(f"1 GPU, {mixes} mixes of 16 jobs: {refused} refusals of a job that had room, {needed} of them needed")
+    for gpus, count in ((1, 8), (2, 8)):
+        rows: dict[str, list[float]] = {}
+        for seed in range(mixes):
+            jobs = small_mix(seed, count)
+            floor = bound(jobs, gpus)
+            values = {
+                "first come, first served": makespan(jobs, simulate(jobs, gpus, first_come())),
+                "gpushare": makespan(jobs, simulate(jobs, gpus, gpushare(timed=False))),
+                "gpushare, the best choice of GPUs": least_by_choice(jobs, gpus),
+                "the least in hindsight, no job later": least_in_hindsight(jobs, gpus),
+            }
+            for name, value in values.items():
+                rows.setdefault(name, []).append(value / floor)
+        print(f"{gpus} GPU{'s' if gpus > 1 else ''}, {mixes} mixes of {count} jobs of 10 to 90 GiB: makespan / bound")
+        for name, ratios in rows.items():
+            print(f"  {name:<42} {statistics.mean(ratios):.3f}")
+
+
 def _by_chance(seed: int, at: int) -> Policy:
     chance = random.Random(f"{seed} {at}")  # noqa: S311 - a simulation
     return gpushare(lambda running: chance.sample([*running], len(running)), timed=False)
@@ -325,9 +448,12 @@ def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixes", type=int, default=1000)
     parser.add_argument("--packing", action="store_true")
+    parser.add_argument("--least", action="store_true")
     options = parser.parse_args()
     if options.packing:
         packing()
+    elif options.least:
+        least(min(options.mixes, 100))
     else:
         compare(options.mixes)
 

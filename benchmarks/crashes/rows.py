@@ -335,13 +335,13 @@ def _run_rows() -> list[Row]:
     pair = _run("--gpus", "2", "--memory", "4G")
     waiting_pair = _run("--gpus", "2", "--wait", "--memory", "4G", "--time", "1h", "--name", "pair")
     again = _run("-g", "0", "--threads", "30", "--restart-on", "mps-fault")
-    made, recover = _run("--mig", "3g.40gb", "--create", "-g", "0"), ("mig", "recover", "-y")
+    made = _run("--mig", "3g.40gb", "--create", "-g", "0")
     production = _run("-g", "0", "--production", "web")
     opportunistic = _run("-g", "0", "--opportunistic")
     inside = partial(Row, host=MIG_HOST, prepare=_mig, runs=True)
     return [
         row(name="run", command=plain, then=[plain, stop]),
-        inside(name="run --mig --create", command=made, then=[made, recover]),
+        inside(name="run --mig --create", command=made, then=[made]),
         inside(name="run --mig --create, its guard too", command=made, then=[made], guard_after=3),
         row(name="run -d", command=detached, then=[detached, stop]),
         row(name="run, its guard too", command=plain, then=[plain, stop], guard_after=3),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import BadUsage, GpushareError, InUse, OperationFailed
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
+from gpushare.host.claims import live_claims
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mig.change import gpu_change, plan_change, transact
@@ -177,6 +178,9 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
             try:
                 transact(host, ledger, change)
             except InUse as error:
+                if any(claim.pid == os.getpid() for claim in (live_claims(host) or {}).values()):
+                    # That of the job itself, which could not be removed.
+                    raise
                 # A job came in just now, or a guard has not let go of it: the next change of MIG looks again.
                 return error.message
     ON_DEMAND.forget(record.path)

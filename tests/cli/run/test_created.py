@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpushare.base.errors import OperationFailed
+from gpushare.base.errors import InUse, OperationFailed
+from gpushare.host.claims import HeldClaim, take_claim
 from gpushare.host.host import Host
 from gpushare.mig import on_demand
 from gpushare.mig.change import MigChange
@@ -111,6 +112,16 @@ def test_an_instance_whose_making_failed_is_known_while_it_is_there(
     monkeypatch.setattr(on_demand, "any_lives", lambda *_: False)
     cli("mig", "recover").ok()
     assert (instances(on), ON_DEMAND.all(on.host)) == ([], [])
+
+
+def test_an_instance_that_its_own_job_still_claims_is_not_left_silently(on: World) -> None:
+    record = on_demand.make_instance(on.host, "1g", [on.host.nvml.gpu(0)])
+    claim = take_claim(on.host, next(one.uuid for one in on.state.gpus[0].mig))
+    assert isinstance(claim, HeldClaim)
+    with pytest.raises(InUse):
+        on_demand.remove_instance(on.host, record)
+    claim.release()
+    assert (on_demand.remove_instance(on.host, record), instances(on)) == (None, [])
 
 
 def test_a_job_waits_for_room_and_then_makes_its_own(real: Callable[..., Started], cli: Cli, on: World) -> None:
