@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.cli.options import settings
 from gpushare.host.records import sweep_leftovers
-from gpushare.hostfile.file import HostFile
-from gpushare.hostfile.load import applied_path, load_own, names_in
-from gpushare.show.keep import Said, planned_result
-from gpushare.show.result import Result
-from gpushare.timeslice.keep import Policy, verdicts
-from gpushare.timeslice.keep import keep as keep_slices
 
+if TYPE_CHECKING:
+    from gpushare.hostfile.file import HostFile
+    from gpushare.show.result import Result
+    from gpushare.timeslice.keep import Policy
+
+# Twenty files more are loaded in the functions below: `timeslice set JOB` needs none of them.
 RulesOption = Annotated[
     str | None,
     typer.Option("-f", "--file", metavar="FILE", help="gpushare.yaml with rules. [default: the last applied file]"),
@@ -31,6 +31,10 @@ def keep(file: RulesOption = None) -> Any:
     everything is put back; SIGHUP reads the file again. As root it is for all users' processes, else for your own. The file
     must be root's (or, for your own processes, yours), and not writable for others. `gpushare export systemd` writes a unit.
     """
+    from gpushare.hostfile.load import applied_path
+    from gpushare.show.keep import Said
+    from gpushare.timeslice.keep import keep as keep_slices
+
     host = settings.connect()
     path = str(applied_path(host)) if file is None else file
     wanted, policy = _read(path)
@@ -54,6 +58,9 @@ def keep(file: RulesOption = None) -> Any:
 
 
 def _read(path: str) -> tuple[HostFile, Policy]:
+    from gpushare.hostfile.load import load_own, names_in
+    from gpushare.timeslice.keep import Policy
+
     wanted = load_own(path)
     if not wanted.rules:
         raise BadUsage(
@@ -65,4 +72,7 @@ def _read(path: str) -> tuple[HostFile, Policy]:
 
 
 def _planned(policy: Policy, path: str) -> Result:
+    from gpushare.show.keep import planned_result
+    from gpushare.timeslice.keep import verdicts
+
     return planned_result(verdicts(settings.connect(), policy), path)
