@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import colocation, gpu_roles
+from benchmarks import backfill, colocation, gpu_roles
 
 PROJECT = Path(__file__).parents[1]
 KEPT = PROJECT / "benchmarks" / "results"
@@ -185,3 +185,17 @@ def test_a_choice_stands_beside_the_best_of_the_grid() -> None:
         "| half + fed: 0.95, p99 1.3x | 31, answer | slice 100us, production slice 16ms | 1.00, 1.12x / 0.50"
         " | 0.99, 1.14x / 0.50 | 0.52 |"
     )
+
+
+def test_a_job_waits_only_where_it_could_delay_an_earlier_one() -> None:
+    counts = [backfill.refusals(backfill.small_mix(seed, 12)) for seed in range(3)]
+    assert all(0 < refused == needed for refused, needed in counts)
+
+
+def test_no_schedule_is_shorter_than_the_least() -> None:
+    jobs = backfill.small_mix(3, 6)
+    for gpus in (1, 2):
+        rules = backfill.makespan(jobs, backfill.simulate(jobs, gpus, backfill.gpushare(timed=False)))
+        first = backfill.makespan(jobs, backfill.simulate(jobs, gpus, backfill.first_come()))
+        assert backfill.bound(jobs, gpus) <= backfill.least_in_hindsight(jobs, gpus) <= first
+        assert backfill.bound(jobs, gpus) <= backfill.least_by_choice(jobs, gpus) <= rules
