@@ -110,11 +110,11 @@ class _Present:
         for one in self._on_gpu if self._records or self._paused or everything else ():
             mine.setdefault(self._root(one.process.pid) or one.process.pid, []).append(one)
         for root, record in self._records.items():
-            yield self._job(record, mine.pop(root, []))
+            yield self._job(root, record, mine.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self._records.keys():
-            yield self._process(pid, [one for member in self._family(pid) for one in mine.pop(member, [])])
+            yield self._job(pid, None, [one for member in self._family(pid) for one in mine.pop(member, [])])
         for pid, processes in mine.items() if everything else ():
-            yield self._process(pid, processes)
+            yield self._job(pid, None, processes)
 
     def _family(self, pid: int) -> set[int]:
         """Return the processes of a paused or swapped job that has no record."""
@@ -122,83 +122,70 @@ class _Present:
         paused = set() if pause is None else pause.pids
         return {pid, *paused, *(() if swap is None else (image.pid for image in swap.images))}
 
-    def _job(self, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
-        info = self._host.processes.describe(record.pid)
-        devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
-        device = devices[0] if devices else None
-        began = record.since
-        state, since = self._state(record.pid, _age(info) if began is None else uptime() - began)
-        if state == RUNNING and record.role == OPPORTUNISTIC and _runs_itself(record):
+    def _job(self, pid: int, record: JobRecord | None, processes: Sequence[_OnGpu]) -> ListedJob:
+        """Return a job by its first process; without a record, what gpushare did not start, or whose record is gone."""
+        info, swap, pause = self._host.processes.describe(pid), self._swaps.get(pid), self._paused.get(pid)
+        if record is not None:
+            devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
+        else:
+            there = self._devices.get(swap.gpu_uuid) if swap is not None else None
+            devices = [device for device in [processes[0].device if processes else there] if device is not None]
+        mig = devices[0].mig if devices else None
+        began = None if record is None else record.since
+        state, since = self._state(pid, _age(info) if began is None else uptime() - began)
+        if record is not None and state == RUNNING and record.role == OPPORTUNISTIC and _runs_itself(record):
             # Ended for production, and not started again yet.
             state = WAITING
-        gpu = None if device is None else device.gpu
-        blind = gpu is None or gpu.processes is None
-        limit = record.memory_bytes
-        pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
-        for one in self._found:
-            if limit is None and not pids.isdisjoint(process.pid for process in one.claim.processes):
-                limit = one.limit_bytes
-        mps = record.mps or any(one.process.mps for one in processes)
-        slices = _slices(processes)
+        mps = any(process.process.mps for process in processes)
+        mps = mps or (record.mps if record is not None else info is not None and is_server(info.name))
+        slices = {process.process.slice_us for process in processes if process.process.slice_us is not None}
+        # Without a process on the GPU a job holds nothing there.
+        blind = (not devices or devices[0].gpu.processes is None) if record is not None else swap is None
+        given = None if record is None else self._slices.get(pid, record.slice_us)
+        if record is not None:
+            command = record.command or _program_of(info)
+        else:
+            command = None if info is None else _line(info.command_line or ()) or info.name
+        names = [_name(each.name) for each in (swap, pause) if each is not None]
+        containers = [process.process.container for process in processes]
+        if record is None:
+            containers = [None if info is None else info.container]
         return ListedJob(
-            name=record.name,
-            pid=record.pid,
-            state=state,
-            user=None if info is None else info.user,
-            role=record.role,
-            device=titles(devices) if devices else None,
-            gpu_indexes=tuple(sorted({one.gpu for one in processes} | {each.gpu.index for each in devices})),
-            device_uuids=record.devices,
-            way=_way(mps=mps, mig=device is not None and device.mig is not None),
-            mig_profile=None if device is None or device.mig is None else device.mig.profile,
-            mig_name=None if device is None or device.mig is None else device.mig.name,
-            threads_percent=record.threads_percent or self._threads(processes),
-            slice_us=min(slices) if slices else self._slices.get(record.pid, record.slice_us),
-            # Without a process on the GPU it holds nothing there.
-            memory_used_bytes=None if blind and not processes else _memory(processes),
-            memory_limit_bytes=limit,
-            swapped_bytes=self._swapped(record.pid),
-            sm_percent=_work(processes),
-            since_seconds=since,
-            command=record.command or _program_of(info),
-            container=next((one.process.container for one in processes if one.process.container), None),
-            processes=tuple(sorted({one.process.pid for one in processes})),
-        )
-
-    def _process(self, pid: int, processes: Sequence[_OnGpu]) -> ListedJob:
-        """Return a process that gpushare did not start, or whose record is gone."""
-        info = self._host.processes.describe(pid)
-        swap, pause = self._swaps.get(pid), self._paused.get(pid)
-        first = processes[0] if processes else None
-        device = first.device if first is not None else self._devices.get(swap.gpu_uuid) if swap is not None else None
-        state, since = self._state(pid, _age(info))
-        slices = _slices(processes)
-        mig = None if device is None else device.mig
-        mps = any(process.process.mps for process in processes) or (info is not None and is_server(info.name))
-        return ListedJob(
-            name=_name(None if swap is None else swap.name) or _name(None if pause is None else pause.name),
+            name=record.name if record is not None else next(filter(None, names), None),
             pid=pid,
             state=state,
             user=None if info is None else info.user,
-            role=None,
-            device=None if device is None else device.title,
-            gpu_indexes=tuple(sorted({process.gpu for process in processes}))
-            or (() if device is None else (device.gpu.index,)),
-            device_uuids=() if device is None else (device.uuid,),
-            way=None if device is None else _way(mps=mps, mig=mig is not None),
+            role=None if record is None else record.role,
+            device=titles(devices) if devices else None,
+            gpu_indexes=tuple(sorted({one.gpu for one in processes} | {each.gpu.index for each in devices})),
+            device_uuids=record.devices if record is not None else tuple(device.uuid for device in devices),
+            way=_way(mps=mps, mig=mig is not None) if devices or record is not None else None,
             mig_profile=None if mig is None else mig.profile,
             mig_name=None if mig is None else mig.name,
-            threads_percent=self._threads(processes),
-            slice_us=min(slices) if slices else None,
-            memory_used_bytes=_memory(processes) if processes or swap is not None else None,
-            memory_limit_bytes=self._client_memory(processes),
-            swapped_bytes=self._swapped(pid),
+            threads_percent=(None if record is None else record.threads_percent) or self._threads(processes),
+            slice_us=min(slices, default=given),
+            memory_used_bytes=None if blind and not processes else _memory(processes),
+            memory_limit_bytes=self._limit(record, processes),
+            swapped_bytes=None if swap is None else swap.memory_bytes,
             sm_percent=_work(processes),
             since_seconds=since,
-            command=None if info is None else _command(info.command_line) or info.name,
-            container=None if info is None else info.container,
-            processes=tuple(sorted({process.process.pid for process in processes})),
+            command=command,
+            container=next(filter(None, containers), None),
+            processes=tuple(sorted({one.process.pid for one in processes})),
         )
+
+    def _limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
+        """Return the limit of a job's memory: as recorded, as reserved, or of its only client of MPS."""
+        if record is None:
+            clients = [self._clients[one.process.pid] for one in processes if one.process.pid in self._clients]
+            return clients[0].memory_limit_bytes if len(clients) == 1 else None
+        pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
+        limits = [
+            one.limit_bytes
+            for one in self._found
+            if one.limit_bytes is not None and not pids.isdisjoint(process.pid for process in one.claim.processes)
+        ]
+        return record.memory_bytes if record.memory_bytes is not None or not limits else limits[0]
 
     def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
         swap, pause = self._swaps.get(pid), self._paused.get(pid)
@@ -208,10 +195,6 @@ class _Present:
             return PAUSED, max(0.0, uptime() - pause.since)
         return RUNNING, running
 
-    def _swapped(self, pid: int) -> int | None:
-        swap = self._swaps.get(pid)
-        return None if swap is None else swap.memory_bytes
-
     def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
         found = {
@@ -220,14 +203,6 @@ class _Present:
             if process.process.pid in self._clients
         }
         return found.pop() if len(found) == 1 else None
-
-    def _client_memory(self, processes: Iterable[_OnGpu]) -> int | None:
-        limits = [
-            self._clients[process.process.pid].memory_limit_bytes
-            for process in processes
-            if process.process.pid in self._clients
-        ]
-        return limits[0] if len(limits) == 1 else None
 
 
 def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
@@ -261,10 +236,6 @@ def _way(*, mps: bool, mig: bool) -> Way:
     return Way.MPS if mps else Way.TIMESLICE
 
 
-def _slices(processes: Iterable[_OnGpu]) -> set[int]:
-    return {process.process.slice_us for process in processes if process.process.slice_us is not None}
-
-
 def _memory(processes: Sequence[_OnGpu]) -> int | None:
     sizes = [process.process.memory_used_bytes for process in processes]
     return None if None in sizes else sum(size or 0 for size in sizes)
@@ -280,14 +251,14 @@ def _work(processes: Sequence[_OnGpu]) -> int | None:
     return min(100, max(sums.values())) if sums else None
 
 
-def _command(words: Sequence[str] | None) -> str | None:
-    return cut(shlex.join(words), MOST_COMMAND) if words else None
-
-
 def _program_of(info: ProcessInfo | None) -> str | None:
     """Return the program in the command line of a `gpushare run ... -- PROGRAM`, or all of the line."""
     words = (None if info is None else info.command_line) or ()
-    return _command(words[words.index("--") + 1 :] if "--" in words else words)
+    return _line(words[words.index("--") + 1 :] if "--" in words else words)
+
+
+def _line(words: Sequence[str]) -> str | None:
+    return cut(shlex.join(words), MOST_COMMAND) or None
 
 
 def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> Iterator[ListedJob]:
