@@ -21,6 +21,7 @@ from dataclasses import field, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
+from gpushare.base.errors import GpushareError
 from gpushare.base.typed import parsed, plain
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import is_trusted_directory, make_private_directory
@@ -365,6 +366,11 @@ class RecordStore(Generic[T]):
         """
         with writing(path, self.what):
             path.unlink(missing_ok=True)
+
+    def drop(self, host: Host, key: int | str) -> None:
+        """Remove this user's record of a key; a failure does not matter."""
+        with contextlib.suppress(GpushareError):
+            self.forget(self.path(host, key))
 
     def sweep(self, host: Host, ended: Callable[[T], bool] | None = None) -> None:
         """Remove this user's records of processes that have all ended, and those of an earlier boot.

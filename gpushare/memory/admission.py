@@ -121,7 +121,8 @@ def admitted(
             if key in rooms
             and fits(rooms[key], now[key], job)
             and all(
-                _ends_within(job, seconds) or not _delays(rooms[key], now[key], ahead, job, earlier)
+                (job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds)
+                or not _delays(rooms[key], now[key], ahead, job, earlier)
                 for earlier, seconds, ahead in _passed_on(rooms[key], key, passed)
             )
         )
@@ -144,10 +145,6 @@ def _passed_on(
         if key in job.keys:
             yield job, seconds, [*ahead]
             ahead.append(Running(memory_bytes=_size(room, job), client=job.client, uid=job.uid))
-
-
-def _ends_within(job: Waiting, seconds: float | None) -> bool:
-    return job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds
 
 
 def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], job: Waiting) -> float | None:

@@ -533,7 +533,13 @@ class Place:
         waiting = [
             _waiting(one.id, one.claim.uid, one, lines, limits)
             for one in found
-            if one.id == own or (one.waits and not one.stopped and self._goes_first(one))
+            if one.id == own
+            or (
+                one.waits
+                and not one.stopped
+                # It came before, or this job spares it.
+                and (one.id in self._before or _spares(self.request, os.geteuid(), one, one.claim.uid))
+            )
         ]
         taken = _admitted(lines, waiting)
         free = taken.get(own, ())
@@ -567,11 +573,6 @@ class Place:
     def _others(self) -> list[Reservation] | None:
         found = reservations(self._host)
         return None if found is None else not_around(self._host, found)
-
-    def _goes_first(self, one: Reservation) -> bool:
-        """Return whether a job is before this one: it came before, or this one spares it."""
-        came = self._before is not None and one.id in self._before
-        return came or _spares(self.request, os.geteuid(), one, one.claim.uid)
 
     def _still_fit(
         self,

@@ -113,7 +113,22 @@ class JobPause:
         on_gpu = self._on_gpu()
         refuse_mps(self._host, on_gpu)
         self._find(on_gpu)
-        steps = (self._record_step(), *(self._off_step(one) for one in self.job.channels), self._hold_step())
+        until = "" if self._seconds is None else f" for {self._seconds:g} s"
+        steps = (
+            Step(
+                what=f"write the record {self.job.path}, and start the guard of the pause",
+                command="(none)",
+                do=self._record,
+                revert=self._forget,
+            ),
+            *(self._off_step(one) for one in self.job.channels),
+            Step(
+                what=f"let the guard keep it paused{until}",
+                command="(none)",
+                undo=f"gpushare resume {self.job.selector}",
+                do=self._hold,
+            ),
+        )
         return Plan(
             title=f"pause {self.job.title}",
             steps=steps,
@@ -159,14 +174,6 @@ class JobPause:
         if self._control is None:
             self._control = self._host.open_channels()
         return self._control
-
-    def _record_step(self) -> Step:
-        return Step(
-            what=f"write the record {self.job.path}, and start the guard of the pause",
-            command="(none)",
-            do=self._record,
-            revert=self._forget,
-        )
 
     def _keeper(self) -> Guard:
         return Guard(self._host.spec, "ends the pause", "gpushare.pause.keep:keep", str(self.job.path), early=True)
@@ -245,15 +252,6 @@ class JobPause:
                     kind=type(error),
                 ) from error
             self._off.remove(one)
-
-    def _hold_step(self) -> Step:
-        until = "" if self._seconds is None else f" for {self._seconds:g} s"
-        return Step(
-            what=f"let the guard keep it paused{until}",
-            command="(none)",
-            undo=f"gpushare resume {self.job.selector}",
-            do=self._hold,
-        )
 
     def _hold(self) -> None:
         for _ in range(_ROUNDS):

@@ -965,7 +965,8 @@ class _Farm:
                 self._start(copy, gpu, place, size)
             except GpushareError as error:
                 self._leave(copy.number)
-                self._cannot_start(copy, error)
+                copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
+                self._after_end(copy, again=False)
                 continue
             if step == "alone":
                 self._alone, self._alone_since = copy.number, None
@@ -1092,10 +1093,6 @@ class _Farm:
             memory.leave()
         if not memories and place is not None:
             place.leave()
-
-    def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
-        copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
-        self._after_end(copy, again=False)
 
     def _variables(self, copy: Copy) -> dict[str, str]:
         found = {"GPUSHARE_COPY": str(copy.number), "GPUSHARE_COPIES": str(self._options.copies)}
@@ -1275,15 +1272,15 @@ class _Farm:
         Raises:
             GpushareError: one cannot be ended.
         """
-        ends: list[Callable[[Callable[[], bool]], Any]] = []
+        ends: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
             here = [number for number in numbers if number in gpu.running]
             if here and gpu.several is not None:
                 pids = [pid for number in here for pid in (strays or {}).get(number, ())]
                 programs = [gpu.running[number] for number in here]
-                ends.append(functools.partial(_end_on, gpu.several, programs, pids))
+                ends.append(functools.partial(gpu.several.end, programs, strays=pids))
         if len(ends) == 1:
-            ends[0](hurry)
+            ends[0](hurry=hurry)
         elif ends:
             _end_at_once(ends, hurry)
 
@@ -1401,11 +1398,7 @@ def _step(what: str) -> Step:
     return step_of_run(what, "# by gpushare farm itself")
 
 
-def _end_on(several: Several, programs: Sequence[Program], strays: Sequence[int], hurry: Callable[[], bool]) -> None:
-    several.end(programs, hurry=hurry, strays=strays)
-
-
-def _end_at_once(ends: Sequence[Callable[[Callable[[], bool]], Any]], hurry: Callable[[], bool]) -> None:
+def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
     """Call all of them at the same time: each waits for its programs. Signals come to this thread only.
 
     Raises:
@@ -1414,9 +1407,9 @@ def _end_at_once(ends: Sequence[Callable[[Callable[[], bool]], Any]], hurry: Cal
     hurried = threading.Event()
     errors: list[GpushareError] = []
 
-    def end(one: Callable[[Callable[[], bool]], Any]) -> None:
+    def end(one: Callable[..., Any]) -> None:
         try:
-            one(hurried.is_set)
+            one(hurry=hurried.is_set)
         except GpushareError as error:
             errors.append(error)
 

@@ -87,12 +87,6 @@ def write_member(host: Host, member: Member) -> None:
     MEMBERS.write(replace(member, path=MEMBERS.path(host, member.pid)))
 
 
-def forget_member(host: Host, pid: int) -> None:
-    """Forget a program that has ended."""
-    with contextlib.suppress(GpushareError):
-        MEMBERS.forget(MEMBERS.path(host, pid))
-
-
 def members(host: Host, device: Device) -> tuple[Member, ...]:
     """Return this user's living members on a device, by PID."""
     records = MEMBERS.all(host, shared=False)
@@ -176,7 +170,8 @@ class GroupSlice(Part):
     _slices: KeptSlices = field(init=False)
     _member: Member | None = None
     _watch: Attachment | None = None
-    _gave_up: bool = False
+    # The program is paused while production works, or not slowed: the slice cannot be set.
+    gave_up: bool = False
     _tries: int = 0
     _due: float = 0.0
     _told: set[int] = field(default_factory=set)
@@ -213,14 +208,9 @@ class GroupSlice(Part):
         self._note()
 
     @property
-    def gave_up(self) -> bool:
-        """Return whether the program is paused while production works, or not slowed: the slice cannot be set."""
-        return self._gave_up
-
-    @property
     def seconds(self) -> float:
         """Return how long until the next poll."""
-        if self._gave_up:
+        if self.gave_up:
             return math.inf if self.instead is None else self.instead.seconds
         return self._due - time.monotonic()
 
@@ -229,7 +219,7 @@ class GroupSlice(Part):
         watch = self._watch
         if watch is None:
             return False
-        if self._gave_up:
+        if self.gave_up:
             return self.instead is not None and self.instead.poll()
         if self._has_new_process(watch):
             watch.poll()
@@ -292,7 +282,7 @@ class GroupSlice(Part):
             )
 
     def _give_up(self, watch: Attachment, error: GpushareError) -> None:
-        self._gave_up = True
+        self.gave_up = True
         then = "this job is not slowed"
         if self.instead is not None:
             self.instead.started(watch)
@@ -319,17 +309,17 @@ class GroupSlice(Part):
 
     def release(self) -> Mapping[int, int]:
         """Let the program continue for good: it is about to end."""
-        if self._gave_up and self.instead is not None:
+        if self.gave_up and self.instead is not None:
             self.instead.release()
         return {}
 
     def settle(self) -> None:
         """Forget this member; after the last one the server gets its slice back."""
         if self._member is not None and self._watch is not None:
-            forget_member(self.host, self._member.pid)
+            MEMBERS.drop(self.host, self._member.pid)
             self._restore(self._watch)
         self._slices.close()
-        if self._gave_up and self.instead is not None:
+        if self.gave_up and self.instead is not None:
             self.instead.settle()
 
 

@@ -140,12 +140,6 @@ def write_record(host: Host, record: JobRecord) -> None:
     JOBS.write(replace(record, path=JOBS.path(host, record.name)))
 
 
-def forget_record(host: Host, name: str) -> None:
-    """Remove the record of a job, if there is one."""
-    with contextlib.suppress(GpushareError):
-        JOBS.forget(JOBS.path(host, name))
-
-
 def forget_ended(host: Host) -> None:
     """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use."""
     JOBS.sweep(host, lambda record: record.role != PRODUCTION and not is_running(host, record))
@@ -272,7 +266,7 @@ def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str
     try:
         yield codes.append
     finally:
-        forget_record(host, name)
+        JOBS.drop(host, name)
         past = PastJob(
             name=name,
             command=text,
@@ -384,7 +378,7 @@ class RecordedJob(Part):
                 with contextlib.suppress(GpushareError):
                     self._write(os.getpid())
             else:
-                forget_record(self.host, self.record.name)
+                JOBS.drop(self.host, self.record.name)
 
 
 # -- JOB on the command line -------------------------------------------------------------------------------------------

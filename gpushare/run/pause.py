@@ -136,7 +136,8 @@ class Pauser:
                 return
             channels.close()
             self._channels, self._due = None, 0.0
-            self.say(f"{error.message}: {how_paused(self.by)} from now on")
+            how = {CHANNELS: "its GPU channels", LOCK: "the driver's lock", STOP: "SIGSTOP"}[self.by]
+            self.say(f"{error.message}: paused by {how} from now on")
 
     def _pause_otherwise(self) -> None:
         known = self._on_gpu
@@ -255,11 +256,6 @@ class Pauser:
         return sorted(found)
 
 
-def how_paused(by: str) -> str:
-    """Return a way to pause, for people."""
-    return {CHANNELS: "paused by its GPU channels", LOCK: "paused by the driver's lock", STOP: "paused by SIGSTOP"}[by]
-
-
 class ChannelPauser:
     """Takes the channels of a program off the GPU and back, with a record from which `gpushare resume` can free it.
 
@@ -338,8 +334,7 @@ class ChannelPauser:
     def close(self) -> None:
         """Forget the record, unless something is still off."""
         if self._written is not None and not self.off:
-            with contextlib.suppress(GpushareError):
-                PAUSES.forget(self._written.path)
+            PAUSES.drop(self._host, self._pid)
         self._control.close()
 
     def _note(self, state: str) -> None:
@@ -443,12 +438,6 @@ def note_pauses(host: Host, program: Pauses) -> None:
     """Write the state of a program; a failure does not matter."""
     with contextlib.suppress(GpushareError):
         PROGRAMS.write(replace(program, path=PROGRAMS.path(host, program.pid)))
-
-
-def forget_pauses(host: Host, pid: int) -> None:
-    """Forget a program that has ended."""
-    with contextlib.suppress(GpushareError):
-        PROGRAMS.forget(PROGRAMS.path(host, pid))
 
 
 def noted_pauses(host: Host) -> tuple[Pauses, ...]:

@@ -18,7 +18,7 @@ from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
-from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, forget_pauses, note_pauses
+from gpushare.run.pause import PROGRAMS, ChannelPauser, Pacer, Pauser, Pauses, note_pauses
 from gpushare.run.production import ProductionJob, UnseenWork
 from gpushare.run.results import Tuned, find_tuned
 
@@ -375,4 +375,4 @@ class PauseForProduction(Part):
         if self.pauser is not None:
             self.pauser.close()
         if self._noted is not None:
-            forget_pauses(self.host, self._noted.pid)
+            PROGRAMS.drop(self.host, self._noted.pid)

@@ -65,11 +65,6 @@ class Role:
     # Where production prints its speed.
     rate: PrintedRate | None = None
 
-    @property
-    def any(self) -> bool:
-        """Return whether a role was asked for."""
-        return self.production is not None or self.opportunistic
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlanAnswer(PlanAnswer):
@@ -252,8 +247,10 @@ class JobStart:
 
     def _started(self, device: Device, options: RunOptions) -> Any:
         self._check_lease(device)
-        if self.role.any:
-            return self._in_role(device, options)
+        if self.role.production is not None:
+            return self._production(device, replace(options, rate=self.role.rate), self.role.production)
+        if self.role.opportunistic:
+            return self._opportunistic(device, options)
         if self.role.slice_us is not None:
             return self._sliced((device,), options, self.role.slice_us)
         from gpushare.run.share import MpsShare
@@ -571,11 +568,6 @@ class JobStart:
                 limits=kept_limits(self.host),
             )
         )
-
-    def _in_role(self, device: Device, options: RunOptions) -> Any:
-        if self.role.production is not None:
-            return self._production(device, replace(options, rate=self.role.rate), self.role.production)
-        return self._opportunistic(device, options)
 
     def _production(self, device: Device, options: RunOptions, name: str) -> Any:
         from gpushare.base.model import Way

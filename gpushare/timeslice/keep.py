@@ -216,7 +216,7 @@ class Keeper:
         return found, silent
 
     def _lives(self, one: _Process) -> bool:
-        return _is_same(self._host, one.pid, one.origin.started)
+        return self._host.processes.alive(one.pid, one.origin.started)
 
     def _next(self) -> _Process | None:
         """Return the process to work on: of those that are due, one of the user who took the least time."""
@@ -445,11 +445,6 @@ class Keeper:
                 raise
 
 
-def _is_same(host: Host, pid: int, started: int) -> bool:
-    found = host.processes.identity(pid)
-    return found is not None and found.started == started
-
-
 def _compute_groups(channels: Channels) -> Channels:
     """Return only what it takes to read and set the slices."""
     return replace(channels, groups=tuple(replace(group, channels=()) for group in channels.compute))
@@ -607,7 +602,7 @@ def recover(host: Host, control: ChannelControl) -> list[Event]:
     record = KEEPS.read(KEEPS.path(host, _KEY))
     events: list[Event] = []
     for process in () if record is None else record.processes:
-        if not _is_same(host, process.pid, process.started):
+        if not host.processes.alive(process.pid, process.started):
             continue
         groups = {(group.client, group.handle): group for group in process.channels.compute}
         slices = {(each.client, each.handle): _Slice(each.before, each.now, each.last) for each in process.slices}

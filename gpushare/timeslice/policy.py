@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotSupported
+from gpushare.base.errors import BadUsage, InUse, NotSupported
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import quoted
@@ -131,8 +131,7 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
     finally:
         for step, error in roll_back(steps):
             raise error.restated(hint=f"set it back: sudo {step.undo}")
-        with contextlib.suppress(GpushareError):
-            LENT.forget(LENT.path(host, device.uuid))
+        LENT.drop(host, device.uuid)
 
 
 def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice | None:
@@ -171,8 +170,7 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
         host.policy.set(device.uuid, value)
         # What a killed one had set is over.
         if left_level(host, device.gpu, before) is not None:
-            with contextlib.suppress(GpushareError):
-                LENT.forget(LENT.path(host, device.uuid))
+            LENT.drop(host, device.uuid)
 
     return setting_step(
         what=f"set {setting} to {level.title}",

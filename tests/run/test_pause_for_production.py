@@ -27,7 +27,7 @@ class Watched:
             monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.at))
         production: Any = SimpleNamespace(active=lambda: self.active, lives=lambda: self.alive)
         monkeypatch.setattr(module, "note_pauses", lambda _, state: self.said.append((state.pauses, state.paused)))
-        monkeypatch.setattr(module, "forget_pauses", lambda *_: None)
+        monkeypatch.setattr(module.PROGRAMS, "drop", lambda *_: None)
         self.watched: Any = SimpleNamespace(
             program_pid=PID, device=told.device, attached={PID}, wait=lambda: 1.0, tell=lambda _pid, _started: None
         )
