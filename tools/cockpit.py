@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rich.text import Text
 
-from gpushare.base.model import GpuSensors, LinePlace, ListedJob, Way
+from gpushare.base.model import GpuSensors, JobWay, LinePlace, ListedJob, Way
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.run.look import with_memory
@@ -90,7 +90,7 @@ def _job(pid: int, job: str | None, user: str, role: str | None, gpu: int, way: 
         role=role,
         device=f"GPU {gpu}",
         gpu_indexes=(gpu,),
-        way=Way(way),
+        way=cast("JobWay", Way(way)),
         mig_name=name,
         threads_percent=threads,
         slice_us=slice_us,

@@ -124,7 +124,7 @@ def _generic(origin: Any, arguments: Sequence[Any], definitions: dict[str, Any])
     if origin is Annotated:
         return _schema(arguments[0], definitions)
     if origin is Literal:
-        return {"enum": list(arguments)}
+        return {"enum": [jsonable(value) for value in arguments]}
     if origin in {Union, UnionType}:
         return _union([_schema(each, definitions) for each in arguments])
     if origin is tuple and arguments[-1:] != (...,):

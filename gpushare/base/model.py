@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import Enum, IntEnum
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 from gpushare.base.values import NOT_STORED, dataclass
 
@@ -116,6 +116,13 @@ _OUTER: Final = {
 _INNER: Final = {Way.MIG_MPS: Way.MPS, Way.MIG_TIMESLICE: Way.TIMESLICE, Way.MPS_STREAMS: Way.STREAMS}
 
 
+# Of a GPU as it is, as gpushare.yaml asks for it, of a job, and of a setting of `tune`.
+WayInForce = Literal[Way.TIMESLICE, Way.MPS, Way.MPS_TIMESLICE, Way.MIG, Way.EXCLUSIVE, Way.PROHIBITED]
+FileWay = Literal[Way.EXCLUSIVE, Way.TIMESLICE, Way.MPS, Way.MIG]
+JobWay = Literal[Way.MPS, Way.MIG, Way.MIG_MPS, Way.TIMESLICE]
+TunedWay = Literal[Way.SLICES, Way.CAPS]
+
+
 class Priority(IntEnum):
     """MPS client priority (``set_default_client_priority``); a hint to the hardware."""
 
@@ -155,7 +162,7 @@ class GpuProcess:
     # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` looks.
     job: str | None = None
     role: str | None = None
-    way: Way | None = None
+    way: JobWay | None = None
     threads_percent: float | None = None
     json_properties: ClassVar = ("type",)
 
@@ -423,7 +430,7 @@ class ListedJob:
     gpu_indexes: tuple[int, ...] = ()
     device_uuids: tuple[str, ...] = ()
     # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
-    way: Way | None = None
+    way: JobWay | None = None
     mig_profile: str | None = None
     # As `gpushare mig name` gave it.
     mig_name: str | None = None
@@ -513,7 +520,7 @@ def device_key(uuid: str) -> str:
     return f"{kind}-{rest[:8]}-{zlib.crc32(uuid.lower().encode()):08x}"
 
 
-def way_in_force(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Way | None:
+def way_in_force(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> WayInForce | None:
     """Return the way of sharing in force on a GPU; None when it is unknown.
 
     Without any setup the driver time-slices (compute mode default).
@@ -550,7 +557,7 @@ def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
     return others - servers - clients
 
 
-def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Way | None:
+def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> WayInForce | None:
     """Return `way_in_force`, and for MPS whether programs run outside it right now."""
     way = way_in_force(gpu, daemons)
     return Way.MPS_TIMESLICE if way is Way.MPS and outside_mps(gpu, daemons) else way

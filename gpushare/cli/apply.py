@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
-from gpushare.base.model import Way
+from gpushare.base.model import FileWay
 from gpushare.base.units import counted, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -315,7 +315,7 @@ class GpuApplied:
     """What applying the file does to one GPU."""
 
     gpu: int
-    sharing: Way
+    sharing: FileWay
     state: Literal["same", "planned", "done", "failed"]
     steps: tuple[Step, ...]
 

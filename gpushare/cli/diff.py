@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from gpushare.base.errors import ExitCode, GpushareError
-from gpushare.base.model import Way
+from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, HostFileArgument, HostFileOption, host_file, settings
 from gpushare.host.host import Host
@@ -79,7 +79,7 @@ class GpuDiff:
     # Null: an entry is for a GPU that this host does not have.
     gpu: int | None = None
     uuid: str | None = None
-    sharing: Way | None = None
+    sharing: FileWay | None = None
     as_requested: bool = False
     # Why it cannot be as requested.
     problem: str | None = None

@@ -35,7 +35,7 @@ from enum import IntEnum
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
-from gpushare.base.model import Gpu, TimeSlice, Way
+from gpushare.base.model import FileWay, Gpu, TimeSlice, Way
 from gpushare.base.units import format_slice, size_option
 from gpushare.inputs import Flow, Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
@@ -106,7 +106,7 @@ class Entry:
     """One entry: its GPUs, and how they are shared."""
 
     match: Match
-    sharing: Way
+    sharing: FileWay
     time_slice: TimeSlice | None = None
     replicas: int | None = None
     mps: MpsWish | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import Priority, TimeSlice, Way
+from gpushare.base.model import FileWay, Priority, TimeSlice, Way
 from gpushare.base.units import parse_memory_limit, parse_seconds
 from gpushare.form import (
     HINT,
@@ -166,7 +166,7 @@ def _entry(found: Mapping[str, Any], value: Value) -> Entry:
     level, replicas = found.get("timeslice", (None, None))
     return Entry(
         match=found["match"],
-        sharing=Way(way),
+        sharing=cast("FileWay", Way(way)),
         time_slice=level,
         replicas=replicas,
         mps=found.get("mps"),

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
@@ -19,6 +19,7 @@ from gpushare.run.results import Tuned
 from gpushare.show.tune import Row, TuneAnswer, WayAnswer
 
 if TYPE_CHECKING:
+    from gpushare.base.model import TunedWay
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.measure.tune import TuneOptions, TuneResult
@@ -36,7 +37,7 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
 
     ways = [
         WayAnswer(
-            way=way.way,
+            way=cast("TunedWay", way.way),
             best=None if way.outcome is None else row(way.outcome.best),
             nearest=None if way.outcome is None else row(way.outcome.nearest),
             left_out=way.left_out,
@@ -78,7 +79,7 @@ def _row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
     best, setting = result.outcome.best, figures.setting
     return Row(
         setting=setting.title,
-        way=setting.way,
+        way=cast("TunedWay", setting.way),
         production_slice_us=setting.production_slice_us,
         other_slice_us=setting.other_slice_us,
         threads_percent=setting.threads,

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import cut
-from gpushare.base.model import LinePlace, ListedJob, Way
+from gpushare.base.model import JobWay, LinePlace, ListedJob, Way
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
@@ -230,7 +230,7 @@ def _age(info: ProcessInfo | None) -> float | None:
     return None if started is None else max(0.0, time.time() - started)
 
 
-def _way(*, mps: bool, mig: bool) -> Way:
+def _way(*, mps: bool, mig: bool) -> JobWay:
     if mig:
         return Way.MIG_MPS if mps else Way.MIG
     return Way.MPS if mps else Way.TIMESLICE

@@ -21,7 +21,7 @@ from gpushare.base.model import (
     SwappedJob,
     VgpuSession,
     WaitingJob,
-    Way,
+    WayInForce,
     sharing_now,
 )
 from gpushare.base.units import GIB, MIB, counted, format_bytes, format_duration, format_percent, format_slice, ranges
@@ -584,7 +584,7 @@ class StatusGpu(Gpu):
 
     # Null: unknown, because it does not answer or its MIG devices are hidden from this user.
     mig_instances: tuple[MigInstance, ...] | None = None  # type: ignore[assignment]
-    mechanism: Way | None = None
+    mechanism: WayInForce | None = None
     # In use, and of no process that the driver lists.
     memory_unlisted_bytes: int | None = None
 

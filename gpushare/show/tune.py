@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.model import Way
+from gpushare.base.model import TunedWay, Way
 from gpushare.base.units import format_slice
 from gpushare.show.result import Column, Result, Table
 
@@ -28,7 +28,7 @@ class Row:
     """
 
     setting: str
-    way: Way
+    way: TunedWay
     production_slice_us: int | None
     other_slice_us: int | None
     threads_percent: float
@@ -53,7 +53,7 @@ class Row:
 class WayAnswer:
     """The best setting of one way, or the nearest; or why the way was not searched."""
 
-    way: Way
+    way: TunedWay
     best: Row | None = None
     nearest: Row | None = None
     left_out: str | None = None

@@ -160,7 +160,6 @@ def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsD
 
 def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
     percent = sample.sm_percent if sample.utilization_percent is None else sample.utilization_percent
-    way = Way.MPS if process.mps else Way.TIMESLICE
     return ListedJob(
         name=process.job,
         pid=process.pid,
@@ -169,7 +168,9 @@ def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
         role=process.role,
         device=f"GPU {process.gpu}",
         gpu_indexes=(process.gpu,),
-        way=way if process.mig is None else Way.MIG_MPS if process.mps else Way.MIG,
+        way=(Way.MPS if process.mps else Way.TIMESLICE)
+        if process.mig is None
+        else (Way.MIG_MPS if process.mps else Way.MIG),
         threads_percent=process.threads_percent,
         slice_us=process.slice_us,
         memory_used_bytes=sample.memory_used_bytes,
