@@ -49,7 +49,6 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "mig disable": _CHANGE,
     "mig recover": ("gpushare.cli.mig_change:MigRecoverAnswer",),
     "mig check": ("gpushare.cli.mig_files:MigCheckAnswer",),
-    "mig export": ("Any",),
     "mig env": ("gpushare.cli.mig:MigEnvAnswer",),
     "mig grant": (PLAN,),
     "mig revoke": (PLAN,),

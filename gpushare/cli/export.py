@@ -40,7 +40,6 @@ from gpushare.hostfile.diff import check_fits, points
 from gpushare.hostfile.load import entries_of, kept_file, load, placed
 from gpushare.hostfile.look import live_gpus
 from gpushare.mig.driver import MigReader
-from gpushare.mig.parted import check_config_name
 from gpushare.mps.home import own_home
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
@@ -177,10 +176,17 @@ def mig_parted(
     gpu: GpuOption = None,
     file: FileOption = None,
     name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
+    placement: Annotated[
+        bool, typer.Option("--placement", help="Add exact placements, in a second document that mig-parted skips.")
+    ] = False,
     to: To = None,
 ) -> Any:
-    """Write the MIG layout as a mig-parted v1 file, like `gpushare mig export`, with what it needs and what is lost."""
-    return exported("mig-parted", parted_export(described(gpu, file=file), name=check_config_name(name)), to)
+    """Write the MIG layout as a mig-parted v1 file, for mig-parted and `gpushare mig apply -f`.
+
+    GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
+    second YAML document, which apply and check follow.
+    """
+    return exported("mig-parted", parted_export(described(gpu, file=file), name=name, placement=placement), to)
 
 
 def _share(gpu: str | None, file: str | None) -> ContainerDevice:

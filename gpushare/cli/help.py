@@ -146,7 +146,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Exit code 7 if the layout differs", "mig check -g 0 3g.71gb*2"),
         ("Against a mig-parted file", "mig check -f parted.yaml -c all-balanced"),
     ),
-    "mig export": (("For nvidia-mig-parted", "mig export --name balanced > parted.yaml"),),
     "advise": (
         ("Four processes of one user", "advise --processes 4 --memory 6G --no-saturating"),
         ("Users who do not trust each other", "advise --processes 3 --users different --untrusted"),
@@ -196,7 +195,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "export dra": (("For Kubernetes 1.34", "export dra --kubernetes 1.34 --to dra"),),
     "export karpenter": (("Up to four nodes", "export karpenter --replicas 4 --max-nodes 4"),),
     "export slurm": (("This node, into files", "export slurm --node gpu01 --to slurm"),),
-    "export mig-parted": (("The layout as it is", "export mig-parted --name balanced"),),
+    "export mig-parted": (("The layout as it is", "export mig-parted --name balanced > parted.yaml"),),
     "export cdi": (("Into files", "export cdi --to cdi"),),
     "export docker": (("A share of GPU 0", "export docker -g 0"),),
     "export ecs": (("A share of GPU 0", "export ecs -g 0 --image pytorch/pytorch --name train"),),

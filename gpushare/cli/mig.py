@@ -408,7 +408,6 @@ for function, kind, text in (
     (mig_change.disable, AskingCommand, "Switch MIG mode off."),
     (mig_change.recover, ChangingCommand, "Undo a change that was interrupted."),
     (mig_files.check, Command, "Check whether the GPUs have a layout; exit 7 if not."),
-    (mig_files.export, Command, "Write the layout as a mig-parted file."),
     (env, Command, "Print the variable for a named instance."),
     (mig_change.grant, ChangingCommand, "Let only named users use an instance."),
     (mig_change.revoke, AskingCommand, "Revoke a grant."),

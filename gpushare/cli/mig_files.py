@@ -1,16 +1,16 @@
-"""``gpushare mig check`` and ``gpushare mig export``: compare a layout, write it as a mig-parted file."""
+"""``gpushare mig check``, and the mig-parted files of ``mig apply`` and ``mig check``."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu
 from gpushare.base.model import Gpu
-from gpushare.base.selection import check_answers, no_mig, select
+from gpushare.base.selection import no_mig, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
 from gpushare.cli.options import GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
@@ -22,19 +22,13 @@ from gpushare.mig.parted import (
     Demand,
     PciIds,
     absent,
-    check_config_name,
     choose,
-    document,
-    exported,
-    file_text,
     for_change,
     idle_entries,
     is_elsewhere,
     parse_parted,
-    placements,
     wishes_for,
 )
-from gpushare.mig.profile import Layout
 from gpushare.mig.target import Difference, MigDevice, difference
 from gpushare.mig.wish import Need, Request, Wish, parse_wish
 from gpushare.show.result import Result
@@ -79,48 +73,6 @@ def check(
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
-
-
-def export(
-    gpu: GpuOption = None,
-    name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
-    placement: Annotated[
-        bool, typer.Option("--placement", help="Add exact placements, in a second document that mig-parted skips.")
-    ] = False,
-) -> Any:
-    """Write the MIG layout as a mig-parted v1 file, for mig-parted and `gpushare mig apply -f`.
-
-    GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
-    second YAML document, which apply and check follow.
-    """
-    check_config_name(name)
-    host = settings.connect()
-    chosen = _gpus(host, gpu)
-    check_answers(*chosen)
-    if not any(one.mig_capable for one in chosen):
-        raise no_mig(chosen)
-    reader = MigReader(host.nvml)
-    layouts = {one.index: reader.layout(one) for one in chosen if one.mig_enabled}
-    gpus = [exported(one.index, layouts.get(one.index), host.nvml.pci_ids(one.index)[0]) for one in chosen]
-    config = document(name, gpus, whole_host=len(chosen) == host.nvml.count())
-    places = placements(name, gpus) if placement else None
-    return Result(
-        command="mig export",
-        data=config if places is None else {**config, **places},
-        text=file_text(config, places),
-        notes=tuple(_export_notes(chosen, layouts.values())),
-    )
-
-
-def _export_notes(gpus: Sequence[Gpu], layouts: Iterable[Layout]) -> list[str]:
-    notes = [
-        f"GPU {layout.gpu}: GPU instance {instance.id} ({instance.profile.name}) has no compute instance: left out"
-        for layout in layouts
-        for instance in layout.instances
-        if not instance.compute
-    ]
-    pending = [gpu for gpu in gpus if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled]
-    return [*notes, *(f"GPU {gpu.index}: another MIG mode is pending; the file has the current one" for gpu in pending)]
 
 
 def _gpus(host: Host, text: str | None) -> list[Gpu]:
@@ -243,7 +195,7 @@ def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
     return None
 
 
-_HINT: Final = "start with the current layout: gpushare mig export > mig.yaml"
+_HINT: Final = "start with the current layout: gpushare export mig-parted > mig.yaml"
 
 
 def read_config(path: str, name: str | None) -> Config:

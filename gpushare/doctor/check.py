@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import string
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.base.errors import GpushareError, TimedOut, cut
 from gpushare.base.model import Gpu, TimeSlice
+from gpushare.base.package import package_rows
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -61,21 +61,9 @@ class _Filler(string.Formatter):
         return shlex.quote(str(value)) if conversion == "q" else super().convert_field(value, conversion)
 
 
-@functools.cache
-def findings() -> Mapping[str, Mapping[str, str]]:
-    """Return the rows of ``data/doctor-checks.yaml``."""
-    from importlib.resources import files
-
-    import yaml
-
-    text = files("gpushare").joinpath("data/doctor-checks.yaml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
-    return rows
-
-
 def finding(name: str, gpu: int | None = None, **values: Any) -> Check:
     """Return what a row of ``data/doctor-checks.yaml`` says with these values filled in."""
-    row, fill = findings()[name], _Filler()
+    row, fill = package_rows("doctor-checks.yaml")[name], _Filler()
     verdict = Verdict.FAIL if "fail" in row else Verdict.WARN
     seen, why, remedy = (fill.format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
     return Check(id=name.partition(" ")[0], verdict=verdict, seen=seen, why=why, remedy=remedy, gpu=gpu)

@@ -7,6 +7,7 @@ MPS guide: the daemon's pipe directory, its /dev/shm and its user must be the co
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,9 +17,11 @@ from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
 from gpushare.base.selection import no_mig
 from gpushare.base.units import MIB
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
-from gpushare.export.document import IMAGE, Document, Export, yaml_document
-from gpushare.mig.parted import Exported, document, file_text, parse_parted
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription
+from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
+from gpushare.hostfile.file import MpsWish
+from gpushare.inputs import yaml_text
+from gpushare.mig.parted import PLACEMENTS, VERSION, parse_parted
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"
@@ -37,12 +40,26 @@ class ContainerDevice:
         return self.gpu.uuid if self.mig is None else self.mig.uuid
 
     @property
-    def mps(self) -> MpsDescription | None:
+    def mps(self) -> MpsWish | None:
         return self.gpu.mps if self.mig is None else self.mig.mps
 
     @property
     def title(self) -> str:
         return f"GPU {self.gpu.index}" if self.mig is None else f"MIG {self.mig.profile} of GPU {self.gpu.index}"
+
+    @property
+    def traits(self) -> set[str]:
+        """Return what is true of it, in words, for `document.notes`."""
+        mps, whole = self.mps, self.mig is None
+        told = {
+            "mps": mps is not None,
+            "timeslice": mps is None and self.gpu.sharing is Way.TIMESLICE,
+            "sliced": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
+            "mig": not whole,
+            "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
+            "restricted": mps is not None and bool(mps.users),
+        }
+        return {trait for trait, is_true in told.items() if is_true}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -113,11 +130,8 @@ def docker_export(share: ContainerDevice) -> Export:
     return Export(
         documents=(Document(name="docker-flags", text=" ".join(flags) + "\n", kind="flags"),),
         commands=(f"docker run --rm {' '.join(flags)} {IMAGE}",),
-        needs=(
-            "NVIDIA's container runtime in Docker: sudo nvidia-ctk runtime configure --runtime=docker",
-            *_needs(share),
-        ),
-        lost=tuple(_lost(share)),
+        needs=notes("container", "needs", share.traits),
+        lost=notes("container", "lost", share.traits),
     )
 
 
@@ -140,12 +154,8 @@ def cdi_export(share: ContainerDevice) -> Export:
     return Export(
         documents=(Document(name="cdi-flags", text=" ".join(flags) + "\n", kind="flags"), *documents),
         commands=tuple(commands),
-        needs=(
-            "Docker 28.2 or later (25 to 28.1 with its feature cdi on), or Podman 4.1 or later",
-            "nvidia-ctk cdi generate after every MIG change (nvidia-cdi-refresh does not notice; gpushare mig does it)",
-            *_needs(share),
-        ),
-        lost=tuple(_lost(share)),
+        needs=notes("container", "needs", share.traits | {"cdi"}),
+        lost=notes("container", "lost", share.traits),
     )
 
 
@@ -167,17 +177,11 @@ def compose_export(
         # By default compose makes a missing source, and the container would run without MPS.
         body["volumes"] = [{**mount, "bind": {"create_host_path": False}}]
     body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
-    needs = [
-        "Docker 28.2 or later (25 to 28.1 with its feature cdi on)"
-        if by_cdi
-        else "NVIDIA's container runtime in Docker: sudo nvidia-ctk runtime configure --runtime=docker",
-        *_needs(share),
-    ]
     return Export(
         documents=(yaml_document(COMPOSE_FILE, {"services": {service: body}}),),
         commands=(f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"),
-        needs=tuple(needs),
-        lost=tuple(_lost(share)),
+        needs=notes("container", "needs", share.traits | ({"by-cdi"} if by_cdi else set())),
+        lost=notes("container", "lost", share.traits),
     )
 
 
@@ -201,52 +205,61 @@ def _cdi_spec(share: ContainerDevice, name: str) -> dict[str, Any]:
     return {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [{"name": name, "containerEdits": edits}]}
 
 
-def _needs(share: ContainerDevice) -> list[str]:
-    if share.mps is None:
-        return []
-    return [
-        "the container run as the same user as the other clients (--user): an MPS server serves one user at a time",
-        "the daemon running before the container starts: without its directory the container is refused",
-    ]
-
-
-def _lost(share: ContainerDevice) -> list[str]:
-    lost = []
-    if share.mps is not None:
-        lost.append("limits per container: they are per process, so two processes get twice as much")
-    elif share.gpu.sharing is Way.TIMESLICE:
-        lost.append("not enforced: under time-slicing the container may use the whole GPU and its memory")
-    if share.gpu.time_slice not in {None, TimeSlice.DEFAULT} and share.mig is None:
-        lost.append("slice length per container: the host has one for all of them")
-    if share.mig is not None:
-        lost.append(
-            "stable MIG UUIDs: after a new MIG layout a UUID can name a device of another size; check with gpushare status"
-        )
-    return lost
-
-
-FILE = "mig-parted.yaml"
-_MAX_LABEL = 63
+FILE: Final = "mig-parted.yaml"
+_MAX_LABEL: Final = 63
+_CONFIG_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}", re.ASCII)
+# mig-parted reads the first document only.
+_PLACES_BELOW: Final = "---\n# For gpushare: exact placements. mig-parted reads the first document only.\n"
 
 
 def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` if it covers every GPU.
 
-    GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number.
+    GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number. On a host with several
+    models with MIG each entry has a ``device-filter``.
     """
-    capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
-    if not capable:
+    gpus = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
+    if not gpus:
         raise no_mig([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
-    gpus = [
-        Exported(
-            index=gpu.index,
-            counts=dict(sorted(Counter(mig.profile for mig in gpu.mig).items())) if gpu.sharing is Way.MIG else None,
-        )
-        for gpu in capable
-    ]
-    config = document(name, gpus, whole_host=host.whole)
+    alike: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
+    for gpu in gpus:
+        counts = sorted(Counter(mig.profile for mig in gpu.mig).items())
+        alike.setdefault(tuple(counts) if gpu.sharing is Way.MIG else None, []).append(gpu)
+    ids = {gpu.pci_device_id for gpu in gpus}
+    entries = []
+    for devices, members in alike.items():
+        entry: dict[str, Any] = {}
+        among = gpus
+        if len(ids) > 1 and None not in ids:
+            models = sorted({gpu.pci_device_id or 0 for gpu in members})
+            entry["device-filter"] = [f"0x{model:08X}" for model in models]
+            among = [gpu for gpu in gpus if gpu.pci_device_id in models]
+        everyone = host.whole and len(members) == len(among)
+        entry["devices"] = "all" if everyone else [gpu.index for gpu in members]
+        entry["mig-enabled"] = devices is not None
+        if devices is not None:
+            entry["mig-devices"] = dict(devices)
+        entries.append(entry)
+    config = {"version": VERSION, "mig-configs": {name: entries}}
     parse_parted(config)
     return config
+
+
+def _placements(host: HostDescription, name: str) -> dict[str, Any]:
+    """Return the exact places on each GPU with MIG on, by index: ``{config: {"0": ["3g.40gb:4"]}}``."""
+    places: dict[str, list[str]] = {}
+    for gpu in host.gpus:
+        if any(mig.start is None for mig in gpu.mig):
+            raise BadUsage(
+                f"the file does not place the instances of GPU {gpu.index}",
+                "drop --placement, or give placements: 3g.40gb:4",
+                code="bad_placement",
+            )
+        counts = Counter((mig.start or 0, mig.profile) for mig in gpu.mig)
+        if gpu.sharing is Way.MIG:
+            words = (f"{profile}:{start}" + f"*{n}" * (n > 1) for (start, profile), n in sorted(counts.items()))
+            places[str(gpu.index)] = list(words)
+    return {PLACEMENTS: {name: places}}
 
 
 def layout_name(host: HostDescription) -> str:
@@ -262,36 +275,28 @@ def layout_name(host: HostDescription) -> str:
         name = "-".join(["gpushare", *words])
         if len(name) <= _MAX_LABEL:
             return name
-    return f"gpushare-{sha256(file_text(config).encode()).hexdigest()[:12]}"
+    return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
 
 
-def parted_export(host: HostDescription, *, name: str) -> Export:
-    """Return the file and how `nvidia-mig-parted` applies it."""
-    lost = ["placements: gpushare mig export --placement keeps them for gpushare mig apply -f"]
-    lost += lost_of(host)
+def parted_export(host: HostDescription, *, name: str, placement: bool = False) -> Export:
+    """Return the file and how `nvidia-mig-parted` applies it; ``placement`` adds a second document with exact places."""
+    if _CONFIG_NAME.fullmatch(name) is None:
+        raise BadUsage(
+            f"'{name[:60]}' is not a name for a configuration",
+            "use up to 63 letters, digits and . _ + -, for example: train-night",
+            code="bad_name",
+        )
+    text = yaml_text(mig_config(host, name))
+    text += _PLACES_BELOW + yaml_text(_placements(host, name)) if placement else ""
+    others = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
+    traits = host.traits | ({"placed"} if placement else set()) | ({"others"} if others else set())
     return Export(
-        documents=(Document(name=FILE, text=file_text(mig_config(host, name))),),
+        documents=(Document(name=FILE, text=text),),
         commands=(
             f"nvidia-mig-parted assert --valid-config -f {FILE} -c {name}",
             f"sudo nvidia-mig-parted apply -f {FILE} -c {name}",
             f"nvidia-mig-parted assert -f {FILE} -c {name}",
         ),
-        needs=(
-            "idle GPUs while it is applied; gpushare mig apply -f applies this file safely",
-            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE, as its own config.yaml is overwritten each time",
-        ),
-        lost=tuple(lost),
+        needs=notes("mig-parted", "needs", traits),
+        lost=notes("mig-parted", "lost", traits, others=", ".join(others)),
     )
-
-
-def lost_of(host: HostDescription) -> list[str]:
-    """Return what a mig-parted file cannot say of a host."""
-    lost = []
-    if any(mig.mps is not None or (mig.replicas or 1) > 1 for _, mig in host.instances()):
-        lost.append("sharing inside MIG devices: mig-parted has neither MPS nor replicas")
-    if any(mig.name for _, mig in host.instances()):
-        lost.append("instance names: mig-parted has none")
-    other = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
-    if other:
-        lost.append(f"{', '.join(other)} on GPUs without MIG: mig-parted only creates MIG devices")
-    return lost

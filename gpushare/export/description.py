@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
-from gpushare.base.model import ComputeMode, MpsDaemon, TimeSlice, Way, way_in_force
+from gpushare.base.model import ComputeMode, MpsDaemon, Priority, TimeSlice, Way, way_in_force
 from gpushare.base.selection import check_answers
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
@@ -29,17 +29,6 @@ _PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MpsDescription:
-    """An MPS daemon: its limits per client process."""
-
-    limits: Limits = field(default_factory=Limits)
-    # The users that may connect; empty: all.
-    users: tuple[str, ...] = ()
-    # None: not created yet.
-    pipe_directory: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class MigDescription:
     """One MIG device (a compute instance in its GPU instance). ``replicas`` and ``mps`` are sharing inside it."""
 
@@ -56,7 +45,7 @@ class MigDescription:
     capabilities: tuple[int, int] | None = None
     name: str | None = None
     replicas: int | None = None
-    mps: MpsDescription | None = None
+    mps: MpsWish | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -84,7 +73,7 @@ class GpuDescription:
     mig_capable: bool | None = None
     replicas: int | None = None
     time_slice: TimeSlice | None = None
-    mps: MpsDescription | None = None
+    mps: MpsWish | None = None
     mig: tuple[MigDescription, ...] = ()
     # Of each GPU of the host by its index: 1 where NVLink connects the two, -1 for this one.
     links: tuple[int, ...] = ()
@@ -103,6 +92,30 @@ class HostDescription:
         for gpu in self.gpus:
             for mig in gpu.mig:
                 yield gpu, mig
+
+    @property
+    def traits(self) -> set[str]:
+        """Return what is true of it, in words, for `document.notes`."""
+        instances = [mig for _, mig in self.instances()]
+        served = [*(gpu.mps for gpu in self.gpus), *(mig.mps for mig in instances)]
+        daemons = [mps for mps in served if mps is not None]
+        sliced = [gpu for gpu in self.gpus if gpu.sharing is Way.TIMESLICE]
+        told = {
+            "shared": any(gpu.sharing in {Way.TIMESLICE, Way.MPS} for gpu in self.gpus),
+            "several": len(self.gpus) > 1,
+            "sliced": any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in self.gpus),
+            "unknown-replicas": any(gpu.replicas is None for gpu in sliced),
+            "claimed-by-many": bool(sliced) or any(gpu.replicas for gpu in self.gpus),
+            "devices": bool(instances),
+            "names": any(mig.name for mig in instances),
+            "shared-instances": any(mig.replicas for mig in instances),
+            "served-instances": any(mig.mps for mig in instances),
+            "inside": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
+            "daemons": bool(daemons),
+            "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
+            "restricted": any(daemon.users for daemon in daemons),
+        }
+        return {gpu.sharing.value for gpu in self.gpus} | {trait for trait, is_true in told.items() if is_true}
 
 
 def short_model(name: str | None) -> str | None:
@@ -191,15 +204,15 @@ def _link(host: Host, gpu: Gpu, other: Gpu) -> int:
     return int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
 
 
-def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescription | None:
+def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:
     for daemon in daemons:
         if index in {daemon.gpu_index, *daemon.gpu_indexes}:
             return _mps(host, daemon)
     return None
 
 
-def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
-    return MpsDescription(
+def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
+    return MpsWish(
         limits=Limits.of(daemon),
         # A daemon that does not run as root serves only its own user.
         users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
@@ -273,13 +286,14 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
         replicas=replicas,
         time_slice=entry.time_slice if entry.sharing is Way.TIMESLICE else None,
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
-        mps=_wished_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
+        mps=_plain_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
         mig=_devices(entry, profiles) if entry.sharing is Way.MIG else (),
     )
 
 
-def _wished_mps(wish: MpsWish) -> MpsDescription:
-    return MpsDescription(limits=Limits.of(wish.limits), users=wish.users)
+def _plain_mps(wish: MpsWish) -> MpsWish:
+    """Return the limits and users of a daemon: all that other engines are told of it."""
+    return MpsWish(limits=Limits.of(wish.limits), users=wish.users)
 
 
 def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
@@ -299,7 +313,7 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                     memory_total_bytes=found_profile.memory_bytes,
                     name=instance.name,
                     replicas=instance.replicas,
-                    mps=None if instance.mps is None else _wished_mps(instance.mps),
+                    mps=None if instance.mps is None else _plain_mps(instance.mps),
                 )
                 found.append(device)
     return tuple(found)
@@ -342,7 +356,7 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
     # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
     missing = (
         WantedDevice(
-            wish=InstanceWish(wish="", name=wish.name, mps=_held(wish.mps)),
+            wish=InstanceWish(wish="", name=wish.name, mps=wish.mps),
             profile=wish.profile,
             start=wish.start,
             slices=0,
@@ -357,7 +371,7 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
             whole=one.is_whole,
             number=number,
             name=one.name,
-            mps=_held(one.mps),
+            mps=one.mps,
         )
         for number, one in enumerate(there)
     )
@@ -365,15 +379,9 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
     return [None if one.device is None else there[one.device.number] for one in found]
 
 
-def _held(mps: MpsDescription | None) -> MpsWish | None:
-    if mps is None:
-        return None
-    return MpsWish(limits=mps.limits, users=mps.users)
-
-
 def _with_pipe(
-    wish: MpsDescription | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
-) -> MpsDescription | None:
+    wish: MpsWish | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
+) -> MpsWish | None:
     if wish is None:
         return None
     known = None if now.mps is None else now.mps.pipe_directory

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any, Final
 
 from gpushare.base.errors import InUse, NoPermission
+from gpushare.base.package import package_rows, package_text
 from gpushare.base.values import dataclass
 from gpushare.inputs import yaml_text
 
@@ -46,10 +47,17 @@ class _Packaged(Template):
 
 def rendered(name: str, **values: str | int) -> str:
     """Return a file of ``gpushare/data/export`` with its values."""
-    from importlib.resources import files
+    return _Packaged(package_text(f"export/{name}")).substitute(values)
 
-    text = files("gpushare").joinpath(f"data/export/{name}").read_text(encoding="utf-8")
-    return _Packaged(text).substitute(values)
+
+def notes(engine: str, kind: str, traits: Collection[str], **values: object) -> tuple[str, ...]:
+    """Return the rows of ``data/export-notes.yaml`` for an engine whose conditions these traits fulfil; ``kind``: needs, lost."""
+
+    def counts(condition: str) -> bool:
+        return all((word.lstrip("!") in traits) is not word.startswith("!") for word in condition.split())
+
+    rows = package_rows("export-notes.yaml")[engine][kind]
+    return tuple(row["text"].format(**values) for row in rows if counts(row.get("if", "")))
 
 
 def yaml_document(name: str, value: Mapping[str, Any]) -> Document:

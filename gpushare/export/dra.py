@@ -11,11 +11,12 @@ import re
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.model import Priority, TimeSlice, Way
+from gpushare.base.model import TimeSlice, Way
 from gpushare.base.units import MIB, format_percent
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
-from gpushare.export.document import Document, Export, yaml_document
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription
+from gpushare.export.document import Document, Export, notes, yaml_document
 from gpushare.export.k8s import deployment, verified
+from gpushare.hostfile.file import MpsWish
 
 GROUP: Final = "resource.nvidia.com/v1beta1"
 DRIVER: Final = "gpu.nvidia.com"
@@ -66,11 +67,17 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
         )
     # Equal claims for any GPU of a model are one document.
     unique = list({document.name: document for document in documents}.values())
+    traits, gates = host.traits, []
+    if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
+        gates.append("TimeSlicingSettings=true")
+    gates += ["MPSSupport=true"] if "daemons" in traits else []
+    traits |= {"gates"} if gates else set()
+    which = kubernetes if kubernetes == NEWEST else f"{kubernetes} ({version} of the API)"
     return Export(
         documents=tuple(unique),
         commands=tuple(_commands(unique)),
-        needs=tuple(_needs(host, kubernetes)),
-        lost=tuple(_lost(host)),
+        needs=notes("dra", "needs", traits, kubernetes=which, gates=", ".join(gates)),
+        lost=notes("dra", "lost", traits),
     )
 
 
@@ -110,7 +117,7 @@ def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document
             return _shared(name, request, None, version)
         sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": level.name.capitalize()}}
     else:
-        sharing = _mps(gpu.mps or MpsDescription(), f"GPU {gpu.index}")
+        sharing = _mps(gpu.mps or MpsWish(), f"GPU {gpu.index}")
     return _shared(name, request, _parameters("GpuConfig", sharing), version)
 
 
@@ -134,7 +141,7 @@ def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: boo
     return _shared(f"{prefix}-mps", request, parameters, version)
 
 
-def _mps(mps: MpsDescription, where: str) -> dict[str, Any]:
+def _mps(mps: MpsWish, where: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if mps.limits.threads_percent is not None:
         if mps.limits.threads_percent != int(mps.limits.threads_percent):
@@ -196,42 +203,6 @@ def _commands(documents: list[Document]) -> list[str]:
     return [f"kubectl apply -f {document.name}" for document in documents if document not in checks] + verified(
         checks, prefix=""
     )
-
-
-def _needs(host: HostDescription, kubernetes: str) -> list[str]:
-    gates = []
-    if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
-        gates.append("TimeSlicingSettings=true")
-    mps = any(gpu.mps is not None for gpu in host.gpus) or any(mig.mps is not None for _, mig in host.instances())
-    gates += ["MPSSupport=true"] if mps else []
-    needs = [
-        f"Kubernetes {kubernetes}" + ("" if kubernetes == NEWEST else f" ({api_version(kubernetes)} of the API)"),
-        "NVIDIA's DRA driver with GPU support on (helm: gpuResourcesEnabledOverride=true), and no device plugin on the node",
-        "under GPU operator v26.7 or later instead: gpuCluster.deployCR=true, clusterPolicy.deployCR=false (experimental)",
-    ]
-    if any(gpu.mig for gpu in host.gpus):
-        needs.append("the MIG devices created before the driver's pod starts: it does not create any")
-    if gates:
-        needs.append(
-            f"its feature gates {', '.join(gates)} (alpha, off by default; in the GPU operator: draDriver.featureGates)"
-        )
-    if mps:
-        needs.append("its feature gates DynamicMIG and, from 0.5 on, ConsumableShares off: they exclude MPS")
-    return needs
-
-
-def _lost(host: HostDescription) -> list[str]:
-    lost = []
-    daemons = [gpu.mps for gpu in host.gpus] + [mig.mps for _, mig in host.instances()]
-    if any(mps is not None and mps.limits.priority is Priority.LOW for mps in daemons):
-        lost.append("low MPS priority: the DRA driver sets no priority")
-    if any(gpu.replicas for gpu in host.gpus) or any(gpu.sharing is Way.TIMESLICE for gpu in host.gpus):
-        lost.append("the number of programs: up to 256 pods may name a claim")
-    if any(mig.replicas for _, mig in host.instances()):
-        lost.append("the number of programs per MIG device: any pods that name a claim share it")
-    if any(mig.name for _, mig in host.instances()):
-        lost.append("instance names: claims use the profile")
-    return lost
 
 
 def _quoted(text: str) -> str:

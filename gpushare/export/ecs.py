@@ -11,10 +11,10 @@ import re
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
-from gpushare.base.model import Priority, Way
+from gpushare.base.model import Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.containers import ContainerDevice
-from gpushare.export.document import IMAGE, Document, Export
+from gpushare.export.document import IMAGE, Document, Export, notes
 
 FILE: Final = "task-definition.json"
 # Host memory that ECS keeps for the container.
@@ -42,8 +42,8 @@ def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str
             f"aws ecs register-task-definition --cli-input-json file://{FILE}",
             f"aws ecs run-task --cluster CLUSTER --launch-type EC2 --task-definition {family} --count 2",
         ),
-        needs=tuple(_needs(share)),
-        lost=tuple(_lost(share)),
+        needs=notes("ecs", "needs", share.traits, memory=_HOST_MEBIBYTES),
+        lost=notes("ecs", "lost", share.traits),
     )
 
 
@@ -80,24 +80,3 @@ def _requirement(share: ContainerDevice) -> dict[str, Any]:
             )
         allocation["maxComputePercent"] = int(percent)
     return {"sharingStrategy": {"nvidiaMps": allocation}}
-
-
-def _needs(share: ContainerDevice) -> list[str]:
-    needs = ["container instances on EC2, or ECS Managed Instances: not Fargate, and not G6f instances"]
-    if share.mps is not None:
-        needs += [
-            "an AMI and an ECS agent with GPU sharing by MPS; ECS starts the daemon itself, so none of gpushare there",
-            "one CUDA process in the container: the limits are per process",
-        ]
-    return [*needs, f"memoryReservation set to the host memory that the program needs, in MiB (now {_HOST_MEBIBYTES})"]
-
-
-def _lost(share: ContainerDevice) -> list[str]:
-    if share.mps is None:
-        return []
-    lost = ["fault isolation: a fatal fault in one container ends the work of all on the GPU"]
-    if share.mps.limits.priority is Priority.LOW:
-        lost.append("low MPS priority: ECS sets no priority; the program can set CUDA_MPS_CLIENT_PRIORITY=1 itself")
-    if share.mps.users:
-        lost.append("the users who may connect: ECS decides by task")
-    return lost

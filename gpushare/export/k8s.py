@@ -17,8 +17,9 @@ from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, format_bytes, format_percent, ranges
 from gpushare.export import containers
-from gpushare.export.description import GpuDescription, HostDescription, MpsDescription
-from gpushare.export.document import IMAGE, Document, Export, yaml_document
+from gpushare.export.description import GpuDescription, HostDescription
+from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
+from gpushare.hostfile.file import MpsWish
 from gpushare.inputs import yaml_text
 
 VERSION: Final = "v1"
@@ -196,7 +197,7 @@ def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | No
             code="bad_replicas",
         )
     if first.sharing is Way.MPS:
-        numbers = [_mps_replicas(gpu, gpu.mps or MpsDescription(), lost if gpu is first else []) for gpu in gpus]
+        numbers = [_mps_replicas(gpu, gpu.mps or MpsWish(), lost if gpu is first else []) for gpu in gpus]
         return "mps", numbers[0]
     if first.replicas is None:
         lost.append(_chosen())
@@ -208,7 +209,7 @@ def _chosen() -> str:
     return f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
 
 
-def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> int:
+def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     """Return the replicas whose equal share matches the daemon's limits; the plugin has no other limits."""
     threads = mps.limits.threads_percent
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
@@ -335,8 +336,8 @@ def operator_export(
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands(host, sharing, documents, namespace, every_node=every_node)),
-        needs=tuple(_needs(sharing, has_mig=has_mig)),
-        lost=(*sharing.lost, *_lost(host)),
+        needs=notes("k8s", "needs", _traits(host, sharing), mig_map=MIG_MAP),
+        lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
     )
 
 
@@ -356,18 +357,11 @@ def chart_export(host: HostDescription, *, rename: bool = False, mig_strategy: s
         f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite",
         _taint(node),
     ]
-    needs = [
-        "no GPU operator: it brings its own device plugin",
-        "the keys of nodes that share in another way, in the same values.yaml: a release has one map",
-        *_needs(sharing, has_mig=False)[1:],
-    ]
-    if sharing.plugin.mig_strategy is not None:
-        needs.append("MIG devices created on the host first: gpushare apply, or gpushare export mig-parted")
     return Export(
         documents=(yaml_document(values, chart), *checks),
         commands=(*lines, *verified(checks)),
-        needs=tuple(needs),
-        lost=(*sharing.lost, *_lost(host)),
+        needs=notes("k8s", "needs", _traits(host, sharing) | {"chart"}),
+        lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
     )
 
 
@@ -504,29 +498,5 @@ def _taint(node: str) -> str:
     return f"kubectl taint node {node} {TAINT['key']}={TAINT['value']}:{TAINT['effect']} --overwrite"
 
 
-def _needs(sharing: NodeSharing, *, has_mig: bool) -> list[str]:
-    needs = [
-        "the NVIDIA GPU operator, with its ClusterPolicy named cluster-policy",
-        "a toleration for nvidia.com/gpu in pods for the tainted node, as in the verifying ones (the operator's own have it)",
-    ]
-    if sharing.plugin.strategy == "mps":
-        needs += [
-            "the label nvidia.com/mps.capable=true on the node: GPU feature discovery must be enabled",
-            "the same user id for all pods on a GPU: an MPS server serves one user at a time",
-        ]
-    if has_mig:
-        needs.append(
-            f"the layouts of all nodes in one ConfigMap {MIG_MAP}: if it exists already, add its mig-configs to the file"
-        )
-        needs.append(
-            "an idle node: the mig-manager stops the GPU pods, then sets nvidia.com/mig.config.state=success or failed"
-        )
-    return needs
-
-
-def _lost(host: HostDescription) -> list[str]:
-    lost = containers.lost_of(host) if any(gpu.sharing is Way.MIG for gpu in host.gpus) else []
-    lost = [one for one in lost if "GPUs without MIG" not in one and "replicas" not in one]
-    if any(gpu.mig for gpu in host.gpus):
-        lost.append("placements of MIG instances: the mig-manager chooses its own")
-    return lost
+def _traits(host: HostDescription, sharing: NodeSharing) -> set[str]:
+    return host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())

@@ -16,19 +16,24 @@ from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
-from gpushare.export.document import Document, Export, yaml_document
+from gpushare.export.document import Document, Export, notes, yaml_document
 from gpushare.export.k8s import NodeSharing, of_node
 
-_ONE_SHARE: Final = "requests for more than one GPU: a share is not a whole GPU, and a request for two is refused"
-_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
-_AMI: Final = re.compile(r"(?:al2|al2023|bottlerocket)@[A-Za-z0-9.-]{1,20}", re.ASCII)
 _DEFAULT_AMI: Final = "al2023@latest"
-# Without its path, as Karpenter takes it (IAM API, RoleName).
-_ROLE: Final = re.compile(r"[\w+=,.@-]{1,64}", re.ASCII)
-_TAG: Final = re.compile(r"[^=\s]{1,128}=[^\s]{1,256}")
 # A placeholder for the name of the cluster, where it is unknown.
 _CLUSTER: Final = "CLUSTER"
-_TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
+# What an option takes, and the error: what it is, an example, a code. A role is without its path (IAM API, RoleName).
+_OBJECT: Final = (r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", "a valid object name", "gpu-shared", "bad_name")
+_AMI: Final = (
+    r"(?a)(?:al2|al2023|bottlerocket)@[A-Za-z0-9.-]{1,20}",
+    "the alias of an AMI for GPUs",
+    "--ami al2023@latest, or bottlerocket@latest",
+    "bad_ami",
+)
+_TAG: Final = (r"[^=\s]{1,128}=[^\s]{1,256}", "a tag", "--tag karpenter.sh/discovery=my-cluster", "bad_tag")
+_CLUSTER_NAME: Final = (r"(?a)[A-Za-z0-9][\w-]{0,99}", "the name of a cluster", "--cluster prod", "bad_name")
+_ROLE: Final = (r"(?a)[\w+=,.@-]{1,64}", "the name of an IAM role", "--role KarpenterNodeRole-prod", "bad_name")
+_TYPE: Final = (r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "an instance type", "g4dn.12xlarge", "bad_instance_type")
 
 
 def node_pool_export(
@@ -55,14 +60,11 @@ def node_pool_export(
             "drop --node-class, or the others",
         )
     ami = ami or _DEFAULT_AMI
-    _check_node_class(ami, tags, cluster, role)
-    for word in (name, node_class or name):
-        if _NAME.fullmatch(word) is None:
-            raise BadUsage(f"'{word[:70]}' is not a valid object name", "for example: gpu-shared", code="bad_name")
-    if instance_type is not None and _TYPE.fullmatch(instance_type) is None:
-        raise BadUsage(
-            f"'{instance_type[:40]}' is not an instance type", "for example: g4dn.12xlarge", code="bad_instance_type"
-        )
+    given = [(ami, _AMI), *((tag, _TAG) for tag in tags), (cluster, _CLUSTER_NAME), (role, _ROLE)]
+    given += [(name, _OBJECT), (node_class, _OBJECT), (instance_type, _TYPE)]
+    for word, (pattern, meaning, example, code) in given:
+        if word is not None and re.fullmatch(pattern, word) is None:
+            raise BadUsage(f"'{word[:60]}' is not {meaning}", f"for example: {example}", code=code)
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
     # Overlay and pods must use the same name, so shares keep the name of the GPU.
@@ -87,34 +89,23 @@ def node_pool_export(
     )
     files = ["node-class.yaml"] * bool(written) + ["node-overlay.yaml"] * overlaid + ["node-pool.yaml"]
     commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verified(verify, max_nodes)]
+    told = {
+        "new-class": node_class is None,
+        "unnamed": cluster is None and not (role and tags),
+        "own-plugin": node_class is None and ami.startswith("bottlerocket@"),
+        "latest": ami.endswith("@latest"),
+        "overlaid": overlaid,
+        "plugin-replicas": bool(sharing.plugin.replicas),
+        "any-type": instance_type is None,
+        "unbounded": max_nodes is None,
+    }
+    traits = {trait for trait, is_true in told.items() if is_true}
     return Export(
         documents=documents,
         commands=tuple(commands),
-        needs=tuple(_needs(sharing, node_class, ami, cluster, role, tags, instance_type, max_nodes, overlaid=overlaid)),
-        lost=(*sharing.lost, *([_ONE_SHARE] if sharing.plugin.replicas else [])),
+        needs=notes("karpenter", "needs", traits, cluster=_CLUSTER, node_class=node_class),
+        lost=(*sharing.lost, *notes("karpenter", "lost", traits)),
     )
-
-
-def _check_node_class(ami: str, tags: Sequence[str], cluster: str | None, role: str | None) -> None:
-    if _AMI.fullmatch(ami) is None:
-        raise BadUsage(
-            f"'{ami[:40]}' is not the alias of an AMI for GPUs",
-            "for example: --ami al2023@latest, or bottlerocket@latest",
-            code="bad_ami",
-        )
-    odd = next((tag for tag in tags if _TAG.fullmatch(tag) is None), None)
-    if odd is not None:
-        raise BadUsage(
-            f"'{odd[:60]}' is not a tag", "for example: --tag karpenter.sh/discovery=my-cluster", code="bad_tag"
-        )
-    if cluster is not None and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", cluster, re.ASCII) is None:
-        raise BadUsage(f"'{cluster[:60]}' is not the name of a cluster", "for example: --cluster prod", code="bad_name")
-    if role is not None and _ROLE.fullmatch(role) is None:
-        raise BadUsage(
-            f"'{role[:60]}' is not the name of an IAM role",
-            "for example: --role KarpenterNodeRole-prod",
-            code="bad_name",
-        )
 
 
 def _node_class(
@@ -238,48 +229,3 @@ def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, 
         "metadata": {"name": name},
         "spec": {"requirements": [*requirements, _is("karpenter.sh/nodepool", name)], "capacity": numbers},
     }
-
-
-def _needs(
-    sharing: NodeSharing,
-    node_class: str | None,
-    ami: str,
-    cluster: str | None,
-    role: str | None,
-    tags: Sequence[str],
-    instance_type: str | None,
-    max_nodes: int | None,
-    *,
-    overlaid: bool,
-) -> list[str]:
-    own_plugin = node_class is None and ami.startswith("bottlerocket@")
-    needs = [
-        *([] if own_plugin else ["the device plugin configured first: gpushare export k8s, with the same options"]),
-        *(
-            ["Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)"]
-            if overlaid
-            else []
-        ),
-        *(
-            [
-                f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)"
-            ]
-            if node_class
-            else []
-        ),
-        "a toleration for nvidia.com/gpu in the pods, as in the verifying ones",
-    ]
-    if sharing.plugin.replicas:
-        needs.append("node-overlay.yaml in step with the replicas: its capacity is physical GPUs times replicas")
-    if instance_type is None:
-        needs.append("any instance type with this model and number of GPUs is fine, or name one: --instance-type")
-    if node_class is None and cluster is None and not (role and tags):
-        needs.insert(0, f"the name of the cluster in node-class.yaml in place of {_CLUSTER}: --cluster NAME")
-    if node_class is None and ami.endswith("@latest"):
-        needs.append(
-            "for production an AMI release instead of latest, which replaces nodes when a new one is out: --ami"
-        )
-    needs.append("new nodes: only those take a changed file; Karpenter replaces the others by drift")
-    if max_nodes is None:
-        needs.append("no node limit is set: --max-nodes N bounds the cost")
-    return needs

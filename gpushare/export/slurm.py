@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.model import TimeSlice, Way
+from gpushare.base.model import Way
 from gpushare.base.units import GIB, mps_memory, mps_memory_readback
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
-from gpushare.export.document import Document, Export, rendered
+from gpushare.export.document import Document, Export, notes, rendered
 from gpushare.export.k8s import DEFAULT_REPLICAS
 
 STATE: Final = "/run/gpushare-slurm"
@@ -80,11 +80,14 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
             # A Prolog's own environment never reaches the job.
             Document(name="gpushare-task-prolog.sh", text=_script("task-prolog"), kind="sh"),
         ]
+    traits = host.traits | ({"nvml"} if by_nvml else set())
+    if any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances()):
+        traits.add("named-by-memory")
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands(with_mps=bool(with_mps))),
-        needs=tuple(_needs(host, by_nvml=by_nvml)),
-        lost=tuple(_lost(host)),
+        needs=notes("slurm", "needs", traits, files=_files(host)),
+        lost=notes("slurm", "lost", traits, replicas=DEFAULT_REPLICAS),
     )
 
 
@@ -269,61 +272,6 @@ def _commands(*, with_mps: bool) -> list[str]:
     ]
 
 
-def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
-    needs = [
-        "required: ConstrainDevices=yes in cgroup.conf, and TaskPlugin=task/cgroup: without them a job can use the GPUs of the others"
-    ]
-    if by_nvml:
-        needs.append("a slurmd built with NVML; otherwise --autodetect off")
-    if any(gpu.sharing is Way.MIG for gpu in host.gpus):
-        needs += ["MIG instances created before slurmd starts; units of gpushare export systemd keep that order"]
-        if by_nvml and _named_by_memory(host):
-            needs.append(
-                "--gres with slurmd's own type names: it names MIG devices by their memory, not by their profile"
-            )
-        needs += [] if by_nvml else ["a new gres.conf after every MIG change: the capability numbers change"]
-    if any(gpu.sharing is Way.MPS for gpu in host.gpus):
-        needs += [
-            "no MPS daemon of gpushare on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
-            "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
-            "one GPU with MPS per job and node, which is Slurm's default (no MULTIPLE_SHARING_GRES_PJ)",
-        ]
-        if not by_nvml:
-            needs.append(
-                f"the GPUs in the order {_files(host)} in slurmd -G: the prolog knows them by their place in it"
-            )
-        if any(gpu.sharing is Way.TIMESLICE for gpu in host.gpus):
-            needs.append("jobs that ask for mps or for shard: the tasks of a step with both use the share of MPS only")
-    return needs
-
-
 def _files(host: HostDescription) -> str:
     devices = slurm_order(host, by_nvml=False)
     return ", ".join(dict.fromkeys(f"/dev/nvidia{device.gpu.minor}" for device in devices))
-
-
-def _named_by_memory(host: HostDescription) -> bool:
-    return any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances())
-
-
-def _lost(host: HostDescription) -> list[str]:
-    lost = []
-    ways = {gpu.sharing for gpu in host.gpus}
-    if Way.TIMESLICE in ways:
-        if any(gpu.sharing is Way.TIMESLICE and gpu.replicas is None for gpu in host.gpus):
-            lost.append(
-                f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
-            )
-        lost.append("isolation: shard only counts jobs; it limits neither memory nor threads")
-    if any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
-        lost.append("the slice length: Slurm does not set it; gpushare export systemd does, at boot")
-    if Way.MPS in ways:
-        lost.append("the thread limit of the daemon: Slurm sets one per job; --gres=mps:25 is 25 %")
-        lost.append("several users at once: an MPS server serves one user; jobs of others wait for it")
-    if len(host.gpus) > 1 and ways & {Way.MPS, Way.TIMESLICE}:
-        lost.append("jobs on several shared GPUs: Slurm gives a job one of them; --gres=gpu:N gives it whole GPUs")
-    if any(gpu.mps is not None and gpu.mps.limits.priority for gpu in host.gpus):
-        lost.append("low priority: Slurm sets no priority")
-    if any(mig.name for _, mig in host.instances()):
-        lost.append("instance names: Slurm uses types")
-    return lost

@@ -12,9 +12,10 @@ from typing import Final
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Priority, Way, device_key
 from gpushare.base.units import mps_memory, mps_memory_readback, mps_percentage
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
-from gpushare.export.document import Document, Export, rendered
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription
+from gpushare.export.document import Document, Export, notes, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
+from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.kept import KEPT
 from gpushare.mps.home import (  # moved
     LIMIT_FILE,
@@ -65,8 +66,8 @@ def units_export(
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands([document.name for document in documents])),
-        needs=tuple(_needs(file, [mps for _, _, mps in daemons])),
-        lost=tuple(_lost(daemons)),
+        needs=notes("systemd", "needs", host.traits, file=file, unit=HOST_UNIT, runtime=UNIT_RUNTIME),
+        lost=notes("systemd", "lost", host.traits),
     )
 
 
@@ -79,8 +80,8 @@ def _check_path(option: str, path: str) -> None:
         )
 
 
-def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription | None, MpsDescription]]:
-    found: list[tuple[GpuDescription, MigDescription | None, MpsDescription]] = []
+def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription | None, MpsWish]]:
+    found: list[tuple[GpuDescription, MigDescription | None, MpsWish]] = []
     for gpu in host.gpus:
         if gpu.mps is not None:
             found.append((gpu, None, gpu.mps))
@@ -112,7 +113,7 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
     )
 
 
-def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescription, program: str) -> str:
+def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsWish, program: str) -> str:
     uuid = gpu.uuid if mig is None else mig.uuid
     pipe, directory = pipe_directory(uuid), f"{UNIT_RUNTIME}/{device_key(uuid)}"
     before, after = "", ""
@@ -144,7 +145,7 @@ def _entries(users: tuple[str, ...]) -> str:
     return ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in users), "m::rx"])
 
 
-def _ready_arguments(mps: MpsDescription) -> str:
+def _ready_arguments(mps: MpsWish) -> str:
     threads = "-" if mps.limits.threads_percent is None else mps_percentage(mps.limits.threads_percent)
     limit = mps.limits.memory_limit_bytes
     memory = "- -" if limit is None else f"{mps_memory(limit)} {mps_memory_readback(limit)}"
@@ -163,28 +164,3 @@ def _commands(names: list[str]) -> list[str]:
         f"sudo systemctl enable --now {' '.join(units)}",
         f"systemctl status {' '.join(units)}",
     ]
-
-
-def _needs(file: str, daemons: list[MpsDescription]) -> list[str]:
-    needs = [
-        f"{file}: without it {HOST_UNIT} does nothing; gpushare apply -f FILE writes it",
-        "nvidia-persistenced.service, which loads the driver at boot",
-    ]
-    if daemons:
-        needs += [
-            "systemd 240 or later (Type=exec)",
-            "limits to be changed in the unit: gpushare apply leaves its daemon alone",
-            f"programs to be started with the directory of the unit's daemon: CUDA_MPS_PIPE_DIRECTORY=/run/{UNIT_RUNTIME}/.../pipe",
-        ]
-    if any(daemon.users for daemon in daemons):
-        needs.append("setfacl (package acl), which lets in only the users that 'users' names")
-    return needs
-
-
-def _lost(daemons: list[tuple[GpuDescription, MigDescription | None, MpsDescription]]) -> list[str]:
-    lost = []
-    if any(mig is not None for _, mig, _ in daemons):
-        lost.append(
-            "stable MIG UUIDs: after a new MIG layout a UUID can name a device of another size; then export the units again"
-        )
-    return lost

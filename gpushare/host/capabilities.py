@@ -95,10 +95,7 @@ class Capabilities:
             status = self._real(capability.node).stat()
         except OSError:
             return None
-        users: tuple[int, ...] = ()
-        # ENODATA: no list; ENOTSUP: not on this file system.
-        with contextlib.suppress(OSError, struct.error):
-            users = _acl_users(os.getxattr(self._real(capability.node), _ACL))
+        users = listed_users(self._real(capability.node), _READ)
         mode = stat.S_IMODE(status.st_mode)
         # With a list, the group bits are its mask.
         return NodeAccess(owner=status.st_uid, mode=mode & ~0o070 if users else mode, users=users)
@@ -130,13 +127,11 @@ class Capabilities:
         """
         node = self._real(capability.node)
         try:
-            with contextlib.suppress(OSError):
-                os.removexattr(node, _ACL)
+            list_users(node, access.mode, (), _READ)
             # Mode before owner: a new owner could widen the mode in between.
             os.chmod(node, access.mode)
             os.chown(node, access.owner, 0)
-            if access.users:
-                os.setxattr(node, _ACL, _acl(access.mode, access.users))
+            list_users(node, access.mode, access.users, _READ)
         except OSError as error:
             raise _refused(capability.node, error) from None
 
@@ -229,29 +224,56 @@ def _numbered(directory: Path, prefix: str) -> list[int]:
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
 
-def _acl(mode: int, users: Sequence[int]) -> bytes:
-    entries = [(_USER_OWNER, mode >> 6 & 7, _NO_ID)]
-    entries += [(_USER, _READ, uid) for uid in sorted(users)]
-    entries += [(_GROUP_OWNER, mode >> 3 & 7, _NO_ID), (_MASK, _READ, _NO_ID), (_OTHER, mode & 7, _NO_ID)]
-    return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-
-
-def _acl_users(raw: bytes) -> tuple[int, ...]:
-    entries = struct.iter_unpack("<HHI", raw[4:])
-    return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & _READ))
-
-
 def _refused(path: str, error: OSError) -> GpushareError:
+    gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
+    return refused_change(path, error, gone, "grant the instance to one user")
+
+
+# -- access control lists --------------------------------------------------------------------------
+
+
+def listed_users(path: Path, permission: int) -> tuple[int, ...]:
+    """Return the ids of the users whom the list of a file gives a permission; empty: it has no list, or cannot have one."""
+    with contextlib.suppress(OSError, struct.error):
+        return _users_in(os.getxattr(path, _ACL), permission)
+    return ()
+
+
+def list_users(path: Path, mode: int, users: Sequence[int], permission: int) -> None:
+    """Let these users have a permission besides what a mode gives the owner, the group and others; none removes the list.
+
+    Raises:
+        OSError: ENOTSUP, its file system has no lists.
+    """
+    if users:
+        os.setxattr(path, _ACL, _acl(mode, users, permission))
+    else:
+        with contextlib.suppress(OSError):
+            os.removexattr(path, _ACL)
+
+
+def refused_change(path: str, error: OSError, gone: GpushareError, instead: str) -> GpushareError:
+    """Return the error of a change of access; ``gone``: there is no such file; ``instead`` needs no list."""
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NoPermission(f"may not change {path}: {error.strerror}", "run it as root: sudo gpushare ...")
     if error.errno in {errno.ENOENT, errno.ENOTDIR}:
-        return NotFound(
-            f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
-        )
+        return gone
     if error.errno == errno.ENOTSUP:
         return NotSupported(
             f"the file system of {path} has no access control lists, which access for several users needs",
-            "grant the instance to one user",
+            instead,
             code="no_acl",
         )
     return OperationFailed(f"cannot change {path}: {error.strerror}", "see what is wrong: gpushare doctor")
+
+
+def _acl(mode: int, users: Sequence[int], permission: int) -> bytes:
+    entries = [(_USER_OWNER, mode >> 6 & 7, _NO_ID)]
+    entries += [(_USER, permission, uid) for uid in sorted(users)]
+    entries += [(_GROUP_OWNER, mode >> 3 & 7, _NO_ID), (_MASK, permission, _NO_ID), (_OTHER, mode & 7, _NO_ID)]
+    return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def _users_in(raw: bytes, permission: int) -> tuple[int, ...]:
+    entries = struct.iter_unpack("<HHI", raw[4:])
+    return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & permission))

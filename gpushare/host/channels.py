@@ -38,7 +38,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base import errors
+from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
+from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.identity import Identity, parent_of, real_uid
@@ -215,7 +217,7 @@ class Channels:
 
 
 class Refused(Exception):
-    """The reason why a request has no answer: a key of `_REFUSALS`, with details. Sent from the child to gpushare."""
+    """The reason why a request has no answer: a key of ``data/channel-refusals.yaml``, with details. Sent from the child to gpushare."""
 
     def __init__(self, code: str, text: str = "", status: int | None = None) -> None:
         super().__init__(code, text)
@@ -1123,9 +1125,8 @@ class ChannelControl:
         """
         reply = self._ask({"do": "check", "pid": os.getpid()}, CALL_SECONDS)
         if "refused" in reply:
-            kind, stable, message, hint = _REFUSALS.get(reply["refused"], _REFUSALS["internal"])
-            shown = message.format(text=reply.get("text") or "", status="")
-            raise kind(f"time-slices cannot be set here: {shown}", hint, code=stable)
+            text = reply.get("text") or ""
+            raise _refusal(reply["refused"], "time-slices cannot be set here: ", text=text, status="", pid=os.getpid())
 
     def find(
         self, pid: int, started: int | None = None, *, probe: bool = True, seconds: float = FIND_SECONDS
@@ -1214,103 +1215,20 @@ def _request(do: str, channels: Channels) -> dict[str, Any]:
     return {"do": do, "pid": channels.pid, "started": channels.started, "groups": channels.wire}
 
 
-_ROOT: Final = "run as root"
-# By the code of a refusal: error type, stable code, message after "process N: ", and hint.
-_REFUSALS: Final[Mapping[str, tuple[type[GpushareError], str, str, str]]] = {
-    "gone": (NotFound, "process_gone", "it has ended", "see who is there: gpushare status"),
-    "no_context": (NotFound, "no_context", "it has no CUDA context", "see who has one: gpushare status"),
-    "inherited": (
-        NotFound,
-        "inherited_context",
-        "it shares the CUDA context of another process",
-        "give the PID of that process: gpushare status",
-    ),
-    "stale": (
-        NotFound,
-        "stale_channels",
-        "its GPU channels have changed since the last look ({text})",
-        "run it again",
-    ),
-    "other_user": (NoPermission, "other_user", "it belongs to another user", _ROOT),
-    "no_pidfd_getfd": (
-        NotSupported,
-        "no_pidfd_getfd",
-        "this kernel has no pidfd_getfd",
-        "Linux 5.6 or later is needed: uname -r",
-    ),
-    "gvisor": (NotSupported, "gvisor", "gVisor has no pidfd_getfd", "run it on the host"),
-    "wsl": (NotSupported, "wsl", "WSL has no /dev/nvidiactl: Windows schedules its GPU", "use a Linux host"),
-    "seccomp": (
-        NotSupported,
-        "seccomp",
-        "a sandbox forbids pidfd_getfd (Docker's seccomp profile does)",
-        "run it on the host, or in a container with --cap-add SYS_PTRACE",
-    ),
-    "ptrace_scope": (
-        NotSupported,
-        "ptrace_scope",
-        "Yama forbids access to it (kernel.yama.ptrace_scope is {text})",
-        "run as root, or start the program with gpushare run; with 3 even root may not",
-    ),
-    "no_ptrace": (
-        NotSupported,
-        "no_ptrace",
-        "the kernel does not allow to ptrace it",
-        "run as root on the host; in a container: --cap-add SYS_PTRACE",
-    ),
-    "forged": (
-        NotSupported,
-        "forged_descriptor",
-        "its descriptor {text} has the path /dev/nvidiactl and is another file",
-        "see: ls -lL /proc/{pid}/fd",
-    ),
-    "no_compute_group": (
-        NotSupported,
-        "no_compute_group",
-        "none of its channel groups is a compute group",
-        "see: gpushare doctor",
-    ),
-    "too_many": (NotSupported, "too_many_channels", "it has more than 4096 channels", "see: gpushare doctor"),
-    "scan_incomplete": (
-        TimedOut,
-        "scan_incomplete",
-        "its resource manager client was not found in time",
-        "restart that process: recent ones are found first",
-    ),
-    "ioctl": (NotSupported, "driver_refuses", "the driver rejects the call: {text}", "see: gpushare doctor"),
-    "refuses": (
-        NotSupported,
-        "driver_refuses",
-        "the driver answers {text} with {status}",
-        "this driver does not allow it (a vGPU guest does not, either); see: gpushare doctor",
-    ),
-    "probe": (
-        NotSupported,
-        "probe_failed",
-        "the driver does not keep the time-slice that was set: {text}",
-        "see: gpushare doctor",
-    ),
-    "not_taken": (
-        OperationFailed,
-        "not_taken",
-        "the driver did not take the time-slice: {text}",
-        "see: sudo dmesg | tail",
-    ),
-    "lost": (GpuLost, "gpu_lost", "its GPU is lost", "see: sudo dmesg | tail"),
-    "failed": (OperationFailed, "driver_failed", "the driver answers {text} with {status}", "see: sudo dmesg | tail"),
-    "internal": (OperationFailed, "helper_failed", "the call failed: {text}", "report it, with: gpushare --version"),
-}
-
-
 def status_name(status: int) -> str:
     """Return an RM status with its name: ``0x56 NOT_SUPPORTED``."""
     return f"{status:#04x} {_NAMES.get(status, '')}".strip()
 
 
 def _error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
-    kind, stable, message, hint = _REFUSALS.get(code, _REFUSALS["internal"])
     shown = text or ("no such handle" if code == "stale" else "")
     if code == "stale" and status is not None:
         shown = status_name(status)
-    values = {"text": shown, "status": "" if status is None else status_name(status), "pid": pid}
-    return kind(f"process {pid}: {message.format(**values)}", hint.format(**values), code=stable)
+    return _refusal(code, f"process {pid}: ", text=shown, status="" if status is None else status_name(status), pid=pid)
+
+
+def _refusal(code: str, before: str, **values: object) -> GpushareError:
+    rows = package_rows("channel-refusals.yaml")
+    row = rows.get(code) or rows["internal"]
+    kind: type[GpushareError] = getattr(errors, row["error"])
+    return kind(before + row["message"].format(**values), row["hint"].format(**values), code=row["code"])

@@ -7,8 +7,9 @@ import os
 import shlex
 import stat
 from dataclasses import field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpushare.base.errors import NoPermission
 from gpushare.base.values import dataclass
@@ -35,23 +36,14 @@ TEMPORARY = "/tmp"  # noqa: S108 - opened as a stranger's directory
 RUNTIME = "/run/user"
 
 
-def _local_machine() -> Machine:
-    # Only doctor needs it.
-    from gpushare.host.machine import Machine
+def late(path: str, *arguments: Any) -> Callable[..., Any]:
+    """Return a call, with these arguments first, of what is in a file that is loaded at the first call: ``host.machine:Machine``."""
 
-    return Machine()
+    def call(*more: Any, **named: Any) -> Any:
+        module, _, name = path.partition(":")
+        return getattr(import_module(f"gpushare.{module}"), name)(*arguments, *more, **named)
 
-
-def _local_channels() -> ChannelControl:
-    from gpushare.host.channels import ChannelControl
-
-    return ChannelControl()
-
-
-def _local_origin(pid: int, *, command: bool = True) -> Origin | None:
-    from gpushare.host.origin import origin_of
-
-    return origin_of(pid, command=command)
+    return call
 
 
 class UserDirectory(NamedTuple):
@@ -74,18 +66,6 @@ def _local_vgpus() -> bool:
     return os.path.isdir(_VGPU_MODULE)
 
 
-def _local_cgroups() -> Cgroups:
-    from gpushare.host.cgroups import Cgroups
-
-    return Cgroups(str(CGROUPS))
-
-
-def _local_checkpoint() -> Checkpoint:
-    from gpushare.host.checkpoint import Checkpoint
-
-    return Checkpoint()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A host, real or simulated.
@@ -105,18 +85,18 @@ class Host:
     uid: int
     # Whether this user may do what only root may; on a simulated host everybody may, to try it.
     root: bool
-    machine: Machine = field(default_factory=_local_machine)
+    machine: Machine = field(default_factory=late("host.machine:Machine"))
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
-    open_channels: Callable[[], ChannelControl] = field(default=_local_channels)
+    open_channels: Callable[[], ChannelControl] = field(default=late("host.channels:ChannelControl"))
     # What copies the GPU memory of processes to host memory and back.
-    open_checkpoint: Callable[[], Checkpoint] = field(default=_local_checkpoint)
+    open_checkpoint: Callable[[], Checkpoint] = field(default=late("host.checkpoint:Checkpoint"))
     # The cgroups of jobs, and where they are.
-    open_cgroups: Callable[[], Cgroups] = field(default=_local_cgroups)
+    open_cgroups: Callable[[], Cgroups] = field(default=late("host.cgroups:Cgroups", str(CGROUPS)))
     cgroup_root: Path = CGROUPS
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
     makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
-    origin: Callable[..., Origin | None] = field(default=_local_origin)
+    origin: Callable[..., Origin | None] = field(default=late("host.origin:origin_of"))
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
     user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_nobody_else)
     shared_run_directories: Sequence[Path] = field(default=())

@@ -219,7 +219,7 @@ def directory_locked(directory: Path, what: str, *, waits: Callable[[float], Non
     descriptor = open_lock(path, what)
     try:
         began = time.monotonic()
-        while waits is not None and not _flocked(descriptor):
+        while waits is not None and not flocked(descriptor):
             waits(time.monotonic() - began)
             time.sleep(_LOCK_POLL_SECONDS)
         with writing(path, what):
@@ -229,12 +229,30 @@ def directory_locked(directory: Path, what: str, *, waits: Callable[[float], Non
         os.close(descriptor)
 
 
-def _flocked(descriptor: int) -> bool:
+def flocked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, unless another holds it; return whether it is locked now."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None:
+    """Lock an open file, within some seconds; ``holds`` is what another gpushare has been doing meanwhile.
+
+    Raises:
+        OperationFailed: another one holds it for longer (code ``locked``).
+    """
+    deadline = time.monotonic() + seconds
+    while not flocked(descriptor):
+        if time.monotonic() > deadline:
+            raise OperationFailed(
+                f"another gpushare has {holds} for {seconds:g} s",
+                f"see which: fuser -v {shlex.quote(str(path))}",
+                code="locked",
+            )
+        time.sleep(0.02)
 
 
 def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:

@@ -71,7 +71,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class MpsWish:
-    """An MPS daemon as a file wants it.
+    """An MPS daemon as a file wants it, or as it runs.
 
     ``users`` may connect; empty: all. ``exclusive``: nothing else runs on the GPU (compute mode exclusive-process).
     ``replicas`` is the number of programs that share it, for other engines.
@@ -83,6 +83,8 @@ class MpsWish:
     # Several users at the same time, in one server of root.
     multiuser: bool = False
     replicas: int | None = None
+    # Where its clients find it, of one that runs or whose place is known.
+    pipe_directory: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -276,14 +276,14 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
     left, found = list(kept), []
     for one in shape.instances:
         for part in one.compute:
-            slices = part.profile.slices
+            slices = part.slices
             same = [k for k in left if k.place == one.place and k.slices == slices]
             if same:
                 left.remove(same[0])
                 found.append(same[0])
                 continue
             number = _count(found, one.place, slices)
-            found.append(PlacedDevice(*one.place, slices, slices == whole.get(one.profile.name), number))
+            found.append(PlacedDevice(*one.place, slices, slices == whole.get(one.profile), number))
     return found
 
 

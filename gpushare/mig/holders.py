@@ -7,11 +7,12 @@ sees all of them. What cannot be read is left out: nothing here makes a command 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported
 from gpushare.base.model import Holder
+from gpushare.base.package import package_rows
 from gpushare.mig.plan import NoPlan, Why
 
 if TYPE_CHECKING:
@@ -25,44 +26,6 @@ if TYPE_CHECKING:
 _PREFIX: Final = "/dev/nvidia"
 # `Holder.what` of a claim; the word is part of the JSON.
 CLAIM: Final = "lease"
-
-
-class Remedy(NamedTuple):
-    """How to make a known holder release the GPU; ``names`` are beginnings of process names."""
-
-    names: tuple[str, ...]
-    what: str
-
-
-REMEDIES: Final = (
-    # github.com/NVIDIA/DCGM issues 95 and 276: NVML handles of nv-hostengine keep a GPU instance in use.
-    Remedy(("nv-hostengine", "dcgm-hostengine"), "sudo systemctl stop nvidia-dcgm"),
-    # The exporter embeds the same engine: in a container, or in a pod of the GPU operator.
-    Remedy(("dcgm-exporter",), "stop dcgm-exporter: its container, or its pod on this node"),
-    # github.com/NVIDIA/gpu-operator issue 118: it blocks a reset.
-    Remedy(("nvidia-persiste",), "sudo systemctl stop nvidia-persistenced, and start it again after the change"),
-    # MIG User Guide, "Enable MIG Mode", and gpu-clients.yaml of NVIDIA's mig-parted: DGX systems run it.
-    Remedy(("nvsm",), "sudo systemctl stop nvsm"),
-    # MIG User Guide: no display server on a GPU that changes its mode.
-    Remedy(("Xorg", "Xwayland", "X", "gdm", "gnome-shell", "sddm", "kwin"), "sudo systemctl isolate multi-user.target"),
-    # Slurm FAQ: hwloc's OpenCL look opens the GPUs.
-    Remedy(("slurmstepd", "slurmd"), "set HWLOC_COMPONENTS=-opencl for slurmd and restart it"),
-    # NVIDIA's forum, GH200: a profiler's allocations make the first GPU instance fail.
-    Remedy(("nsys", "nsight", "ncu"), "end the profiler: nsys shutdown, or close its window"),
-    # HGX systems: no reset of a GPU while it runs.
-    Remedy(("nv-fabricmanage",), "sudo systemctl stop nvidia-fabricmanager, and start it again after the change"),
-    # github.com/NVIDIA/go-nvml issue 146; kubernetes device plugins hold NVML as the monitors do.
-    Remedy(("nvidia-device-p", "gpu-feature-dis"), "stop the NVIDIA device plugin on this node"),
-    Remedy(("nvidia-smi", "nvtop", "nvitop", "gpustat"), "end it: it looks at the GPU again and again"),
-    # Each has the nodes of all GPUs open, as every program with NVML.
-    Remedy(("gpushare run",), "wait until that gpushare run ends, or end it; see: gpushare status"),
-    Remedy(
-        ("gpushare timeslice",),
-        "stop gpushare timeslice keep (sudo systemctl stop gpushare-timeslice), and start it again after the change",
-    ),
-    Remedy(("gpushare",), "end that gpushare command, and start it again after the change"),
-    Remedy(("nvidia-cuda-mps",), "stop the daemon: gpushare mps stop; see: gpushare mps status"),
-)
 
 
 def look(host: Host) -> OpenFiles:
@@ -136,8 +99,9 @@ def blocking(holders: Iterable[Holder]) -> str:
 
 
 def remedy(holders: Iterable[Holder]) -> str | None:
-    """Return how to make the known holders release the GPU, in one line; None: none is known."""
-    return "; ".join(dict.fromkeys(one.what for holder in holders for one in _remedies_of(holder.name))) or None
+    """Return how to make the known holders release the GPU (``data/holders.yaml``), in one line; None: none is known."""
+    remedies = (_remedy_of(holder.name) for holder in holders if holder.name is not None)
+    return "; ".join(dict.fromkeys(filter(None, remedies))) or None
 
 
 def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
@@ -150,15 +114,11 @@ def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
     return InUse(message, remedy(holders) or found.hint, gpu=index, code="no_room")
 
 
-def _remedies_of(name: str | None) -> Sequence[Remedy]:
-    if name is None:
-        return ()
-    # A single letter is a whole name.
-    return [
-        one
-        for one in REMEDIES
-        if any(name == known or (len(known) > 1 and name.startswith(known)) for known in one.names)
-    ][:1]
+def _remedy_of(name: str) -> str | None:
+    for row in package_rows("holders.yaml"):
+        if any(name == known or (len(known) > 1 and name.startswith(known)) for known in row["names"]):
+            return str(row["remedy"])
+    return None
 
 
 def _called(info: ProcessInfo) -> str | None:

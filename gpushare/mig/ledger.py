@@ -19,8 +19,6 @@ import fcntl
 import itertools
 import os
 import re
-import shlex
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +29,13 @@ from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, identity_of, lives
-from gpushare.host.records import clear_leftovers, open_lock, sync_directory, writing
+from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, sync_directory, writing
 from gpushare.host.store import Elsewhere, Kept, RecordStore
-from gpushare.mig.shape import NOTHING, KeptShape, Proof, kept_shape, shape_from
+from gpushare.mig.shape import NOTHING, GpuShape, Proof
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.shape import Creation, GpuShape
+    from gpushare.mig.shape import Creation
 
 
 class Spot(NamedTuple):
@@ -138,13 +136,13 @@ def made_by_gpushare(host: Host) -> frozenset[Spot]:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeRecord(Kept):
-    """One change: the shape of each GPU as it ``was`` and as ``planned``, and the last step that was begun."""
+    """One change: the shape of each GPU ``before`` and ``after``, and the last step that was begun."""
 
     title: str
     pid: Pid
     started: Count
-    was: tuple[KeptShape, ...]
-    planned: tuple[KeptShape, ...]
+    before: tuple[GpuShape, ...]
+    after: tuple[GpuShape, ...]
     # The names that the change gives.
     names: tuple[str, ...]
     step: str | None
@@ -152,14 +150,6 @@ class ChangeRecord(Kept):
     proof: Proof
     # An undo was tried and the driver refused it: after a second failure the record is kept apart.
     tried: bool
-
-    @property
-    def before(self) -> tuple[GpuShape, ...]:
-        return tuple(map(shape_from, self.was))
-
-    @property
-    def after(self) -> tuple[GpuShape, ...]:
-        return tuple(map(shape_from, self.planned))
 
 
 CHANGES: Final = RecordStore(ChangeRecord, "mig", "the journal of MIG changes", durable=True)
@@ -183,7 +173,7 @@ def _read(path: Path) -> ChangeRecord | None:
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     # Both have the same GPUs.
-    if record is not None and [shape.uuid for shape in record.was] != [shape.uuid for shape in record.planned]:
+    if record is not None and [shape.uuid for shape in record.before] != [shape.uuid for shape in record.after]:
         raise ValueError("it is not what gpushare writes")
     return record
 
@@ -206,7 +196,7 @@ class MigLedger:
         """
         make_private_directory(self._directory.parent)
         make_private_directory(self._directory)
-        deadline, lock = time.monotonic() + seconds, self._directory / "lock"
+        lock = self._directory / "lock"
         with contextlib.ExitStack() as held:
             descriptors = {lock: open_lock(lock, _WHAT, code=_UNWRITABLE)}
             held.callback(os.close, descriptors[lock])
@@ -216,14 +206,7 @@ class MigLedger:
                     descriptors[CONFIG_NODE] = os.open(CONFIG_NODE, os.O_RDONLY | os.O_CLOEXEC)
                     held.callback(os.close, descriptors[CONFIG_NODE])
             for path, descriptor in descriptors.items():
-                while not _lock(descriptor):
-                    if time.monotonic() > deadline:
-                        raise OperationFailed(
-                            f"another gpushare has been changing MIG for {seconds:g} s",
-                            f"see which: fuser -v {shlex.quote(str(path))}",
-                            code="locked",
-                        )
-                    time.sleep(0.02)
+                lock_within(descriptor, path, seconds, "been changing MIG")
             # What a crash in the middle of a write left.
             clear_leftovers(self._directory)
             yield
@@ -249,7 +232,7 @@ class MigLedger:
             return False
         try:
             # Shared, so that two readers do not take each other for a change.
-            return not _lock(descriptor, fcntl.LOCK_SH)
+            return not flocked(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
@@ -303,14 +286,14 @@ class MigLedger:
         gpus = {shape.uuid for shape in before}
         for _, record in self.not_restored():
             # The driver reuses ids: the proof says nothing more of GPUs that change now.
-            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.was}:
+            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
                 self._write(replace(record, proof=NOTHING))
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         self._change = ChangeRecord(
             title=title,
             **me._asdict(),
-            was=tuple(map(kept_shape, before)),
-            planned=tuple(map(kept_shape, after)),
+            before=tuple(before),
+            after=tuple(after),
             names=tuple(names),
             step=None,
             proof=NOTHING,
@@ -354,9 +337,9 @@ class MigLedger:
         if change is not None:
             path = MADE.path(self._host, "mig")
             record = MADE.read(path) or _Made(path=path)
-            there = {Spot(gpu.uuid, one.profile, one.start) for gpu in change.planned for one in gpu.instances}
+            there = {Spot(gpu.uuid, one.profile, one.start) for gpu in change.after for one in gpu.instances}
             made = {Spot(one.gpu, one.profile, one.start) for one in change.proof.made if one.compute is None}
-            gpus = {gpu.uuid for gpu in change.was}
+            gpus = {gpu.uuid for gpu in change.before}
             now = {spot for spot in record.instances if spot.gpu not in gpus or spot in there} | (made & there)
             if now != set(record.instances):
                 MADE.write(replace(record, instances=tuple(sorted(now))))
@@ -402,11 +385,3 @@ class MigLedger:
 
     def _write(self, change: ChangeRecord) -> None:
         CHANGES.write(change, code=_UNWRITABLE)
-
-
-def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -4,14 +4,13 @@ What mig-parted refuses is refused here (its api/spec/v1/spec.go; profiles and c
 profile is checked here; whether a GPU has it, the driver says later.
 
 One extension, for exact places: `PLACEMENTS`, a second YAML document. mig-parted reads only the first document and so
-accepts the file. It is also read as a key of the first document (``-o json`` writes that).
+accepts the file. It is also read as a key of the first document.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -20,10 +19,8 @@ from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig
 from gpushare.form import Form, Value, constant, mapping, one_or_several, several, table, text, whole, yes_or_no
-from gpushare.inputs import Mark, yaml_text
-from gpushare.mig.profile import Layout
-from gpushare.mig.target import present
-from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
+from gpushare.inputs import Mark
+from gpushare.mig.wish import Request, Wish, merged, parse_wish
 
 VERSION: Final = "v1"
 PLACEMENTS: Final = "gpushare-placements"
@@ -315,81 +312,3 @@ def _numbers(text: str) -> list[int] | None:
     if len(parts) > 2 or not all(re.fullmatch(r"0[xX][0-9a-fA-F]{1,8}|\d{1,10}", part, re.ASCII) for part in parts):
         return None
     return [int(part, 16) if part[:2] in {"0x", "0X"} else int(part) for part in parts]
-
-
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """One GPU for a file: the MIG devices of each profile, None where MIG is off or absent, and their exact places."""
-
-    index: int
-    counts: Mapping[str, int] | None
-    places: tuple[str, ...] = ()
-    # The PCI id of the device above that of the vendor; None is unknown.
-    device_id: int | None = None
-
-
-def exported(index: int, layout: Layout | None, device_id: int | None = None) -> Exported:
-    """Return a GPU with the layout that it has; ``layout`` is None where MIG is off or absent."""
-    if layout is None:
-        return Exported(index=index, counts=None, device_id=device_id)
-    counts: Counter[str] = Counter()
-    for device, number in sorted(present(layout).items()):
-        if device.slices:
-            counts[device.name] += number
-    wish = wish_of(instance for instance in layout.instances if instance.compute)
-    places = tuple(word for request in wish for word in str(request).split())
-    return Exported(index=index, counts=counts, places=places, device_id=device_id)
-
-
-def check_config_name(name: str) -> str:
-    """Return a name that a configuration can have."""
-    if _NAME.fullmatch(name) is None:
-        raise BadUsage(
-            f"'{name[:60]}' is not a name for a configuration",
-            "use up to 63 letters, digits and . _ + -, for example: train-night",
-            code="bad_name",
-        )
-    return name
-
-
-def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[str, Any]:
-    """Return the v1 document of these GPUs: equal ones in one entry, with ``devices: all`` where possible.
-
-    On a host with several models each entry has a ``device-filter``. The format cannot express a GPU instance without
-    a compute instance, which is left out.
-    """
-    groups: dict[tuple[tuple[str, int], ...] | None, list[Exported]] = {}
-    for gpu in gpus:
-        groups.setdefault(None if gpu.counts is None else tuple(gpu.counts.items()), []).append(gpu)
-    ids = {gpu.device_id for gpu in gpus}
-    entries = []
-    for counts, members in groups.items():
-        entry: dict[str, Any] = {}
-        mine = {one.device_id for one in members}
-        alike = [gpu for gpu in gpus if gpu.device_id in mine]
-        filtered = len(ids) > 1 and None not in ids
-        if filtered:
-            entry["device-filter"] = [f"0x{one:08X}" for one in sorted(one for one in mine if one is not None)]
-        everyone = len(members) == (len(alike) if filtered else len(gpus))
-        entry["devices"] = "all" if whole_host and everyone else [one.index for one in members]
-        entry["mig-enabled"] = counts is not None
-        if counts is not None:
-            entry["mig-devices"] = dict(counts)
-        entries.append(entry)
-    return {"version": VERSION, "mig-configs": {name: entries}}
-
-
-def placements(name: str, gpus: Sequence[Exported]) -> dict[str, Any]:
-    """Return the exact places on each GPU with MIG on, by index: ``{config: {"0": ["3g.40gb:4"]}}``."""
-    return {PLACEMENTS: {name: {str(gpu.index): list(gpu.places) for gpu in gpus if gpu.counts is not None}}}
-
-
-def file_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None) -> str:
-    """Return the file: the v1 document, and the placements as a second document, which mig-parted does not read."""
-    text = yaml_text(config)
-    if places is not None:
-        text += "---\n# For gpushare: exact placements. mig-parted reads the first document only.\n" + yaml_text(places)
-    return text

@@ -135,8 +135,8 @@ def as_command(shape: GpuShape) -> str:
         return f"gpushare mig destroy all -g {shape.index}"
     words = []
     for instance in shape.instances:
-        parts = Counter(sorted((part.profile.slices for part in instance.compute), reverse=True))
-        if parts in (Counter(), Counter([instance.profile.slices])):
+        parts = Counter(sorted((part.slices for part in instance.compute), reverse=True))
+        if parts in (Counter(), Counter([instance.slices])):
             words.append(str(instance))
             continue
         words += [f"{part}c.{instance}" + (f"*{number}" if number > 1 else "") for part, number in parts.items()]
@@ -355,8 +355,9 @@ def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
             gpu=gone[0].index,
             code="not_restored",
         )
-    was, planned = (tuple(replace(gpu, index=now[gpu.uuid]) for gpu in kept) for kept in (change.was, change.planned))
-    return replace(change, was=was, planned=planned)
+    shapes = (change.before, change.after)
+    before, after = (tuple(replace(gpu, index=now[gpu.uuid]) for gpu in shape) for shape in shapes)
+    return replace(change, before=before, after=after)
 
 
 def _forget_lost(host: Host, change: ChangeRecord) -> None:

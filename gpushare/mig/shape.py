@@ -15,44 +15,84 @@ from typing import Annotated, Final, NamedTuple
 from gpushare.base.typed import Within
 from gpushare.mig.plan import GpuPlan, InstanceChange, whole
 from gpushare.mig.planner import gpu_plan, inside
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile, mask_of
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, mask_of
+
+# Slices, ids and indexes are far below.
+_Number = Annotated[int, Within(0, 4095)]
+_ProfileName = Annotated[str, re.compile(r"(\d{1,3})g", re.ASCII).match]
+
+
+class ComputeShape(NamedTuple):
+    """A compute instance: its slices, and its first slice in the GPU instance or None for any."""
+
+    slices: _Number
+    start: _Number | None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return -1 if self.start is None else self.start, self.slices
+
+
+class InstanceShape(NamedTuple):
+    """A GPU instance: what of it does not change by itself."""
+
+    profile: _ProfileName
+    start: _Number
+    size: _Number
+    compute: tuple[ComputeShape, ...]
+    name: str | None
+
+    def __str__(self) -> str:
+        return f"{self.profile}:{self.start}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return profile and first memory slice, as `GpuInstance.place`."""
+        return self.profile, self.start
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.start, self.size)
+
+    @property
+    def title(self) -> str:
+        return str(self) + (f" '{self.name}'" if self.name else "")
+
+    @property
+    def slices(self) -> int:
+        """Return its compute slices, which its profile names."""
+        return int(self.profile.partition("g")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuShape:
-    """One GPU: mode (None: not looked at) and instances, by place."""
+    """One GPU: mode (None: not looked at) and instances, by place. A part of the journal."""
 
     uuid: str
-    index: int
+    index: _Number
     mig_enabled: bool | None
-    instances: tuple[GpuInstance, ...] = ()
+    instances: tuple[InstanceShape, ...]
 
-    def without(self, others: Sequence[GpuInstance]) -> GpuShape:
+    def without(self, others: Sequence[GpuInstance | InstanceShape]) -> GpuShape:
         """Return it without the instances in the places of these."""
         places = {instance.place for instance in others}
-        return replace(self, instances=tuple(one for one in self.instances if one.place not in places))
+        return replace(self, instances=tuple(each for each in self.instances if each.place not in places))
 
 
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
     """Return the shape of what exists, or of other instances on the same GPU."""
-    ordered = sorted(layout.instances if instances is None else instances, key=lambda one: one.start)
-    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=tuple(ordered))
+    ordered = sorted(layout.instances if instances is None else instances, key=lambda instance: instance.start)
+    shapes = (
+        InstanceShape(
+            each.profile.name, each.start, each.placement.size, tuple(map(_compute_shape, each.compute)), each.name
+        )
+        for each in ordered
+    )
+    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=tuple(shapes))
 
 
-# A compute instance in a shape: its slices, and its first slice in the GPU instance or None for any.
-_Slot = tuple[int, int | None]
-
-
-def _slot(one: ComputeInstance) -> _Slot:
-    return one.profile.slices, None if one.placement is None else one.placement.start
-
-
-def _rank(one: ComputeInstance) -> tuple[int, int]:
-    return -1 if one.placement is None else one.placement.start, one.profile.slices
-
-
-def _titled(one: GpuInstance) -> str:
-    return f"{one}" + (f" '{one.name}'" if one.name else "")
+def _compute_shape(part: ComputeInstance) -> ComputeShape:
+    return ComputeShape(part.profile.slices, None if part.placement is None else part.placement.start)
 
 
 # -- comparing -------------------------------------------------------------------------------------
@@ -60,33 +100,33 @@ def _titled(one: GpuInstance) -> str:
 
 def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
-    found = []
+    words = []
     if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
-        found.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
-    here = {one.place: one for one in now.instances}
-    there = {one.place: one for one in wanted.instances}
-    found += [f"{_titled(one)} is missing" for place, one in there.items() if place not in here]
-    found += [f"{_titled(one)} is there" for place, one in here.items() if place not in there]
-    found += [
-        f"{_titled(one)} has {_words(here[place])} instead of {_words(one)}"
-        for place, one in there.items()
-        if place in here and not _same(here[place], one)
+        words.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
+    here = {instance.place: instance for instance in now.instances}
+    there = {instance.place: instance for instance in wanted.instances}
+    words += [f"{instance.title} is missing" for place, instance in there.items() if place not in here]
+    words += [f"{instance.title} is there" for place, instance in here.items() if place not in there]
+    words += [
+        f"{instance.title} has {_parts(here[place])} instead of {_parts(instance)}"
+        for place, instance in there.items()
+        if place in here and not _same(here[place], instance)
     ]
-    return tuple(f"GPU {wanted.index}: {one}" for one in found)
+    return tuple(f"GPU {wanted.index}: {text}" for text in words)
 
 
-def _same(now: GpuInstance, wanted: GpuInstance) -> bool:
-    slots = [_slot(part) for part in wanted.compute]
-    left = Counter(map(_slot, now.compute))
-    left.subtract(slot for slot in slots if slot[1] is not None)
-    if any(count < 0 for count in left.values()):
+def _same(now: InstanceShape, wanted: InstanceShape) -> bool:
+    rest = Counter(now.compute)
+    rest.subtract(part for part in wanted.compute if part.start is not None)
+    if any(count < 0 for count in rest.values()):
         return False
-    anywhere = Counter(slices for slices, start in slots if start is None)
-    return Counter(slices for slices, _ in left.elements()) == anywhere
+    anywhere = Counter(part.slices for part in wanted.compute if part.start is None)
+    return Counter(part.slices for part in rest.elements()) == anywhere
 
 
-def _words(one: GpuInstance) -> str:
-    return ", ".join(part.profile.name for part in sorted(one.compute, key=_rank)) or "no compute instance"
+def _parts(instance: InstanceShape) -> str:
+    ordered = sorted(instance.compute, key=lambda part: part.rank)
+    return ", ".join(f"{part.slices}c" for part in ordered) or "no compute instance"
 
 
 # -- what a change has made itself -----------------------------------------------------------------
@@ -179,13 +219,13 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
             destroyed.append(whole(one))
     profiles = {profile.name: profile for profile in layout.profiles}
     taken = mask_of(one.placement for one in kept)
-    for one in places.values():
-        profile = profiles.get(one.profile.name)
-        if profile is None or taken & one.placement.mask:
-            lost.append(f"{_titled(one)} has no room")
+    for missing in places.values():
+        profile = profiles.get(missing.profile)
+        if profile is None or taken & missing.placement.mask:
+            lost.append(f"{missing.title} has no room")
             continue
-        parts = _offered(profile, one.compute, lost)
-        created.append(whole(GpuInstance(profile=profile, placement=one.placement, compute=parts)))
+        parts = _offered(profile, missing.compute, lost)
+        created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
     words = tuple(f"GPU {layout.gpu}: {one}" for one in lost)
     return gpu_plan(layout, kept, destroyed, created), words
 
@@ -198,7 +238,7 @@ def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInsta
 
 def _restore_inside(
     one: GpuInstance,
-    wanted: GpuInstance,
+    wanted: InstanceShape,
     ours: Sequence[ComputeInstance],
     destroyed: list[InstanceChange],
     created: list[InstanceChange],
@@ -210,113 +250,41 @@ def _restore_inside(
         if _taken(missing, compute) or compute not in ours:
             continue
         if compute.busy:
-            lost.append(f"compute instance {compute.id} of {_titled(wanted)} is in use and stays")
+            lost.append(f"compute instance {compute.id} of {wanted.title} is in use and stays")
         else:
             gone.append(compute)
     if gone:
         destroyed.append(inside(one, gone))
     taken = mask_of(part.placement for part in one.compute if part not in gone)
-    for part in [part for part in missing if taken & mask_of([part.placement])]:
+    for part in [part for part in missing if taken & mask_of([_place_of(part)])]:
         missing.remove(part)
-        lost.append(f"{part.profile.name} of {_titled(wanted)} has no room")
+        lost.append(f"{part.slices}c of {wanted.title} has no room")
     parts = _offered(one.profile, missing, lost)
     if parts:
         created.append(inside(one, parts))
 
 
-def _taken(parts: list[ComputeInstance], compute: ComputeInstance) -> bool:
+def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
     """Remove the part that an existing compute instance matches from ``parts``; return whether there was one."""
-    slices, start = _slot(compute)
-    for slot in ((slices, start), (slices, None)):
-        for number, part in enumerate(parts):
-            if _slot(part) == slot:
-                del parts[number]
-                return True
+    exact = _compute_shape(compute)
+    for part in (exact, exact._replace(start=None)):
+        if part in parts:
+            parts.remove(part)
+            return True
     return False
 
 
-def _offered(profile: Profile, parts: Sequence[ComputeInstance], lost: list[str]) -> tuple[ComputeInstance, ...]:
+def _place_of(part: ComputeShape) -> Placement | None:
+    return None if part.start is None else Placement(part.start, part.slices)
+
+
+def _offered(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
     """Return compute instances to create in a GPU instance of a profile; what it no longer offers is lost."""
-    found = []
-    for part in sorted(parts, key=_rank):
-        slices = part.profile.slices
-        offered = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
+    offers = []
+    for part in sorted(parts, key=lambda part: part.rank):
+        offered = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)
         if offered is None or offered.id is None:
-            lost.append(f"{slices}c.{profile.name} is no longer offered")
+            lost.append(f"{part.slices}c.{profile.name} is no longer offered")
         else:
-            found.append(ComputeInstance(profile=offered, placement=part.placement))
-    return tuple(found)
-
-
-# -- keeping it ------------------------------------------------------------------------------------
-
-# Slices, ids and indexes are far below.
-_Number = Annotated[int, Within(0, 4095)]
-_ProfileName = Annotated[str, re.compile(r"(\d{1,3})g", re.ASCII).match]
-
-
-class KeptCompute(NamedTuple):
-    """A compute instance in a record: its slices, and its first slice in the GPU instance or None for any."""
-
-    slices: _Number
-    start: _Number | None
-
-
-class KeptInstance(NamedTuple):
-    """A GPU instance in a record."""
-
-    profile: _ProfileName
-    start: _Number
-    size: _Number
-    compute: tuple[KeptCompute, ...]
-    name: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptShape:
-    """A shape in a record: what of it does not change by itself."""
-
-    uuid: str
-    index: _Number
-    mig_enabled: bool | None
-    instances: tuple[KeptInstance, ...]
-
-
-def kept_shape(shape: GpuShape) -> KeptShape:
-    """Return a shape as the journal keeps it."""
-    instances = tuple(
-        KeptInstance(
-            profile=one.profile.name,
-            start=one.start,
-            size=one.placement.size,
-            compute=tuple(KeptCompute(*_slot(part)) for part in one.compute),
-            name=one.name,
-        )
-        for one in shape.instances
-    )
-    return KeptShape(uuid=shape.uuid, index=shape.index, mig_enabled=shape.mig_enabled, instances=instances)
-
-
-def shape_from(kept: KeptShape) -> GpuShape:
-    """Return the shape that `kept_shape` was given, as far as it was kept."""
-    return GpuShape(
-        uuid=kept.uuid,
-        index=kept.index,
-        mig_enabled=kept.mig_enabled,
-        instances=tuple(
-            GpuInstance(
-                # The driver knows the rest of it.
-                profile=Profile(name=one.profile, id=None, slices=int(one.profile.partition("g")[0]), placements=None),
-                placement=Placement(one.start, one.size),
-                compute=tuple(
-                    ComputeInstance(
-                        profile=ComputeProfile(slices=part.slices),
-                        placement=None if part.start is None else Placement(part.start, part.slices),
-                    )
-                    for part in one.compute
-                ),
-                name=one.name,
-            )
-            for one in kept.instances
-        ),
-    )
+            offers.append(ComputeInstance(profile=offered, placement=_place_of(part)))
+    return tuple(offers)

@@ -8,26 +8,24 @@ it is and what to restore. It is written before a start changes anything.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import os
 import re
 import shlex
 import stat
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotHeld, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, NoPermission, NotHeld
 from gpushare.base.model import ComputeMode, device_key
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
-from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.capabilities import list_users, listed_users, refused_change, user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import clear_leftovers, open_lock, writing
+from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
@@ -200,7 +198,8 @@ class DaemonHome:
         descriptor = open_lock(self.directory / "lock", "of this MPS daemon")
         try:
             with writing(self.directory / "lock", "of this MPS daemon"):
-                _lock_within(descriptor, seconds, self.directory)
+                holds = f"held the lock of the daemon in {self.directory}"
+                lock_within(descriptor, self.directory / "lock", seconds, holds)
             clear_leftovers(self.directory)
             yield
         finally:
@@ -230,7 +229,7 @@ class DaemonHome:
                 continue
             try:
                 with writing(path, "the lease of a program"):
-                    dead = _locked(descriptor)
+                    dead = flocked(descriptor)
                 if dead:
                     # It does not count, even if it cannot be removed.
                     with contextlib.suppress(OSError):
@@ -251,7 +250,7 @@ class DaemonHome:
             # Closed if another holds it, or `live_leases` removed it between open and lock.
             with writing(path, "the lease of a program"), contextlib.ExitStack() as closing:
                 closing.callback(os.close, descriptor)
-                if _locked(descriptor) and _is_at(descriptor, path):
+                if flocked(descriptor) and _is_at(descriptor, path):
                     closing.pop_all()
                     return Lease(path, descriptor)
         raise AssertionError
@@ -272,14 +271,6 @@ class Lease:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -323,20 +314,6 @@ def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
         yield from sorted(one.glob(f"*/{name}"))
 
 
-def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
-    import time
-
-    deadline = time.monotonic() + seconds
-    while not _locked(descriptor):
-        if time.monotonic() > deadline:
-            raise OperationFailed(
-                f"another gpushare has held the lock of the daemon in {directory} for {seconds:g} s",
-                f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
-                code="locked",
-            )
-        time.sleep(0.02)
-
-
 def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
     """Keep a record while its daemon is stopped, with the profile of its MIG device."""
     DAEMONS.write(replace(record, profile=profile, path=home.directory / ASIDE))
@@ -353,11 +330,6 @@ def forget_aside(home: DaemonHome) -> None:
         (home.directory / ASIDE).unlink()
 
 
-_ACL: Final = "system.posix_acl_access"
-_ACL_VERSION: Final = 2
-# linux/posix_acl.h: entries of the owner, a user, the group, the mask, all others.
-_OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
-_NO_ID: Final = 0xFFFFFFFF
 _ENTER: Final = 0o5
 OPEN_MODE: Final = 0o755
 _CLOSED_MODE: Final = 0o700
@@ -369,11 +341,7 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o001:
             return ()
-        with contextlib.suppress(OSError, struct.error):
-            entries = struct.iter_unpack("<HHI", os.getxattr(directory, _ACL)[4:])
-            ids = [uid for tag, permissions, uid in entries if tag == _USER and permissions & 1]
-            return tuple(sorted(map(user_name, ids))) or _owner(directory)
-        return _owner(directory)
+        return tuple(sorted(map(user_name, listed_users(directory, 0o1)))) or _owner(directory)
     except OSError:
         return None
 
@@ -404,37 +372,20 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
     try:
         # Close it before opening it to some.
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
-        with contextlib.suppress(OSError):
-            os.removexattr(directory, _ACL)
+        list_users(directory, _CLOSED_MODE, (), _ENTER)
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
-        if ids:
-            os.setxattr(directory, _ACL, _list_of(ids))
+        list_users(directory, _CLOSED_MODE, ids, _ENTER)
     except OSError as error:
-        raise _refused(directory, error) from None
+        raise refused_change(
+            str(directory),
+            error,
+            NoDaemon(f"there is no {directory}", "see the daemons: gpushare mps status"),
+            "drop 'users', or set GPUSHARE_RUN_DIR to a file system that has them (tmpfs, ext4, xfs)",
+        ) from None
     if pipe_users(directory) != tuple(sorted(map(user_name, ids))):
         raise NotHeld(
             f"{directory} was changed, but others still have access", f"see: getfacl {shlex.quote(str(directory))}"
         )
-
-
-def _list_of(ids: Sequence[int]) -> bytes:
-    entries = [(_OWNER, 7, _NO_ID), *((_USER, _ENTER, uid) for uid in ids)]
-    entries += [(_GROUP, 0, _NO_ID), (_MASK, _ENTER, _NO_ID), (_OTHER, 0, _NO_ID)]
-    return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-
-
-def _refused(directory: Path, error: OSError) -> GpushareError:
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        return NoPermission(f"cannot change {directory}: {error.strerror}", "run as root: sudo gpushare ...")
-    if error.errno == errno.ENOENT:
-        return NoDaemon(f"there is no {directory}", "see the daemons: gpushare mps status")
-    if error.errno == errno.ENOTSUP:
-        return NotSupported(
-            f"the file system of {directory} has no access control lists, which 'users' of mps needs",
-            "drop 'users', or set GPUSHARE_RUN_DIR to a file system that has them (tmpfs, ext4, xfs)",
-            code="no_acl",
-        )
-    return OperationFailed(f"cannot change {directory}: {error.strerror}", "see what is wrong: gpushare doctor")
 
 
 # RuntimeDirectory= of the units.

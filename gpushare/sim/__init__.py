@@ -7,14 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.values import dataclass
-from gpushare.host.host import Host, UserDirectory
+from gpushare.host.host import Host, UserDirectory, late
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpushare.host.cgroups import Cgroups
-    from gpushare.host.channels import ChannelControl
-    from gpushare.host.checkpoint import Checkpoint
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.state import StateFile
 
@@ -29,25 +26,6 @@ class SimulatedHost(Host):
 
 # A directory below it with the UID of a user makes that user's run directory another one than root's.
 _USERS: Final = "users"
-
-
-def _channels(state_file: StateFile) -> ChannelControl:
-    from gpushare.sim.channels import SimulatedChannels
-
-    return SimulatedChannels(state_file)
-
-
-def _cgroups(state_file: StateFile) -> Cgroups:
-    from gpushare.sim.cgroups import SimulatedCgroups
-
-    return SimulatedCgroups(state_file)
-
-
-def _checkpoint(state_file: StateFile) -> Checkpoint:
-    from gpushare.host.checkpoint import Checkpoint
-    from gpushare.sim.checkpoint import SimulatedCheckpoint
-
-    return Checkpoint(SimulatedCheckpoint(state_file))
 
 
 def _makes_vgpus(state_file: StateFile) -> bool:
@@ -95,9 +73,9 @@ def open_simulated(spec: str) -> SimulatedHost:
         capabilities=SimulatedCapabilities(state_file),
         machine=SimulatedMachine(state_file),
         origin=processes.origin,
-        open_channels=partial(_channels, state_file),
-        open_checkpoint=partial(_checkpoint, state_file),
-        open_cgroups=partial(_cgroups, state_file),
+        open_channels=late("sim.channels:SimulatedChannels", state_file),
+        open_checkpoint=late("sim.checkpoint:open_checkpoint", state_file),
+        open_cgroups=late("sim.cgroups:SimulatedCgroups", state_file),
         cgroup_root=directory / "cgroup",
         makes_vgpus=partial(_makes_vgpus, state_file),
         user_directories=partial(_user_directories, state_file) if state.root else tuple,

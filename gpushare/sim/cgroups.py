@@ -60,12 +60,10 @@ class SimulatedCgroups(Cgroups):
                     os.unlink(entry)
 
     def populated(self, name: str) -> bool | None:
-        """Return whether a process that entered it, or one below it, lives."""
         local = Processes()
         return any(local.alive(one) for pid in self._entered(name) for one in local.descendants(pid))
 
     def holds(self, name: str, pid: int) -> bool:
-        """Return whether a process entered it, or descends from one that did."""
         entered, local = self._entered(name), Processes()
         return pid in entered or any(pid in local.descendants(one) for one in entered)
 

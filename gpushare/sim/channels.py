@@ -86,14 +86,12 @@ class SimulatedFiles(KernelFiles):
         self._asked = (None, 0, None, {})
 
     def check(self) -> None:
-        """Raise if the kernel or sandbox of the host does not have the call."""
         fault = current(self._state_file).channel_fault
         if fault in {"no_pidfd_getfd", "gvisor", "seccomp", "wsl"}:
             raise Refused(fault)
 
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
-        """Open a process."""
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
             raise Refused(state.channel_fault)
@@ -104,7 +102,6 @@ class SimulatedFiles(KernelFiles):
         yield _Process(self, state, identity)
 
     def own(self) -> int:
-        """Open a control file of our own."""
         return self.opened(0)
 
     def opened(self, pid: int) -> int:
@@ -114,11 +111,9 @@ class SimulatedFiles(KernelFiles):
         return self._next
 
     def close(self, file: int) -> None:
-        """Close a descriptor."""
         del self._opened[file]
 
     def sees_host_pids(self) -> bool:
-        """Return whether this PID namespace is the host's."""
         return current(self._state_file).pid_namespace_is_host
 
     @property

@@ -12,6 +12,7 @@ from gpushare.host.checkpoint import (
     LOCKED,
     RUNNING,
     SUCCESS,
+    Checkpoint,
     RestoreArguments,
 )
 from gpushare.sim import activity
@@ -36,11 +37,9 @@ class SimulatedCheckpoint:
         self._state_file = state_file
 
     def cuInit(self, _flags: int) -> int:
-        """Do nothing."""
         return SUCCESS
 
     def cuCheckpointProcessGetState(self, pid: int, answer: Any) -> int:
-        """Tell the state of a process."""
         found = current(self._state_file).process(pid)
         if found is None:
             return NOT_INITIALIZED
@@ -48,15 +47,12 @@ class SimulatedCheckpoint:
         return SUCCESS
 
     def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:
-        """Lock a process."""
         return self._moved(pid, "lock", RUNNING, lambda _state, process: _set(process, LOCKED))
 
     def cuCheckpointProcessUnlock(self, pid: int, _arguments: Any) -> int:
-        """Unlock a process."""
         return self._moved(pid, "unlock", LOCKED, lambda _state, process: _set(process, RUNNING))
 
     def cuCheckpointProcessCheckpoint(self, pid: int, _arguments: Any) -> int:
-        """Move the memory of a process to the host."""
         return self._moved(pid, "checkpoint", LOCKED, _out)
 
     def cuCheckpointProcessRestore(self, pid: int, arguments: Any) -> int:
@@ -86,6 +82,10 @@ class SimulatedCheckpoint:
                 return ILLEGAL_STATE
             code: int = move(state, process)
             return code
+
+
+def open_checkpoint(state_file: StateFile) -> Checkpoint:
+    return Checkpoint(SimulatedCheckpoint(state_file))
 
 
 def _set(process: SimulatedProcess, value: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -124,11 +124,6 @@ def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
     return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
 
 
-def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
-    # Placements of one profile never overlap each other.
-    return len(mig.free_compute_starts(_offering(target, identity), identity, _mine(target)))
-
-
 def _max_count(_library: SimulatedLibrary, target: Target) -> int:
     # 0, not an error, without MIG (H200 with MIG off).
     return (target.model.compute_slices or 0) if target.mig_enabled else 0
@@ -150,7 +145,6 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _capacity),
     (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
     (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
-    ("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER, _compute_capacity),
 )
 for _getter in _GETTERS:
     abi.getter(*_getter)
@@ -298,42 +292,18 @@ def create_gpu_instance(
         # Hopper and later: MIG was enabled while they ran; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
-    start = _start(free, placement, lambda: _automatic_start(model, profile, gpu))
+    start = _start(free, placement)
     identity = gpu_instance_id(model.axis, start, profile.size)
     gpu.bare.append(SimulatedGpuInstance(profile.name, start, identity))
     gpu.bare.sort(key=lambda one: one.gpu_instance_id)
     return identity
 
 
-def _start(free: Sequence[int], placement: Placement, automatic: Callable[[], int]) -> int:
+def _start(free: Sequence[int], placement: Placement) -> int:
+    """Return where an instance goes. Where the driver chooses, it is the first place here, and was others on real GPUs."""
     if not free or (placement is not None and placement[0] not in free):
         raise Refused(Code.INSUFFICIENT_RESOURCES)
-    return automatic() if placement is None else placement[0]
-
-
-def _automatic_start(model: GpuModel, profile: GiProfile, gpu: SimulatedGpu) -> int:
-    """Return where the driver puts a GPU instance by itself; there must be room.
-
-    Not first fit: into the fullest half, then its fullest quarter. That gives every order that was seen: seven 1g of
-    an H100 at 6, 4, 5, 0, 1, 2, 3; on an A100 the first 3g at 4, a 2g at 4 and then 1g at 6, 0, 1, 2, 3.
-    """
-    axis, present = model.axis or 0, occupied(gpu, model)
-    # Of eight memory slices the last has no compute slice: for the driver its half is the smaller one.
-    last = (model.compute_slices or axis) if axis - (model.compute_slices or axis) == 1 else axis
-    free = set(range(last)) - {memory_slice for instance in present for memory_slice in instance.span}
-    return _best_fit(mig.free_starts(profile, present), profile.size or 1, axis, free)
-
-
-def _best_fit(starts: Sequence[int], size: int, axis: int, free: Collection[int]) -> int:
-    levels = []
-    while axis % 2 == 0 and axis // 2 >= size:
-        axis //= 2
-        levels.append(axis)
-
-    def room(start: int) -> tuple[list[int], int]:
-        return [sum(one // level == start // level for one in free) for level in levels], start
-
-    return min(starts, key=room)
+    return min(free) if placement is None else placement[0]
 
 
 def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequence[Resident]) -> None:
@@ -372,7 +342,7 @@ def create_compute_instance(
         raise Refused(Code.INVALID_ARGUMENT)
     present = [instance for instance in gpu.mig if instance.gpu_instance_id == gpu_instance]
     free = mig.free_compute_starts(profile, number, present)
-    start = _start(free, placement, lambda: _automatic_compute_start(model, profile, number, present))
+    start = _start(free, placement)
     taken = {instance.compute_instance_id for instance in present}
     # Ids start at 0 in every GPU instance, and are reused.
     identity = next(one for one in range(len(taken) + 1) if one not in taken)
@@ -388,18 +358,6 @@ def create_compute_instance(
     gpu.mig = sorted([*gpu.mig, created], key=lambda one: one.place)
     gpu.bare = [instance for instance in gpu.bare if instance.gpu_instance_id != gpu_instance]
     return identity
-
-
-def _automatic_compute_start(
-    model: GpuModel, profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]
-) -> int:
-    starts = mig.free_compute_starts(profile, number, present)
-    if model.arch == "ampere":
-        # Two 1c of a 3g lay at 0 and 1 (A100 80GB).
-        return min(starts)
-    # The only 1c of a 3g lay at 2 (H100, driver 580): the smaller half first, as GPU instances do.
-    free = set(range(profile.slices)) - {taken for instance in present for taken in mig.span(profile, instance)}
-    return _best_fit(starts, mig.slices_of(number), 1 << (profile.slices - 1).bit_length(), free)
 
 
 def destroy_compute_instance(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.gpu_models import model_of
 from gpushare.sim import nvml_abi as abi
-from gpushare.sim.nvml_abi import Code, Form, On, Refused, Target
+from gpushare.sim.nvml_abi import Code, On, Refused, Target
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -60,11 +60,3 @@ def _cpus(library: SimulatedLibrary, target: Target, words: Any, cpus: Any) -> N
     array = abi.target_of(cpus)
     for word in range(abi.number(words)):
         array[word] = sum(1 << cpu % bits for cpu in mine if cpu // bits == word)
-
-
-abi.getter(
-    "nvmlDeviceGetNumaNodeId",
-    On.GPU,
-    Form.NUMBER,
-    lambda library, target: _numa_node(library, target.handle.index),
-)

@@ -21,7 +21,6 @@ class SimulatedMachine(Machine):
         self._state_file = state_file
 
     def shared_memory(self) -> Space | None:
-        """Return its shared memory, all of it free."""
         size = current(self._state_file).shared_memory_bytes
         return Space(size, size)
 
@@ -31,11 +30,9 @@ class SimulatedMachine(Machine):
         return state.host_memory_bytes - sum(process.image_bytes for process in state.processes) if pid else None
 
     def descriptor_limit(self, pid: int) -> int | None:
-        """Return the limit, the same for all of its processes."""
         return current(self._state_file).descriptor_limit if pid else None
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
-        """Return these variables of its processes, to root of all, to others of their own."""
         state = current(self._state_file)
         mine = (process for process in state.processes if state.may(process.uid))
         chosen = {one.pid: {name: one.environment[name] for name in names if name in one.environment} for one in mine}
@@ -73,18 +70,15 @@ class SimulatedCapabilities(Capabilities):
         self._state_file = state_file
 
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
-        """Return the capabilities of a GPU's instances."""
         state = current(self._state_file)
         if not 0 <= minor < len(state.gpus) or not state.driver_loaded:
             return {}
         return {place: _capability(state, minor, place) for place in places_of(state.gpus[minor])}
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
-        """Return one of them, or None when there is no such instance."""
         return self.of_gpu(minor).get((gpu_instance, compute_instance))
 
     def access(self, capability: Capability) -> NodeAccess | None:
-        """Return the users who may open its node, or None if its instance is gone."""
         state = current(self._state_file)
         found = _find(state, capability)
         if found is None:
@@ -93,12 +87,10 @@ class SimulatedCapabilities(Capabilities):
         return NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
-        """Let nvidia-modprobe change its node, or not."""
         with changing(self._state_file) as (state, _):
             _changed(state, capability, capability.path).modify = modify
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
-        """Set the users who may open its node."""
         with changing(self._state_file) as (state, _):
             node = _changed(state, capability, capability.node)
             node.owner, node.mode, node.users = access.owner, access.mode, list(access.users)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal as signals
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gpushare.base.errors import no_process, signal_refused
 from gpushare.base.units import MIB
@@ -45,6 +46,20 @@ _HARMLESS = {0, signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH, signals.SIGST
 _KEPT = ("CUDA_", "GPUSHARE_SIM_", "NVIDIA_")
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _or_real(method: _Method) -> _Method:
+    """Let a method of `SimulatedProcesses` answer for simulated processes, and `Processes` for the others."""
+
+    @functools.wraps(method)
+    def answer(self: SimulatedProcesses, pid: int, *arguments: Any, **named: Any) -> Any:
+        function = method if pid >= FIRST_SIMULATED_PID else getattr(Processes, method.__name__)
+        return function(self, pid, *arguments, **named)
+
+    return cast("_Method", answer)
+
+
 class SimulatedProcesses(Processes):
     """Stands in for `Processes`: PIDs from `FIRST_SIMULATED_PID` up are simulated, all others real."""
 
@@ -53,7 +68,6 @@ class SimulatedProcesses(Processes):
         self._local = Processes()
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        """Return what is known of a process, or None when there is none."""
         state = current(self._state_file)
         if pid < FIRST_SIMULATED_PID:
             return self._real(state, pid)
@@ -93,18 +107,14 @@ class SimulatedProcesses(Processes):
         return info if uid == info.uid else replace(info, uid=uid, user=user_name(uid))
 
     def identity(self, pid: int) -> Identity | None:
-        """Return the process that has a PID now, or None."""
         return identity_in(current(self._state_file), pid)
 
+    @_or_real
     def alive(self, pid: int, started: int | None = None) -> bool:
-        """Return whether the process lives; ``started`` guards against a reused PID."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.alive(pid, started)
         info = self.describe(pid)
         return info is not None and started in {None, info.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return its environment, or None when it may not be read (another user's, and not root)."""
         state = current(self._state_file)
         daemon, server, process = _find(state, pid)
         if pid < FIRST_SIMULATED_PID:
@@ -117,7 +127,6 @@ class SimulatedProcesses(Processes):
         return dict(process.environment if process else daemon.environment if daemon else {})
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the PIDs of the MPS daemons or servers, or of the processes with this name."""
         state = current(self._state_file)
         if name == MPS_CONTROL:
             found = [daemon.pid for daemon in state.daemons]
@@ -130,15 +139,13 @@ class SimulatedProcesses(Processes):
         return sorted(found)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
-        """Return the PIDs of the processes with this variable in their environment."""
         simulated = (process for process in current(self._state_file).processes if not process.real)
         marked = (one.pid for one in simulated if one.environment.get(name) == value)
         return [*self._local.started_with(name, value), *marked]
 
+    @_or_real
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.descendants(pid)
         state = current(self._state_file)
         daemon, server, process = _find(state, pid)
         if daemon is not None and server is None:
@@ -148,15 +155,13 @@ class SimulatedProcesses(Processes):
         return family if process is not None or server is not None else []
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
-        """Return each process with its descendants, as `descendants`."""
         real = self._local.families([pid for pid in pids if pid < FIRST_SIMULATED_PID])
         simulated = {pid: self.descendants(pid) for pid in pids if pid >= FIRST_SIMULATED_PID}
         return {**real, **{pid: family for pid, family in simulated.items() if family}}
 
+    @_or_real
     def usage(self, pid: int) -> ProcessUsage | None:
         """Return its use of the host: of a simulated one a core while it works, and memory for half of what it has on the GPU."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.usage(pid)
         process = current(self._state_file).process(pid)
         if process is None:
             return None
@@ -165,19 +170,16 @@ class SimulatedProcesses(Processes):
         works = process.sm_percent and is_busy(process, at)
         return ProcessUsage(process.started, seconds if works else 0.0, process.memory_bytes // 2 + (1 << 30))
 
+    @_or_real
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent: of a server its daemon."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.parent(pid)
         daemon, server, process = _find(current(self._state_file), pid)
         if process is not None:
             return process.parent_pid
         return daemon.pid if daemon is not None and server is not None else None
 
+    @_or_real
     def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process has its own handler for a signal."""
-        if pid < FIRST_SIMULATED_PID:
-            return self._local.catches(pid, signal)
         daemon, _, process = _find(current(self._state_file), pid)
         if process is not None:
             return signal in process.catches
@@ -209,7 +211,6 @@ class SimulatedProcesses(Processes):
             to_real(signal)
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
-        """Send a signal to the process that started then, and to no other."""
         info = self.describe(pid)
         if info is None or info.started != started:
             raise no_process(pid)
@@ -292,7 +293,6 @@ class SimulatedProcesses(Processes):
                     process.pid, process.started = identity
 
     def namespace_is_host(self) -> bool | None:
-        """Return whether the PID namespace is the host's."""
         return current(self._state_file).pid_namespace_is_host
 
     def open_files(self, prefix: str) -> OpenFiles:

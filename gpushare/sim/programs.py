@@ -48,7 +48,6 @@ class SimulatedPrograms(Programs):
         self._state_file = state_file
 
     def find(self, name: str) -> str | None:
-        """Return the path of the program, or None when the simulated host does not have it."""
         if self._is_real(name):
             return Programs().find(name)
         # One package has both programs.
@@ -56,7 +55,6 @@ class SimulatedPrograms(Programs):
         return None if self._is_missing(package) else f"/usr/bin/{name}"
 
     def listener(self, pipe_directory: str) -> Listener | None:
-        """Return which daemon listens at a pipe directory."""
         if self._is_real(MPS_CONTROL):
             return Programs().listener(pipe_directory)
         state = self._state_file.read()
@@ -73,7 +71,6 @@ class SimulatedPrograms(Programs):
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Pending:
-        """Start a program; see `Programs.start`. What blocks, blocks in ``result()``."""
         name = os.path.basename(argv[0])
         if self._is_real(name):
             return Programs().start(argv, stdin=stdin, env=env, timeout=timeout)
@@ -91,7 +88,6 @@ class SimulatedPrograms(Programs):
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Completed:
-        """Run a program to its end; see `Programs.run`."""
         return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
 
     def _completed(

@@ -1,4 +1,4 @@
-"""nvidia-smi of a simulated host: what gpushare runs (compute-policy), and the compute mode and ``-L`` that it prints.
+"""nvidia-smi of a simulated host: what gpushare runs (compute-policy), and the compute mode that it prints.
 
 Any other option is answered as a wrong one; changes of MIG are made by NVML. Texts: an H200 with driver 580.159.04, and
 what the programs of drivers 550 and 580 say to wrong arguments on NVIDIA's mocked NVML. Errors go to stdout too.
@@ -12,7 +12,6 @@ from typing import Final
 
 from gpushare.gpu_models import model_of
 from gpushare.host.program import Completed
-from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -58,14 +57,12 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     run: Callable[[SimulatedHostState, list[str]], tuple[int, str]] = _set_compute_mode
     if words[:1] == ["compute-policy"]:
         run = _compute_policy
-    elif "-L" in words:
-        run = _listing
     try:
-        if run is _listing or not {"-c", "--set-timeslice"} & {word.partition("=")[0] for word in words}:
-            code, text = run(state, words)
-        else:
+        if {"-c", "--set-timeslice"} & {word.partition("=")[0] for word in words}:
             with changing(state_file) as (changed, _):
                 code, text = run(changed, words)
+        else:
+            code, text = run(state, words)
     except Wrong as wrong:
         # Raised before anything changes.
         code, text = wrong.code, wrong.text
@@ -160,22 +157,6 @@ def _policy_refusal(state: SimulatedHostState, target: Target, level: int | None
         return Code.NO_PERMISSION
     # nvidia-smi checks no number, the driver does.
     return Code.INVALID_ARGUMENT if level is not None and level >= len(_LEVELS) else None
-
-
-def _listing(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
-    """Return ``nvidia-smi -L``: GPUs and their MIG devices with UUIDs."""
-    other = next((word for word in words if word != "-L"), None)
-    if other is not None:
-        return 2, f"ERROR: Option {other} is not valid for this command.{_HELP}"
-    text = ""
-    targets = _choose(state, None, lost=True)
-    for target in targets:
-        title = f"GPU {target.handle.index}: {target.model.name} (UUID: {target.gpu.uuid})\n"
-        text += _lost_text(target) if target.gpu.lost else title
-        for place, instance in enumerate(target.gpu.mig if target.mig_enabled and not target.gpu.lost else []):
-            name = activity.device_name(target, instance)
-            text += f"  MIG {name:<11} Device {place:>2}: (UUID: {instance.uuid})\n"
-    return (15 if any(target.gpu.lost for target in targets) else 0), text
 
 
 def _set_compute_mode(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:

@@ -6,7 +6,8 @@ import ast
 import string
 from pathlib import Path
 
-from gpushare.doctor.check import finding, findings
+from gpushare.base.package import package_rows
+from gpushare.doctor.check import finding
 
 ROOM = Path(__file__).resolve().parents[2] / "gpushare" / "doctor"
 # Rows whose name is worked out.
@@ -23,7 +24,7 @@ def placeholders(row: dict[str, str]) -> set[str]:
 
 
 def test_each_row_is_used_with_its_values() -> None:
-    rows, used, wrong = findings(), set(COMPUTED), []
+    rows, used, wrong = package_rows("doctor-checks.yaml"), set(COMPUTED), []
     for path in sorted(ROOM.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "finding"):
@@ -41,7 +42,7 @@ def test_each_row_is_used_with_its_values() -> None:
 def test_each_row_is_complete() -> None:
     assert [
         name
-        for name, row in findings().items()
+        for name, row in package_rows("doctor-checks.yaml").items()
         if row.keys() not in ({"warn", "why", "remedy"}, {"fail", "why", "remedy"})
     ] == []
 

@@ -12,9 +12,10 @@ import yaml
 
 from gpushare.base.model import Way
 from gpushare.base.units import GIB
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription
 from gpushare.export.document import Export
 from gpushare.export.k8s import PLUGIN_MAP
+from gpushare.hostfile.file import MpsWish
 from gpushare.mps.limits import Limits
 from tests.export.dra_parameters import check_parameters
 from tests.export.plugin_config import from_config
@@ -62,12 +63,10 @@ def t4s(count: int = 4, **changes: Any) -> HostDescription:
     return host(*(gpu(index, **changes) for index in range(count)))
 
 
-def mps(percent: float | None = 25.0, **changes: Any) -> MpsDescription:
+def mps(percent: float | None = 25.0, **changes: Any) -> MpsWish:
     """Return an MPS daemon."""
     limits = {name: changes.pop(name) for name in ("memory_limit_bytes", "priority") if name in changes}
-    found = MpsDescription(
-        limits=Limits(threads_percent=percent, **limits), pipe_directory="/run/gpushare/mps/gpu-0/pipe"
-    )
+    found = MpsWish(limits=Limits(threads_percent=percent, **limits), pipe_directory="/run/gpushare/mps/gpu-0/pipe")
     return replace(found, **changes)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.base.errors import NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Gpu, Way
 from gpushare.export.containers import FILE, layout_name, parted_export
 from gpushare.mig.parted import choose, parse_parted, wishes_for
@@ -94,3 +95,36 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
             else []
         )
         assert sorted((str(one.profile), one.count, one.compute) for one in demands[index].wish) == counts
+
+
+def test_models_are_told_apart_by_a_filter() -> None:
+    gpus = [gpu(n, mig_capable=True, pci_device_id=model) for n, model in enumerate((0x20B510DE, 0x233510DE))]
+    (entry,) = yaml.safe_load(text(parted_export(host(*gpus), name="x"), FILE))["mig-configs"]["x"]
+    assert entry == {"device-filter": ["0x20B510DE", "0x233510DE"], "devices": "all", "mig-enabled": False}
+    unknown = replace(gpus[1], pci_device_id=None)
+    (entry,) = yaml.safe_load(text(parted_export(host(gpus[0], unknown), name="x"), FILE))["mig-configs"]["x"]
+    assert entry == {"devices": "all", "mig-enabled": False}
+
+
+def test_placements_are_a_second_document() -> None:
+    cut = (mig(0, "1c.3g.40gb", start=0), mig(1, "1c.3g.40gb", start=0), mig(2, "3g.40gb", start=4))
+    found = host(gpu(0, Way.MIG, mig=cut), gpu(1, mig_capable=True))
+    first, second = yaml.safe_load_all(text(parted_export(found, name="x", placement=True), FILE))
+    assert list(first) == ["version", "mig-configs"]
+    assert second == {"gpushare-placements": {"x": {"0": ["1c.3g.40gb:0*2", "3g.40gb:4"]}}}
+    parse_parted(first, second)
+    elsewhere = replace(found, gpus=(gpu(0, Way.MIG, mig=(mig(0, start=None),)),))
+    with pytest.raises(BadUsage):
+        parted_export(elsewhere, name="x", placement=True)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "a" * 64, "x:y", "é"])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(BadUsage):
+        parted_export(host(gpu(mig_capable=True)), name=name)
+
+
+@pytest.mark.parametrize("name", ["yes", "null", "1", "1.0", "0x1", "all-1g.10gb+me", "x", "2001-01-01", "NO"])
+def test_any_name_is_read_back_as_text(name: str) -> None:
+    written = text(parted_export(host(gpu(mig_capable=True)), name=name), FILE)
+    assert list(yaml.safe_load(written)["mig-configs"]) == [name]

@@ -227,7 +227,7 @@ def test_another_place_than_asked_is_an_error(host: Host, monkeypatch: pytest.Mo
     real = library_mig.create_gpu_instance
 
     def elsewhere(gpu: Any, model: Any, profile: int, _placement: Any, residents: Any) -> int:
-        return real(gpu, model, profile, None, residents)
+        return real(gpu, model, profile, (6, 1), residents)
 
     monkeypatch.setattr(library_mig, "create_gpu_instance", elsewhere)
     error = raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1))

@@ -12,12 +12,13 @@ import pytest
 
 from gpushare.base.errors import NoPermission, OperationFailed
 from gpushare.base.model import Gpu, Holder
+from gpushare.base.package import package_rows
 from gpushare.connect import connect
 from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import ProcessInfo
-from gpushare.mig.holders import REMEDIES, blocking, gpu_holders, instance_holders, look, remedy
+from gpushare.mig.holders import blocking, gpu_holders, instance_holders, look, remedy
 from gpushare.sim import admin
 
 A100 = "sim:a100-80gb"
@@ -216,5 +217,5 @@ def test_others_have_no_remedy(name: str) -> None:
 
 
 def test_each_name_has_one_remedy() -> None:
-    names = [name for one in REMEDIES for name in one.names]
+    names = [name for row in package_rows("holders.yaml") for name in row["names"]]
     assert len(names) == len(set(names))

@@ -22,18 +22,12 @@ from gpushare.host import identity, store
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mig import ledger as mig_ledger
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
-from gpushare.mig.shape import GpuShape
+from gpushare.mig.shape import ComputeShape, GpuShape, InstanceShape
 from tests.cli.drive import World, environment, start_real, until
 
 H200 = "sim:h200"
-INSTANCE = GpuInstance(
-    profile=Profile(name="3g.71gb", id=None, slices=3, placements=None),
-    placement=Placement(4, 4),
-    compute=(ComputeInstance(profile=ComputeProfile(slices=3), placement=Placement(0, 3)),),
-    name="train",
-)
-BEFORE = GpuShape(uuid="GPU-1", index=0, mig_enabled=False)
+INSTANCE = InstanceShape("3g.71gb", 4, 4, (ComputeShape(3, 0),), "train")
+BEFORE = GpuShape(uuid="GPU-1", index=0, mig_enabled=False, instances=())
 AFTER = GpuShape(uuid="GPU-1", index=0, mig_enabled=True, instances=(INSTANCE,))
 
 
@@ -122,8 +116,8 @@ def whole() -> dict[str, Any]:
         "started": 1,
         "boot": boot_id(),
         "space": pid_space(),
-        "was": [],
-        "planned": [],
+        "before": [],
+        "after": [],
         "names": [],
         "step": None,
         "proof": {"made": [], "begun": None},
@@ -144,15 +138,15 @@ def broken() -> Iterator[tuple[str, bytes]]:
     for key in sorted(good.keys() - {"space"}):
         yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
     yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
-    yield "a shape that is none", json.dumps({**good, "was": ["GPU-1"]}).encode()
+    yield "a shape that is none", json.dumps({**good, "before": ["GPU-1"]}).encode()
     yield (
         "an instance that is none",
-        json.dumps({**good, "was": [{"uuid": "u", "index": 0, "mig_enabled": True, "instances": [3]}]}).encode(),
+        json.dumps({**good, "before": [{"uuid": "u", "index": 0, "mig_enabled": True, "instances": [3]}]}).encode(),
     )
     yield (
         "a shape with more",
         json.dumps(
-            {**good, "planned": [{"uuid": "u", "index": 0, "mig_enabled": True, "more": 1, "instances": []}]}
+            {**good, "after": [{"uuid": "u", "index": 0, "mig_enabled": True, "more": 1, "instances": []}]}
         ).encode(),
     )
 

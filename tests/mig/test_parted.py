@@ -17,16 +17,11 @@ from gpushare.mig.parted import (
     Demand,
     PciIds,
     absent,
-    check_config_name,
     choose,
-    document,
-    exported,
-    file_text,
     for_change,
     idle_entries,
     is_elsewhere,
     parse_parted,
-    placements,
     wishes_for,
 )
 from gpushare.mig.plan import MigPlan
@@ -304,60 +299,6 @@ def layouts(draw: st.DrawFn, *, plain: bool = False) -> Layout:
 
 def _cuts(slices: int) -> list[tuple[int, ...]]:
     return {2: [(1, 1), (1,)], 3: [(2, 1), (1, 1, 1), (2,)], 4: [(2, 2), (2, 1, 1)], 7: [(4, 3), (1,)]}.get(slices, [])
-
-
-@given(st.lists(layouts() | st.none(), min_size=1, max_size=4), st.booleans(), st.lists(st.booleans(), min_size=4))
-@settings(max_examples=150, deadline=None)
-def test_what_is_written_is_read_back(found: list[Layout | None], whole: bool, other: list[bool]) -> None:
-    gpus = [Gpu(index=i, uuid=f"GPU-{i}", mig_capable=True) for i in range(len(found))]
-    ids = {i: PciIds(0x233510DE if other[i] else 0x20B510DE, None) for i in range(len(found))}
-    rows = [exported(i, one, ids[i].device) for i, one in enumerate(found)]
-    config, places = document("night", rows, whole_host=whole), placements("night", rows)
-    for text in (file_text(config), file_text(config, places)):
-        demands = wishes_for(choose(configs(text), "night"), gpus, ids)
-        assert next(iter(yaml.safe_load_all(text))) == config
-        for index, one in enumerate(found):
-            assert demands[index].mig_enabled is (one is not None)
-            if one is not None:
-                unfinished = [each for each in one.instances if not each.compute]
-                left = difference(one, demands[index].wish)
-                assert left.missing == ()
-                assert sum(number for _, number in left.extra) == len(unfinished)
-    # As JSON, with the placements beside, it says the same.
-    assert wishes_for(parse_parted({**config, **places})["night"], gpus, ids) == demands
-    starts = sorted(r.start for i in demands for r in demands[i].wish if r.start is not None)
-    assert len(starts) == sum(len(demands[i].wish) for i in demands)
-
-
-def test_equal_gpus_share_an_entry() -> None:
-    one, two = layout("h100", "1g.10gb:0", "1g.10gb:1"), layout("h100", "1g.10gb:5", "1g.10gb:6")
-    gpus = [exported(i, each, A100) for i, each in enumerate((one, two, None))]
-    (first, second) = document("x", gpus, whole_host=True)["mig-configs"]["x"]
-    assert first == {"devices": [0, 1], "mig-enabled": True, "mig-devices": {"1g.10gb": 2}}
-    assert second == {"devices": [2], "mig-enabled": False}
-    assert document("x", gpus[:2], whole_host=True)["mig-configs"]["x"][0]["devices"] == "all"
-    assert document("x", gpus[:2], whole_host=False)["mig-configs"]["x"][0]["devices"] == [0, 1]
-
-
-def test_models_are_told_apart_by_a_filter() -> None:
-    gpus = [exported(i, None, one) for i, one in enumerate((A100, 0x233510DE))]
-    (entry_,) = document("x", gpus, whole_host=True)["mig-configs"]["x"]
-    assert entry_ == {"device-filter": ["0x20B510DE", "0x233510DE"], "devices": "all", "mig-enabled": False}
-    unknown = [gpus[0], exported(1, None)]
-    (entry_,) = document("x", unknown, whole_host=True)["mig-configs"]["x"]
-    assert entry_ == {"devices": "all", "mig-enabled": False}
-
-
-@pytest.mark.parametrize("name", ["", "a b", "-x", "a" * 64, "x:y", "é"])
-def test_names_that_are_refused(name: str) -> None:
-    with pytest.raises(BadUsage):
-        check_config_name(name)
-
-
-@pytest.mark.parametrize("name", ["yes", "null", "1", "1.0", "0x1", "all-1g.10gb+me", "x", "2001-01-01", "NO"])
-def test_any_name_is_read_back_as_text(name: str) -> None:
-    text = file_text(document(check_config_name(name), [exported(0, None)], whole_host=True))
-    assert list(yaml.safe_load(text)["mig-configs"]) == [name]
 
 
 # -- the difference ----------------------------------------------------------------------------------

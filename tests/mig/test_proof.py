@@ -203,18 +203,18 @@ def test_an_incomplete_rollback_names_the_step_that_failed_and_the_command_for_w
 
 
 def broken(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    shape = entry["was"][0]
+    shape = entry["before"][0]
     one = ["1g.10gb", 0, 1, [], None]
     return [
-        ("planned is shorter", {**entry, "planned": []}),
-        ("was is shorter", {**entry, "was": []}),
-        ("another GPU", {**entry, "planned": [{**shape, "uuid": "GPU-other"}]}),
-        ("a profile that is none", {**entry, "was": [{**shape, "instances": [["x", *one[1:]]]}]}),
-        ("a profile that is a number", {**entry, "was": [{**shape, "instances": [[7, *one[1:]]]}]}),
-        ("a start far beyond", {**entry, "was": [{**shape, "instances": [[one[0], 10**12, *one[2:]]]}]}),
-        ("a negative size", {**entry, "was": [{**shape, "instances": [[*one[:2], -1, *one[3:]]]}]}),
-        ("a start that is text", {**entry, "was": [{**shape, "instances": [[one[0], "0", *one[2:]]]}]}),
-        ("an index that is none", {**entry, "was": [{**shape, "index": None}]}),
+        ("planned is shorter", {**entry, "after": []}),
+        ("was is shorter", {**entry, "before": []}),
+        ("another GPU", {**entry, "after": [{**shape, "uuid": "GPU-other"}]}),
+        ("a profile that is none", {**entry, "before": [{**shape, "instances": [["x", *one[1:]]]}]}),
+        ("a profile that is a number", {**entry, "before": [{**shape, "instances": [[7, *one[1:]]]}]}),
+        ("a start far beyond", {**entry, "before": [{**shape, "instances": [[one[0], 10**12, *one[2:]]]}]}),
+        ("a negative size", {**entry, "before": [{**shape, "instances": [[*one[:2], -1, *one[3:]]]}]}),
+        ("a start that is text", {**entry, "before": [{**shape, "instances": [[one[0], "0", *one[2:]]]}]}),
+        ("an index that is none", {**entry, "before": [{**shape, "index": None}]}),
         ("a title that is none", {**entry, "title": 7}),
         ("a step that is none", {**entry, "step": [1]}),
         ("a pid that is none", {**entry, "pid": "1"}),

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from gpushare.base.typed import parsed, plain
 from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
     NOTHING,
+    ComputeShape,
     Creation,
     GpuShape,
-    KeptShape,
+    InstanceShape,
     Proof,
     differences,
-    kept_shape,
     restoration,
-    shape_from,
     shape_of,
 )
 from tests.mig.boards import SHAPES, SOMEBODY
@@ -85,19 +84,12 @@ def model_of(instances: Iterable[GpuInstance]) -> Model:
     }
 
 
-def told(profile: str, start: int, size: int, parts: list[tuple[int, int | None]], name: str | None) -> GpuInstance:
-    """Return an instance as a journal tells it: without what only the driver knows."""
-    return GpuInstance(
-        profile=Profile(name=profile, id=None, slices=int(profile.partition("g")[0]), placements=None),
-        placement=Placement(start, size),
-        compute=tuple(
-            ComputeInstance(
-                profile=ComputeProfile(slices=slices), placement=None if at is None else Placement(at, slices)
-            )
-            for slices, at in parts
-        ),
-        name=name,
-    )
+def shaped(profile: str, start: int, size: int, parts: list[tuple[int, int | None]], name: str | None) -> InstanceShape:
+    return InstanceShape(profile, start, size, tuple(ComputeShape(*part) for part in parts), name)
+
+
+def model_of_shape(instances: Iterable[InstanceShape]) -> Model:
+    return {one.place: sorted(map(tuple, one.compute)) for one in instances}  # type: ignore[misc]
 
 
 def all_of(*layouts: Layout) -> Proof:
@@ -140,15 +132,11 @@ def carried_out(layout: Layout, plan: GpuPlan) -> Model:
 
 @given(gpus(1), st.sampled_from([None, True, False]), st.text(max_size=5))
 def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
-    one = shape_of(found[0], mig_enabled=mode)
-    one = replace(one, instances=tuple(replace(part, name=name or None) for part in one.instances))
-    kept = parsed(KeptShape, json.loads(json.dumps(plain(kept_shape(one)))))
-    found_again = shape_from(kept)
-    assert kept_shape(found_again) == kept
-    assert replace(found_again, instances=()) == replace(one, instances=())
-    assert model_of(found_again.instances) == model_of(one.instances)
-    assert [part.name for part in found_again.instances] == [part.name for part in one.instances]
-    assert differences(one, found_again) == differences(found_again, one) == ()
+    named = replace(found[0], instances=tuple(replace(each, name=name or None) for each in found[0].instances))
+    one = shape_of(named, mig_enabled=mode)
+    assert parsed(GpuShape, json.loads(json.dumps(plain(one)))) == one
+    assert model_of_shape(one.instances) == model_of(found[0].instances)
+    assert differences(one, one) == ()
 
 
 @pytest.mark.parametrize(
@@ -161,21 +149,21 @@ def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bo
 )  # fmt: skip
 def test_what_is_no_shape_is_refused(change: dict[str, object]) -> None:
     whole = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": [["1g.10gb", 0, 1, [[1, None]], None]]}
-    assert parsed(KeptShape, whole)
+    assert parsed(GpuShape, whole)
     with pytest.raises(ValueError):
-        parsed(KeptShape, {**whole, **change})
+        parsed(GpuShape, {**whole, **change})
 
 
 @pytest.mark.parametrize("key", ["uuid", "index", "mig_enabled", "instances"])
 def test_what_is_no_whole_shape_is_refused(key: str) -> None:
     whole = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": []}
-    assert parsed(KeptShape, whole)
+    assert parsed(GpuShape, whole)
     with pytest.raises(ValueError, match=f"{key} is missing"):
-        parsed(KeptShape, {name: value for name, value in whole.items() if name != key})
+        parsed(GpuShape, {name: value for name, value in whole.items() if name != key})
 
 
 def test_a_shape_has_no_more_in_the_journal_than_does_not_change_by_itself() -> None:
-    one = told("3g.71gb", 4, 4, [(2, 0), (1, None)], "train")
+    one = shaped("3g.71gb", 4, 4, [(2, 0), (1, None)], "train")
     shape = GpuShape(uuid="GPU-1", index=1, mig_enabled=True, instances=(one,))
     kept = {
         "uuid": "GPU-1",
@@ -183,8 +171,8 @@ def test_a_shape_has_no_more_in_the_journal_than_does_not_change_by_itself() -> 
         "mig_enabled": True,
         "instances": [["3g.71gb", 4, 4, [[2, 0], [1, None]], "train"]],
     }
-    assert json.loads(json.dumps(plain(kept_shape(shape)))) == json.loads(json.dumps(kept))
-    assert shape_from(parsed(KeptShape, kept)) == shape
+    assert json.loads(json.dumps(plain(shape))) == json.loads(json.dumps(kept))
+    assert parsed(GpuShape, kept) == shape
 
 
 def test_a_proof_is_read_back_as_it_was_kept() -> None:
@@ -202,9 +190,10 @@ def test_a_proof_is_read_back_as_it_was_kept() -> None:
 def test_two_shapes_differ_in_words_only_when_they_differ(found: tuple[Layout, ...]) -> None:
     first, second = map(shape, found)
     assert not differences(first, first)
-    assert bool(differences(first, second)) is (model_of(first.instances) != model_of(second.instances))
+    models = model_of_shape(first.instances), model_of_shape(second.instances)
+    assert bool(differences(first, second)) is (models[0] != models[1])
     for one in first.instances:
-        if one.place not in model_of(second.instances):
+        if one.place not in models[1]:
             assert any(f"{one} is there" in word for word in differences(first, second))
             assert any(f"{one} is missing" in word for word in differences(second, first))
 
@@ -227,13 +216,13 @@ def test_an_unknown_start_fits_any(
     now: list[tuple[int, int]], wanted: list[tuple[int, int | None]], same: bool
 ) -> None:
     def gpu(parts: list[tuple[int, int | None]]) -> GpuShape:
-        return GpuShape(uuid="u", index=0, mig_enabled=True, instances=(told("3g.40gb", 0, 4, parts, None),))
+        return GpuShape(uuid="u", index=0, mig_enabled=True, instances=(shaped("3g.40gb", 0, 4, parts, None),))
 
     assert (differences(gpu(list(now)), gpu(wanted)) == ()) is same
 
 
 def test_the_mode_is_compared_where_it_is_known() -> None:
-    off, on, unknown = (GpuShape(uuid="u", index=3, mig_enabled=mode) for mode in (False, True, None))
+    off, on, unknown = (GpuShape(uuid="u", index=3, mig_enabled=mode, instances=()) for mode in (False, True, None))
     assert differences(off, on) == ("GPU 3: MIG is off",)
     assert differences(on, off) == ("GPU 3: MIG is on",)
     assert differences(unknown, off) != ()
@@ -326,7 +315,7 @@ def test_a_compute_instance_that_somebody_else_made_stays(found: tuple[Layout, .
 
 def test_a_profile_that_is_offered_no_more_is_named() -> None:
     profiles = BOARDS[0]
-    instance = told("9g.1gb", 0, 1, [(9, 0)], "x")
+    instance = shaped("9g.1gb", 0, 1, [(9, 0)], "x")
     before = GpuShape(uuid="u", index=0, mig_enabled=True, instances=(instance,))
     empty = Layout(gpu=0, uuid="u", profiles=profiles)
     plan, lost = restoration(empty, before, NOTHING)

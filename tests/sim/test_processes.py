@@ -253,7 +253,7 @@ def test_a_spawned_program_goes_to_the_gpu_that_cuda_would_give_it(sim_dir: Path
 def test_programs_are_dispatched_missing_or_hanging(h200: Mps) -> None:
     programs = h200.host.programs
     assert programs.find("nvidia-smi") == "/usr/bin/nvidia-smi"
-    assert programs.run(["nvidia-smi", "-L"]).stdout.startswith("GPU 0: NVIDIA H200")
+    assert "Timeslice" in programs.run(["nvidia-smi", "compute-policy", "-l"]).stdout
     assert programs.run(["nvidia-cuda-mps-control", "-v"]).stdout.startswith("CUDA MPS Control")
     with pytest.raises(NotSupported, match="rm is not installed"):
         programs.run(["rm", "-rf", "/nonexistent"])

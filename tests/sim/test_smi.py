@@ -39,11 +39,6 @@ def h200() -> SimulatedGpu:
         return changed.gpus[0]
 
 
-@pytest.mark.usefixtures("h200")
-def test_the_listing_is_the_captured_one() -> None:
-    assert run("-L").stdout == captured("nvidia-smi-L.txt")
-
-
 def test_compute_policy_texts() -> None:
     assert run("compute-policy", "-l").stdout == captured("compute-policy-list.txt")
     nothing = run("compute-policy")
@@ -116,15 +111,6 @@ def test_a_mig_gpu_keeps_its_compute_mode_and_exits_0() -> None:
     assert (done.exit_code, state().gpus[0].compute_mode) == (0, 0)
 
 
-def test_mig_devices_in_the_listing() -> None:
-    admin.set_mig(SPEC, "0", ["3g.71gb", "1g.18gb+me"])
-    listing = run("-L").stdout.splitlines()
-    assert len(listing) == 3
-    for number, instance in enumerate(state().gpus[0].mig):
-        name = instance.profile.split("+")[0]
-        assert listing[number + 1] == f"  MIG {name}     Device  {number}: (UUID: {instance.uuid})"
-
-
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [
@@ -136,15 +122,13 @@ def test_mig_devices_in_the_listing() -> None:
 )
 def test_exit_codes_of_a_broken_host(fault: str, code: int, text: str) -> None:
     admin.set_fault(SPEC, fault)
-    for words in (("-L",), ("compute-policy", "-l")):
-        done = run(*words)
-        assert (words, done.exit_code) == (words, code)
-        assert text in done.stdout
+    done = run("compute-policy", "-l")
+    assert done.exit_code == code
+    assert text in done.stdout
 
 
 def test_one_lost_gpu_does_not_hide_the_other() -> None:
     admin.set_fault("sim:2xh200", "lost", gpu="0")
-    assert "GPU 1: NVIDIA H200" in run("-L", spec="sim:2xh200").stdout
     listed = run("compute-policy", "-l", spec="sim:2xh200")
     assert (listed.exit_code, "1   Timeslice" in listed.stdout) == (15, True)
 
@@ -155,11 +139,6 @@ def test_one_lost_gpu_does_not_hide_the_other() -> None:
         (["--foo"], 255, "ERROR: Option --foo is not recognized. Please run 'nvidia-smi -h'.\n\n"),
         (["-i", "4"], 6, "No devices were found\n"),
         (["-i"], 255, "ERROR: Option -i is missing its value. Please run 'nvidia-smi -h' for help.\n\n"),
-        (
-            ["-i", "0", "-L"],
-            2,
-            "ERROR: Option -i is not valid for this command. Please run 'nvidia-smi -h' for help.\n\n",
-        ),
         (["-q"], 255, "ERROR: Option -q is not recognized. Please run 'nvidia-smi -h'.\n\n"),
         (["pmon"], 255, "ERROR: Option pmon is not recognized. Please run 'nvidia-smi -h'.\n\n"),
         (["-i", "0", "mig", "-lgi"], 255, "ERROR: Option mig is not recognized. Please run 'nvidia-smi -h'.\n\n"),
@@ -173,5 +152,5 @@ def test_wrong_arguments(words: list[str], code: int, text: str) -> None:
 
 def test_a_reader_of_an_unused_host_creates_it() -> None:
     file = StateFile("sim:t4")
-    assert smi.main(("nvidia-smi", "-L"), file).stdout.startswith("GPU 0: Tesla T4")
+    assert "0   Timeslice" in smi.main(("nvidia-smi", "compute-policy", "-l"), file).stdout
     assert file.exists()

@@ -15,7 +15,6 @@ import pytest
 
 from gpushare.advice.explain import explain, explanations, own_codes
 from gpushare.base.errors import NotFound
-from gpushare.host import channels
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.ledger import UNREADABLE
 from gpushare.plan import NOT_RESTORED
@@ -313,8 +312,12 @@ def codes_in_use() -> set[str]:
             texts = [value.value for value in values if isinstance(value, ast.Constant)]
             found |= {text for text in texts if isinstance(text, str)}
     constants = (NOT_RESTORED, HIDDEN, NOT_READ_BACK, UNREADABLE, "journal_unwritable", "lease_unusable")
-    refusals = {stable for _, stable, _, _ in channels._REFUSALS.values()}
-    return found | set(constants) | refusals
+    from gpushare.base.package import package_rows
+    from gpushare.export import karpenter
+
+    refusals = {row["code"] for row in package_rows("channel-refusals.yaml").values()}
+    rows = {row[3] for row in vars(karpenter).values() if isinstance(row, tuple) and len(row) == 4}
+    return found | set(constants) | refusals | rows
 
 
 def test_every_error_code_of_gpushare_is_explained() -> None:

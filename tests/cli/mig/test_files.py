@@ -1,4 +1,4 @@
-"""``gpushare mig check`` and ``mig export`` on simulated hosts, and every file that is none."""
+"""``gpushare mig check`` and ``export mig-parted`` on simulated hosts, and every file that is none."""
 
 from __future__ import annotations
 
@@ -104,7 +104,6 @@ def test_a_pending_mode_is_not_as_asked(cli: Cli, file: Callable[[str], str]) ->
     assert done.code == 7
     assert "MIG on is pending; asked: off" in done.out
     assert "MIG is off, and on is pending; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
-    assert "another MIG mode is pending" in cli("mig", "export", host=host).ok().err
 
 
 def test_check_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
@@ -286,21 +285,19 @@ def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_export_is_a_v1_file(cli: Cli) -> None:
     cut("3g.40gb:4", "1g.10gb:0")
     cut("3g.40gb:0", "1g.10gb:4", gpu="1")
-    done = cli("mig", "export", host=HOST).ok()
+    done = cli("export", "mig-parted", host=HOST).ok()
     assert done.out == (
         "version: v1\nmig-configs:\n  current:\n    - devices: all\n      mig-enabled: true\n"
         "      mig-devices:\n        1g.10gb: 1\n        3g.40gb: 1\n"
     )
-    assert cli("mig", "export", host=HOST, output="table").ok().out == done.out
-    assert cli("mig", "export", host=HOST, output="json").ok().data == yaml.safe_load(done.out)
-    one = yaml.safe_load(cli("mig", "export", "-g", "1", "--name", "night", host=HOST).ok().out)
+    one = yaml.safe_load(cli("export", "mig-parted", "-g", "1", "--name", "night", host=HOST).ok().out)
     assert one["mig-configs"]["night"][0]["devices"] == [1]
 
 
 @pytest.mark.parametrize("placement", [True, False])
 def test_what_is_exported_is_as_asked(cli: Cli, file: Callable[[str], str], placement: bool) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
-    text = cli("mig", "export", *(["--placement"] if placement else []), host=HOST).ok().out
+    text = cli("export", "mig-parted", *(["--placement"] if placement else []), host=HOST).ok().out
     assert len(list(yaml.safe_load_all(text))) == 1 + placement
     cli("mig", "check", "-f", file(text), host=HOST).ok()
     # The same instances elsewhere: only the file with places minds.
@@ -310,19 +307,18 @@ def test_what_is_exported_is_as_asked(cli: Cli, file: Callable[[str], str], plac
 
 def test_the_first_document_is_plain_v1(cli: Cli) -> None:
     cut("3g.40gb:4")
-    text = cli("mig", "export", "--placement", host=HOST).ok().out
+    text = cli("export", "mig-parted", "--placement", host=HOST).ok().out
     first, second = yaml.safe_load_all(text)
     assert list(first) == ["version", "mig-configs"]
     assert second == {"gpushare-placements": {"current": {"0": ["3g.40gb:4"]}}}
-    assert cli("mig", "export", "--placement", host=HOST, output="json").data == {**first, **second}
 
 
 def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) -> None:
     world.mig("3g.71gb:4", "1g.18gb:0")
     _destroy_compute_instances(world)
-    done = cli("mig", "export").ok()
+    done = cli("export", "mig-parted").ok()
     assert '"3g.71gb"' not in done.out
-    assert "has no compute instance: left out" in done.err
+    assert "lost: a GPU instance without a compute instance" in done.err
     answer = cli("mig", "check", "1g.18gb", output="json")
     assert answer.code == 7
     assert answer.data["gpus"][0]["extra"] == [{"profile": "3g.71gb", "start": 4, "count": 1, "mig_device": False}]
@@ -346,11 +342,10 @@ def _destroy_compute_instances(world: World) -> None:
     nvml.demand(destroy)
 
 
-def test_models_of_a_mixed_host_have_filters(cli: Cli) -> None:
+def test_a_gpu_without_mig_needs_no_filter(cli: Cli) -> None:
     cut("1g.10gb", host=MIXED)
-    first, second = yaml.safe_load(cli("mig", "export", host=MIXED).ok().out)["mig-configs"]["current"]
-    assert (first["device-filter"], first["devices"]) == (["0x233010DE"], "all")
-    assert (second["device-filter"], second["mig-enabled"]) == (["0x1EB810DE"], False)
+    (entry,) = yaml.safe_load(cli("export", "mig-parted", host=MIXED).ok().out)["mig-configs"]["current"]
+    assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 1}}
 
 
 @pytest.mark.parametrize(
@@ -362,13 +357,13 @@ def test_models_of_a_mixed_host_have_filters(cli: Cli) -> None:
     ],
 )
 def test_export_refuses(refused: Callable[..., str], host: str, words: list[str], code: str, exit_code: int) -> None:
-    refused("mig", "export", *words, code=code, exit_code=exit_code, host=host)
+    refused("export", "mig-parted", *words, code=code, exit_code=exit_code, host=host)
 
 
 def test_a_lost_gpu_cannot_be_exported(refused: Callable[..., str]) -> None:
     connect(HOST)
     admin.set_fault(HOST, "lost", "1", None)
-    refused("mig", "export", code="gpu_lost", exit_code=6, host=HOST)
+    refused("export", "mig-parted", code="gpu_lost", exit_code=6, host=HOST)
 
 
 # -- what apply takes from a file --------------------------------------------------------------------

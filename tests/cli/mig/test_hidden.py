@@ -55,7 +55,7 @@ def test_status_does_not_show_an_empty_gpu(host: World) -> None:
         ("mig", "destroy", "all", "-g", "0", "-y"),
         ("mig", "disable", "-g", "0", "--destroy", "-y"),
         ("mig", "profiles", "-g", "0"),
-        ("mig", "export"),
+        ("export", "mig-parted"),
         ("capture",),
         ("export", "k8s"),
         ("advise", "-g", "0"),

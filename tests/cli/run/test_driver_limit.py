@@ -221,7 +221,7 @@ def test_a_plain_run_removes_what_a_killed_one_left(cli: Cli, world: World) -> N
 def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is simulated, the cgroup is the kernel's."""
     with real_tree() as tree:
-        monkeypatch.setattr("gpushare.sim._cgroups", lambda _: tree)
+        monkeypatch.setattr("gpushare.sim.cgroups.SimulatedCgroups", lambda _: tree)
         monkeypatch.setattr("gpushare.memory.driver_limit._set", lambda *_: True)
         if (why := tree.why_not()) is not None:
             pytest.skip(f"the cgroup of the tests may not be left: {why}")
