@@ -130,7 +130,7 @@ _gpushare_node() {
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mig')
-      commands='status profiles fits plan create destroy apply enable disable recover check export env grant revoke name'
+      commands='status profiles fits plan create destroy apply enable disable recover check env grant revoke name'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -183,10 +183,6 @@ _gpushare_node() {
       options='-g --gpu -f --file -c --config --exact --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file -c --config --host -o --output'
       positional='@profiles'
-      ;;
-    'mig export')
-      options='-g --gpu --name --placement --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --name --host -o --output'
       ;;
     'mig env')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -321,7 +317,7 @@ _gpushare_node() {
       valued='-g --gpu -f --file --replicas --autodetect --node --to --host -o --output'
       ;;
     'export mig-parted')
-      options='-g --gpu -f --file --name --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file --name --placement --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --name --to --host -o --output'
       ;;
     'export cdi')
