@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -177,6 +178,13 @@ def test_a_heavy_module_is_never_imported_at_load() -> None:
         if found.module.startswith("gpushare.top") and not found.importer.startswith("gpushare.top")
     ]
     assert {(found.importer, found.at_load) for found in outside} == {("gpushare.cli.top", False)}
+
+
+def test_what_is_imported_is_installed_with_gpushare() -> None:
+    """At load or late: only what users have, and not what another package of the tests brings along."""
+    declared = {"typer", "rich", "pynvml", "psutil", "yaml", "tabulate", "prometheus_client", "textual", "matplotlib"}
+    roots = {one.module.partition(".")[0] for one in imports()} - set(sys.stdlib_module_names)
+    assert roots - {"gpushare"} <= declared
 
 
 def test_names_say_what_a_thing_is() -> None:

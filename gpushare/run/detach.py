@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
-_RECORDED_SECONDS: Final = 1.0
+_WAITS_SECONDS: Final = 1.0
 _MOST_SAID: Final = 64 << 10
 _MAIN: Final = "import sys; sys.path[0] = {!r}; from gpushare.cli import main; sys.exit(main())"
 
@@ -102,21 +102,22 @@ def _followed(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> De
 
 
 def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
-    until, recorded = time.monotonic() + _SECONDS, None
+    until, waiting_since = time.monotonic() + _SECONDS, None
     while time.monotonic() < until:
         code = process.poll()
         if code is not None:
             return job._replace(state="ended", exit_code=code if code >= 0 else 128 - code)
         record = JOBS.read(JOBS.path(host, job.name))
-        if record is not None and record.supervisor is not None and record.supervisor.pid == job.pid:
-            if record.pid != job.pid:
-                return job._replace(state="runs")
-            # Its program is about to start, or waits until production rests.
-            recorded = recorded or time.monotonic()
-            if time.monotonic() - recorded > _RECORDED_SECONDS:
+        of_ours = record is not None and record.supervisor is not None and record.supervisor.pid == job.pid
+        if record is not None and of_ours and record.pid != job.pid:
+            return job._replace(state="runs")
+        # A program that is about to start passes through both states; one that waits stays there.
+        if of_ours or any(
+            row.name == job.name and row.waits and row.claim.uid == host.uid for row in reservations(host) or ()
+        ):
+            waiting_since = waiting_since or time.monotonic()
+            if time.monotonic() - waiting_since > _WAITS_SECONDS:
                 return job._replace(state="waits")
-        if any(one.name == job.name and one.waits and one.claim.uid == host.uid for one in reservations(host) or ()):
-            return job._replace(state="waits")
         time.sleep(_POLL_SECONDS)
     # It goes on: a driver may take its time.
     return job

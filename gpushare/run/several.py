@@ -16,8 +16,6 @@ from dataclasses import field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final, Protocol, TypeVar
 
-from typing_extensions import Self
-
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
@@ -386,7 +384,7 @@ class HeldGroup(Group):
         # Used by a pause, which waits for a drained queue outside MPS too.
         self._drained = ActivityMeter(host.nvml, held.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
-    def __enter__(self) -> Self:
+    def __enter__(self: G) -> G:  # noqa: PYI019 - Self is in Python 3.11, or in a package that users may not have.
         """Start the guard, before any program."""
         try:
             self.guard = guard_of(self.host, self._held)

@@ -437,7 +437,7 @@ def way_text(
     profile: str | None = None,
     name: str | None = None,
 ) -> str | None:
-    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``time-slice 16ms``, ``MIG train (1g.10gb)``.
+    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MPS, time-slice 200us``, ``MIG train (1g.10gb)``.
 
     ``way`` is as in `ListedJob`. Of a process that is no job of gpushare's only a slice that gpushare has set is known.
     """
@@ -450,7 +450,8 @@ def way_text(
         if not way.startswith("mig")
         else [f"MIG {profile or '-'}" if name is None else f"MIG {name} ({profile or '-'})"]
     )
-    words += [f"MPS{percent}"] if way.endswith("mps") else [turns] if not words or slice_us is not None else []
+    words += [f"MPS{percent}"] if way.endswith("mps") else []
+    words += [turns] if not words or slice_us is not None else []
     return ", ".join(words)
 
 
