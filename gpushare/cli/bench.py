@@ -103,8 +103,13 @@ def bench(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: multiply on the CPU too.")] = False,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Built-in workload: copy a matrix to the GPU next to each multiplication.")
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="WAY",
+            help="Built-in workload: copy a matrix next to each multiplication: to or from the GPU, or both at once.",
+            show_default=False,
+        ),
+    ] = None,
     footprint: Annotated[
         str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory to hold.")
     ] = None,
@@ -128,7 +133,7 @@ def bench(
     of the GPU are kept for run --wait.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
-    built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy or None, "footprint": footprint}
+    built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else _picture(plot)
@@ -224,7 +229,7 @@ def _request(
             size=built_in["size"],
             cpu=bool(built_in["cpu"]),
             footprint=built_in["footprint"],
-            copy=bool(built_in["copy"]),
+            copy=built_in["copy"],
         )
         argv, metric, environment, workload = list(chosen.argv), chosen.metric, chosen.environment, chosen.facts
         window = window or "2s"

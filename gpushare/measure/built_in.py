@@ -29,6 +29,7 @@ _RATE: Final = r"^rate=([0-9.]+(?:e[-+]?[0-9]+)?)$"
 _FILLING_SIZE: Final = 2048
 # Simulated: the most multiplications per second, bounded by launches.
 _FASTEST: Final = 100_000.0
+_COPIES: Final = {"to": "a copy to the GPU", "from": "a copy from the GPU", "both": "copies to and from the GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,18 @@ class BuiltIn:
 
 
 def built_in_workload(
-    host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None, copy: bool = False
+    host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None, copy: str | None = None
 ) -> BuiltIn:
     """Return the built-in workload; on a simulated host, a simulated job with about the same needs."""
     size = DEFAULT_SIZE if size is None else size
+    if copy is not None and copy not in _COPIES:
+        raise BadUsage(f"--copy {copy} is not to, from or both", "give --copy both", code="bad_copy")
     if not 16 <= size <= _MOST_SIZE:
         raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
     if footprint is not None:
         parse_memory_limit(footprint, "--footprint")
     title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
-    title += ", with a copy to the GPU next to each" if copy else ""
+    title += "" if copy is None else f", with {_COPIES[copy]} next to each"
     root = str(Path(gpushare.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
@@ -68,7 +71,7 @@ def built_in_workload(
     }
     held = [] if footprint is None else ["--footprint", footprint]
     argv = _simulated(size, cpu=cpu) if host.is_simulated else _real(size, backend, cpu=cpu)
-    beside = ["--copy"] if copy and not host.is_simulated else []
+    beside = [] if copy is None or host.is_simulated else ["--copy", copy]
     return BuiltIn(argv=[*argv, *beside, *held], metric=parse_metric(_RATE), environment=environment, facts=facts)
 
 

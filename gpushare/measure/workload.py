@@ -2,7 +2,8 @@
 
 Multiplies square matrices until it is ended, and prints ``rate=NUMBER`` (multiplications per second since the line
 before) several times a second. It runs on PyTorch or CuPy, whichever is installed. With ``--cpu``, each multiplication on
-the GPU is followed by one of the same size on the CPU; with ``--copy``, one matrix is copied to the GPU next to it.
+the GPU is followed by one of the same size on the CPU; with ``--copy``, one matrix is copied next to it: ``to`` the GPU,
+``from`` it, or one each way at the same time (``both``).
 ``--streams N`` multiplies in N streams, ``--threads N`` in N threads, which share the default stream. Of several streams,
 the first also tells how long one multiplication takes that comes while the others are busy (``p50=``, ``p99=``, in ms);
 ``--priority`` gives it a high priority. ``--probe`` only prints which library works here.
@@ -42,7 +43,7 @@ class Multiplier(Protocol):
         """Wait until one stream is done."""
 
     def copy(self, stream: int) -> None:
-        """Queue a copy of one matrix from the host, next to the work of a stream."""
+        """Queue the copies of one matrix next to the work of a stream, each way in a stream of its own."""
 
     def synchronize(self) -> None:
         """Wait until all streams are done."""
@@ -57,9 +58,11 @@ class Streams:
 
     default: bool = False
     first_high: bool = False
-    copies: bool = False
+    copies: str | None = None
 
 
+# The ways of ``--copy``, and whether each of their copies goes to the GPU.
+COPIES: Final = {"to": (True,), "from": (False,), "both": (True, False)}
 _PLAIN: Final = Streams()
 # The higher of the two priorities that every GPU has.
 _HIGH: Final = -1
@@ -81,9 +84,16 @@ class TorchMultiplier:
             for number in range(streams)
         ]
         if kind.copies:
-            self._beside = [torch.cuda.Stream() for _ in range(streams)]
-            self._sources = [torch.ones(size, size, pin_memory=True) for _ in range(streams)]
-            self._targets = [torch.empty(size, size, device="cuda") for _ in range(streams)]
+            self._copies = [
+                [
+                    (
+                        torch.cuda.Stream(),
+                        *(torch.ones(size, size, device="cuda"), torch.ones(size, size, pin_memory=True))[:: 1 if up else -1],
+                    )
+                    for up in COPIES[kind.copies]
+                ]
+                for _ in range(streams)
+            ]
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
         self._held = torch.empty(_rest(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
@@ -99,9 +109,10 @@ class TorchMultiplier:
         self._streams[stream].synchronize()
 
     def copy(self, stream: int) -> None:
-        """Queue a copy from pinned memory, in a stream of its own."""
-        with self._torch.cuda.stream(self._beside[stream]):
-            self._targets[stream].copy_(self._sources[stream], non_blocking=True)
+        """Queue the copies between device and pinned memory (Tensor.copy_), each in a stream of its own."""
+        for beside, target, source in self._copies[stream]:
+            with self._torch.cuda.stream(beside):
+                target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
         """Wait until all streams are done."""
@@ -127,9 +138,19 @@ class CupyMultiplier:
                 for number in range(streams)
             ]
             if kind.copies:
-                self._beside = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
-                self._sources = [_library("cupyx").zeros_pinned((size, size), dtype="float32") for _ in range(streams)]
-                self._targets = [cupy.empty((size, size), dtype="float32") for _ in range(streams)]
+                pinned = _library("cupyx").zeros_pinned
+                self._copies = [
+                    [
+                        (
+                            up,
+                            cupy.cuda.Stream(non_blocking=True),
+                            cupy.zeros((size, size), dtype="float32"),
+                            pinned((size, size), dtype="float32"),
+                        )
+                        for up in COPIES[kind.copies]
+                    ]
+                    for _ in range(streams)
+                ]
             self._matrices = [[cupy.ones((size, size), dtype="float32") for _ in range(3)] for _ in range(streams)]
             self._held = cupy.empty(_rest(size, streams, footprint), dtype="uint8")
             self.synchronize()
@@ -148,8 +169,12 @@ class CupyMultiplier:
         self._streams[stream].synchronize()
 
     def copy(self, stream: int) -> None:
-        """Queue a copy from pinned memory, in a stream of its own."""
-        self._targets[stream].set(self._sources[stream], stream=self._beside[stream])
+        """Queue the copies between device and pinned memory, each in a stream of its own."""
+        for up, beside, device, host in self._copies[stream]:
+            if up:
+                device.set(host, stream=beside)
+            else:
+                device.get(stream=beside, out=host, blocking=False)
 
     def synchronize(self) -> None:
         """Wait until all streams are done."""
@@ -243,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--priority", action="store_true")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--copy", action="store_true")
+    parser.add_argument("--copy", choices=list(COPIES), default=None)
     parser.add_argument("--footprint", default=None)
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two lines")
     parser.add_argument("--seconds", type=float, default=None, help="end after this many seconds")
@@ -260,7 +285,7 @@ def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int
     done = 0
     waits: list[float] = []
     with ThreadPoolExecutor(max_workers=parts) as threads:
-        work = _Round(multiplier, batch, copies=options.copy, threads=threads if options.threads else None)
+        work = _Round(multiplier, batch, copies=options.copy is not None, threads=threads if options.threads else None)
         while not ended:
             waits += work.queue(parts)
             multiplier.synchronize()

@@ -90,6 +90,7 @@ def test_a_lost_gpu_is_an_error_and_hides_no_job():
         ("mps", {}, "MPS"),
         ("mps", {"threads_percent": 100.0}, "MPS"),
         ("mps", {"threads_percent": 12.5}, "MPS 12.5 %"),
+        ("mps", {"slice_us": 200}, "MPS, time-slice 200us"),
         ("mig", {"profile": "1g.10gb"}, "MIG 1g.10gb"),
         ("mig", {"profile": "1g.10gb", "name": "train", "slice_us": 500}, "MIG train (1g.10gb), time-slice 500us"),
         ("mig", {}, "MIG -"),

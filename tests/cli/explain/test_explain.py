@@ -353,6 +353,23 @@ def test_the_help_names_every_concept() -> None:
     assert missing == []
 
 
+# What the documents of GPU sharing name: the course on MPS, the tables of mechanisms, the guides for Kubernetes and their cost.
+NAMED = """CUDA streams|stream priority|time-slicing|compute preemption|context switching|jitter|latency|OOM|compute-policy|
+nvidia-smi|Hyper-Q|MPI rank|CUDA_MPS_PINNED_DEVICE_MEM_LIMIT|CUDA_MPS_ACTIVE_THREAD_PERCENTAGE|CUDA_VISIBLE_DEVICES|
+CUDA_MPS_PIPE_DIRECTORY|error isolation|memory protection|QoS|GPU instance|compute instance|copy engine|vGPU|IOMMU|SR-IOV|
+live migration|VDI|IPC|telemetry|thread block|grid|shared memory|L1 cache|default stream|TGS|REEF|AntMan|opportunistic|
+production|best-effort|memory oversubscription|adaptive rate control|proxy kernel|register file|warp|device plugin|GPU operator|
+replicas|Karpenter|taint|NodePool|EC2NodeClass|ConfigMap|DCGM|dcgm-exporter|Spark|Jupyter|HPC|CUDA graphs|NCCL|peer-to-peer|
+unified memory|placement|memory slice|nvidia-cuda-mps-control|MPS server|EXCLUSIVE_PROCESS|persistence mode|Xid|ECC|NVLink|PCIe|
+memory bandwidth|cgroup|container toolkit|CDI|farm|GPU farming|p99|lease|requeue"""
+
+
+def test_what_the_documents_of_sharing_name_is_explained() -> None:
+    names = {name.lower() for one in explanations() if one.kind == "concept" for name in one.names}
+    unknown = [name for name in NAMED.replace("\n", "").split("|") if name.lower() not in names]
+    assert unknown == []
+
+
 def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
     for head, meaning in HEADS.items():
         explained = cli("explain", head.lower(), output="json").ok().data["explanations"]
