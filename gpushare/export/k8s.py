@@ -475,6 +475,8 @@ def _commands(
         # The operator does not watch the ConfigMap's content.
         f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{one}' for one in sets)}",
         f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
+        # That the pods of the plugin were started again, or why not.
+        f"kubectl get events -n {namespace} --sort-by=.lastTimestamp",
     ]
     return lines + verified([document for document in documents if document.name.startswith("verify-")])
 

@@ -14,6 +14,7 @@ _VERDICTS: Final = {"fits": "fits", "above_target": "above the target", "no_head
 def savings_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
     """Return the result of ``gpushare savings`` from the data of its JSON document."""
     lines = [_now(data), *(_line(option, data) for option in data["options"])]
+    lines += _headroom(data)
     lines += [f"warning: {warning}" for warning in data["warnings"]]
     lines.append(_price(data["price"]))
     columns = (
@@ -55,6 +56,18 @@ def _line(option: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         )
     load = f"fullest {option['max_load_percent']:g} %, {_VERDICTS[option['verdict']]}"
     return f"{change}; {load}{'  <- recommended' if option['recommended'] else ''}"
+
+
+def _headroom(data: Mapping[str, Any]) -> list[str]:
+    """Return what the recommended option costs more than the one with the fewest GPUs, which has no room for peaks."""
+    fewest = min(data["options"], key=lambda option: option["gpus"], default=None)
+    chosen = next((option for option in data["options"] if option["recommended"]), None)
+    if fewest is None or chosen is None or chosen["gpus"] == fewest["gpus"]:
+        return []
+    more = chosen["gpus"] - fewest["gpus"]
+    cost = "" if chosen["cost"] is None else f", {money(chosen['cost'] - fewest['cost'])}"
+    loads = f"{chosen['max_load_percent']:g} % full instead of {fewest['max_load_percent']:g} %"
+    return [f"headroom costs {more} GPU{'s' * (more > 1)} more{cost}: {loads}"]
 
 
 def _price(price: Mapping[str, Any] | None) -> str:

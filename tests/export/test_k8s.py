@@ -50,6 +50,7 @@ def test_time_slicing_is_ready_to_use() -> None:
         "kubectl label node gpu01 nvidia.com/device-plugin.config=timeslice-4 --overwrite",
         "kubectl taint node gpu01 nvidia.com/gpu=true:NoSchedule",
         "kubectl rollout restart -n gpu-operator daemonset/nvidia-device-plugin-daemonset",
+        "kubectl get events -n gpu-operator --sort-by=.lastTimestamp",
         "kubectl apply -f verify-gpu.yaml",
     ):
         assert part in said

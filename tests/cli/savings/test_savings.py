@@ -23,6 +23,7 @@ def test_the_example_says_all_of_it(cli: Cli) -> None:
     assert "from $2,165.76 to $541.44, saving $1,624.32 (75 %)" in said
     assert "warning: on one GPU, 4 x 25 % is 100 % load: no headroom" in said
     assert "4 to 2: from $2,165.76 to $1,082.88, saving $1,082.88 (50 %); fullest 50 %, fits  <- recommended" in said
+    assert "headroom costs 1 GPU more, $541.44: 50 % full instead of 100 %" in said
     assert "price: $0.752 per GPU per hour, 720 hours; source: given with --price" in said
 
 
