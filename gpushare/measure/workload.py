@@ -88,7 +88,9 @@ class TorchMultiplier:
                 [
                     (
                         torch.cuda.Stream(),
-                        *(torch.ones(size, size, device="cuda"), torch.ones(size, size, pin_memory=True))[:: 1 if up else -1],
+                        *(torch.ones(size, size, device="cuda"), torch.ones(size, size, pin_memory=True))[
+                            :: 1 if up else -1
+                        ],
                     )
                     for up in COPIES[kind.copies]
                 ]

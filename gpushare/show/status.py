@@ -147,10 +147,6 @@ def _reserved(row: Any) -> int | None:
     return row.jobs_reserved_bytes or None
 
 
-def _reserved_column(rows: Iterable[Any]) -> list[Column]:
-    return [_memory("reserved", "reserved", rank=1, of=_reserved)] if any(map(_reserved, rows)) else []
-
-
 def _percent(key: str, title: str, rank: int = 0) -> Column:
     return Column(key=key, title=title, right=True, rank=rank, format=format_percent, style=_idle)
 
@@ -167,7 +163,7 @@ def _gpus(snapshot: Snapshot) -> Table:
         Column(key="name", title="name", rank=2, format=_model_name),
         Column(key="mechanism", title="sharing", of=state, style=_alarm),
         Column(key="memory", title="memory", right=True, of=_memory_of, format=used_of_total),
-        *_reserved_column(snapshot.gpus),
+        _memory("reserved", "reserved", rank=1, of=_reserved, optional=True),
         _percent("utilization_percent", "util", rank=1),
         Column(
             key="processes",
@@ -226,10 +222,10 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         Column(key="gpu_instance_id", title="GI", right=True),
         Column(key="compute_instance_id", title="CI", right=True),
         Column(key="profile", title="profile"),
-        *([Column(key="name", title="name")] if any(row["name"] for row in rows) else []),
+        Column(key="name", title="name", optional=True),
         Column(key="multiprocessors", title="SMs", right=True, rank=2),
         Column(key="memory", title="memory", right=True, rank=1, format=used_of_total),
-        *([_memory("reserved", "reserved", rank=1)] if any(row["reserved"] for row in rows) else []),
+        _memory("reserved", "reserved", rank=1, optional=True),
         Column(key="processes", title="procs", right=True, rank=3, style=_idle),
         Column(key="uuid", title="UUID", rank=4, whole=True),
     )
@@ -482,11 +478,7 @@ def _processes(snapshot: Snapshot) -> Table:
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column(key="age", title="age", right=True, rank=3, format=age),
-        *(
-            [Column(key="idle", title="idle", right=True, rank=3, format=age)]
-            if any(row["idle"] for row in rows)
-            else []
-        ),
+        Column(key="idle", title="idle", right=True, rank=3, optional=True, format=age),
         Column(key="job", title="job", optional=True),
         Column(key="role", title="role", optional=True, rank=2, style=role_style),
         Column(key="way", title="way", optional=True, least=16),

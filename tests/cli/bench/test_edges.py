@@ -77,7 +77,18 @@ def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path
 
 
 def test_threads_of_one_process_take_turns_and_streams_do_not(cli: Cli) -> None:
-    words = ("--copies", "4", "--ways", "streams,streams:priority,threads", "--repeat", "1", "--for", "0.3s", "--copy", "both")
+    words = (
+        "--copies",
+        "4",
+        "--ways",
+        "streams,streams:priority,threads",
+        "--repeat",
+        "1",
+        "--for",
+        "0.3s",
+        "--copy",
+        "both",
+    )
     data = cli("-o", "json", "bench", *words).ok().json["data"]
     gain = {cell["way"]: cell["gain"]["value"] for cell in data["cells"]}
     assert gain["threads"] < 1.5

@@ -1,0 +1,107 @@
+"""What scripts rely on: the columns of `-o csv` and `-o plain`, and for people that no table is wider than 80 columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+from tools.terminal import terminal
+
+# Columns are only added at the end (docs/json.md).
+CSV = {
+    "status": "gpu_index gpu_uuid gpu_name pci_bus_id mechanism compute_mode time_slice mig_enabled mig_pending"
+    " utilization_percent memory_used_bytes memory_total_bytes gpu_error pid type user gpu_instance_id"
+    " compute_instance_id sm_percent process_memory_used_bytes started_at job role way threads_percent slice_us"
+    " container command_line",
+    "jobs": "pid name state user role gpu_indexes device_uuids way mig_profile mig_name threads_percent slice_us"
+    " memory_used_bytes memory_limit_bytes swapped_bytes sm_percent since_seconds place behind exit_code ran_seconds"
+    " memory_peak_bytes container command",
+    "mps status": "gpu pid user started_by status clients threads_percent memory_limit_bytes priority pipe_directory"
+    " device_uuid",
+    "mig status": "gpu profile name uuid gpu_instance_id compute_instance_id start size memory_bytes",
+    "timeslice show": "gpu name time_slice default_slice_us compute_mode uuid",
+    "doctor": "verdict id gpu seen why remedy",
+    "reserve": "gpu user seconds_left gpu_uuid",
+    "swap list": "gpu pid name user state memory_bytes gpu_uuid since",
+    "pause list": "pid name user state since until by processes",
+    "savings --gpus 4 --load 25": "gpus cost saving saving_percent max_load_percent max_p95_percent max_memory_bytes"
+    " verdict places",
+    "sim list": "spec gpus processes daemons directory",
+}
+# Of the tables that have columns which only some hosts fill: `-o plain` shows them always.
+PLAIN = {
+    "status": {
+        "GPUs": "GPU name sharing memory reserved util procs time-slice compute-mode MIG PCI-bus-id UUID",
+        "processes": "GPU GI pid type user SM memory age idle job role way paused container command",
+    },
+    "jobs -a": {"jobs": "job pid state user role GPU way memory swapped SM since container command"},
+}
+
+
+def test_the_columns_of_csv_stay(cli: Cli) -> None:
+    cli("mps", "start").ok()
+    heads = {verb: next(csv.reader(io.StringIO(cli(*verb.split(), output="csv").out))) for verb in CSV}
+    assert {verb: " ".join(head) for verb, head in heads.items()} == CSV
+
+
+def test_the_columns_of_plain_do_not_depend_on_what_is_there(cli: Cli, world: World) -> None:
+    def heads() -> dict[str, dict[str, str]]:
+        shown = {}
+        for verb, tables in PLAIN.items():
+            lines = cli(*verb.split(), output="plain").ok().out.splitlines()
+            starts = {title: lines.index(f"# {title}") + 1 for title in tables}
+            # The text of an empty table is a comment too.
+            firsts = {
+                title: next(line for line in lines[at:] if not line.startswith("#")) for title, at in starts.items()
+            }
+            shown[verb] = {
+                title: " ".join(word.replace(" ", "-") for word in re.split(" {2,}", line.strip()))
+                for title, line in firsts.items()
+            }
+        return shown
+
+    assert heads() == PLAIN
+    world.run("sim", "add", "--name", "train", "--memory", "3G")
+    assert heads() == PLAIN
+
+
+def test_no_table_is_wider_than_the_terminal() -> None:
+    host = "sim:8xh100"
+    setup = (
+        "mps start -g 0,1 --threads 50 --memory 8G",
+        "sim add -g 0 --mps --name serve --memory 3G",
+        "sim add -g 2 --name a-program-with-quite-a-long-name --memory 3G --user nobody",
+        "sim mig -g 3 3g.40gb 1g.10gb",
+        "mig name vision 3g.40gb:0 -g 3",
+        "reserve -g 5 --for 4h",
+    )
+    shown = (
+        *(
+            "status",
+            "status -v",
+            "status --legend",
+            "jobs -a",
+            "jobs -v",
+            "mps status",
+            "mig status",
+            "mig profiles -g 3",
+        ),
+        *("mig plan -g 4 3g.40gb 1g.10gb*2", "mig check -g 3 3g.40gb 1g.10gb", "timeslice show", "doctor", "compare"),
+        *(
+            "compare --view published",
+            "sim list",
+            "sim list --models",
+            "sim show",
+            "reserve",
+            "swap list",
+            "pause list",
+        ),
+    )
+    with terminal(columns=80) as session:
+        for line in setup:
+            session.type(f"gpushare --host {host} {line}")
+        texts = {line: re.sub(r"\x1b\[[0-9;]*m", "", session.type(f"gpushare --host {host} {line}")) for line in shown}
+    assert [line for line, text in texts.items() if max(map(len, text.splitlines())) > 80] == []
