@@ -343,7 +343,7 @@ class WaitingJob:
     waiting_since: float | None
     # How many of these GPUs it needs at the same time, with so much memory on each.
     count: int = 1
-    # Its gpushare is stopped (Ctrl-Z): others pass it until it continues.
+    # Its gpushare is stopped (Ctrl-Z): it is skipped until it continues.
     stopped: bool = False
 
 

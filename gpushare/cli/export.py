@@ -48,7 +48,7 @@ _NODE: Final = r"(?a)[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 
 FileOption = Annotated[
     str | None,
-    typer.Option("-f", "--file", metavar="FILE", help="Take the sharing from this gpushare.yaml. [default: as it is]"),
+    typer.Option("-f", "--file", metavar="FILE", help="Take the sharing from this gpushare.yaml. [default: this host]"),
 ]
 To = Annotated[str | None, typer.Option("--to", metavar="DIR", help="Write the files there instead of printing them.")]
 Node = Annotated[str | None, typer.Option("--node", metavar="NAME", help="The node's name in the cluster.")]

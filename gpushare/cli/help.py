@@ -210,7 +210,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "sim fault": (
         ("GPU 1 is lost", "--host sim:2xh200 sim fault lost -g 1"),
-        ("No fault any more", "--host sim:2xh200 sim fault --clear"),
+        ("Clear all faults", "--host sim:2xh200 sim fault --clear"),
     ),
     "sim vgpu": (("A vGPU of a machine", "--host sim:h200 sim vgpu 'NVIDIA H200-35C' --memory 35G --vm train"),),
 }

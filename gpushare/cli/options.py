@@ -215,7 +215,7 @@ def change_options(*, asks: bool) -> list[TyperOption]:
     """Return the options of commands that change something; ``asks``: it may take what somebody would miss."""
     return [
         _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
-        _flag("yes", "Do not ask before something named, granted or in use goes.", "-y", "--yes", hidden=not asks),
+        _flag("yes", "Remove what is named, granted or in use without asking.", "-y", "--yes", hidden=not asks),
     ]
 
 

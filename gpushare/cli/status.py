@@ -39,7 +39,7 @@ class WatchCommand(Command):
 
 WatchOption = Annotated[
     str | None,
-    typer.Option("-w", "--watch", metavar="[SECS]", help="Look again every SECS seconds (alone: 2), until Ctrl-C."),
+    typer.Option("-w", "--watch", metavar="[SECS]", help="Refresh every SECS seconds (alone: 2), until Ctrl-C."),
 ]
 
 

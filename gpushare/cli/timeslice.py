@@ -51,7 +51,7 @@ class GpuSlices:
     # Whether it has levels.
     supported: bool | None
     uuid: str | None
-    # Of a process that nobody has set.
+    # Of a process whose slice was never set.
     default_slice_us: int | None
 
 
@@ -89,8 +89,8 @@ def show(gpu: GpuOption = None) -> Any:
     """Show the time-slice level and the compute mode of each GPU, and the time-slice of each process on it.
 
     The slices are read from the driver, which takes about 0.1 s per process: your own processes', or as root all.
-    A slice is how long the GPU runs a CUDA context while others wait. The slice of a process that nobody has set is
-    what default means on this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
+    A slice is how long the GPU runs a CUDA context while others wait. A process whose slice was
+    never set has the default of this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
     milliseconds. MPS clients share the time-slice of their server.
     """
     host = settings.connect()
@@ -268,7 +268,7 @@ def set_level(
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
-    It needs no root for your own jobs, holds at once, is read back, and ends with the process. A short slice for a
+    It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for a
     job helps the others on the GPU that must answer fast. Below 1ms, two jobs that both always have work lose much to
     the switch itself; for shares see gpushare run --weight.
 

@@ -26,7 +26,7 @@ RulesOption = Annotated[
 def keep(file: RulesOption = None) -> Any:
     """Give each GPU process the time-slice that the rules of gpushare.yaml say, until Ctrl-C or SIGTERM.
 
-    The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that somebody
+    The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that someone
     else has set since is left alone, and reported. MPS clients share the slice of their server, and are skipped. At the end
     everything is put back; SIGHUP reads the file again. As root it is for all users' processes, else for your own. The file
     must be root's (or, for your own processes, yours), and not writable for others. `gpushare export systemd` writes a unit.

@@ -22,7 +22,7 @@ def top(
     replay: Annotated[
         str | None, typer.Option("--replay", metavar="FILE", help="Show a recording of `gpushare observe` instead.")
     ] = None,
-    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Look this often: 0.5s, 2s.")] = "1s",
+    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Refresh interval: 0.5s, 2s.")] = "1s",
 ) -> Any:
     """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
 

@@ -321,7 +321,7 @@ class JobMemory(Part):
         elif self._action == "pause" and self._was_continued():
             if not self._told_again:
                 self._told_again = True
-                self._say("somebody continued the job above its limit; it is stopped again, each time")
+                self._say("the job was continued (SIGCONT) above its limit; it is stopped again each time")
             self._stop()
         return False
 
@@ -393,7 +393,7 @@ class JobMemory(Part):
             )
             holds = f" and {'holds' if one else 'hold'} {format_bytes(held)}" if held else ""
             self._say(
-                f"{what}{holds}: nothing limits {'its' if one else 'their'} memory any more; see: gpushare status"
+                f"{what}{holds}: {'its' if one else 'their'} memory is no longer limited; see: gpushare status"
             )
 
     def raise_end(self) -> None:

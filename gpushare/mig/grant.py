@@ -76,7 +76,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     # Of a user removed from the machine only the name is left.
     gone = named.users if user is None else tuple(one for one in named.users if one in {user, known_user(user)})
     if user is not None and not gone:
-        have = ", ".join(named.users) or "nobody in particular"
+        have = ", ".join(named.users) or "no user"
         raise NotFound(
             f"'{user[:60]}' has no grant on '{name}': it is granted to {have}",
             "see the grants: gpushare mig status",
@@ -252,7 +252,7 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
     path = shlex.quote(str(NAMES.path(host, "mig")))
     return [
         setting_step(
-            what=f"record under the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
+            what=f"record under the name {named.name}: granted to {', '.join(users) or 'no user'}",
             command=f"write {path}",
             undo=f"write {path}",
             setting=f"the grant of '{named.name}'",

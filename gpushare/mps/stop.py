@@ -532,7 +532,7 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
             code="other_daemon",
         )
     raise InUse(
-        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
+        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
         f"but process {listener.pid} (user {user_name(listener.uid)}) listens there",
         f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped",
         code="other_daemon",

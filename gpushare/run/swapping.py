@@ -753,7 +753,7 @@ class Swapping(Part):
         if isinstance(self._policy, ForProduction) and self.times_out == 1:
             policy, need = self._policy, self._swap.memory_bytes + 2 * self._policy.margin_bytes
             self._say(
-                f"it comes back when {format_bytes(need)} have been free for {policy.quiet_seconds:g} s, or nobody else is there"
+                f"it comes back when {format_bytes(need)} have been free for {policy.quiet_seconds:g} s, or no other program is on the GPU"
             )
         if self._place is not None:
             self._place.leave()

@@ -357,7 +357,7 @@ def _waiting(snapshot: Snapshot) -> Table:
             key="state",
             title="state",
             optional=True,
-            of=lambda job: "stopped: others pass it" if job.stopped else None,
+            of=lambda job: "stopped: skipped" if job.stopped else None,
         ),
     )
     rows = snapshot.waiting_jobs[:_MOST_WAITING]

@@ -91,7 +91,7 @@ class Event:
             return f"{who}: skipped: {self.why}"
         now = "unknown" if self.slice_us is None else format_slice(self.slice_us)
         if self.kind == "changed":
-            return f"{who}{where}: somebody else has set {now}; left alone"
+            return f"{who}{where}: set to {now} by someone else; left alone"
         before = "" if self.before_us is None else f"{format_slice(self.before_us)} -> "
         why = f" (rule {self.rule}" + (f", limited by {self.why})" if self.why else ")") if self.rule else ""
         return f"{who}{where}: {'restored ' if self.kind == 'restored' else ''}{before}{now}{why}"

@@ -281,11 +281,11 @@ def plan_slice(
     if microseconds > MOST_US:
         if not host.root:
             raise NoPermission(
-                f"a time-slice of {wanted} is above {format_slice(MOST_US)}: it freezes the other programs on the GPU that long",
+                f"a time-slice of {wanted} is above {format_slice(MOST_US)}: other programs would stall for up to that long per turn",
                 f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; or run as root: sudo gpushare ...",
                 code="slice_too_long",
             )
-        asked.append(Loss(action="may freeze", what=f"the other programs on its GPU for {wanted} at a time"))
+        asked.append(Loss(action="may stall", what=f"the other programs on its GPU for {wanted} at a time"))
     records = slice_records(host)
     notes = []
     steps, earlier = [], set()

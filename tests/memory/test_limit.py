@@ -183,7 +183,7 @@ def test_what_is_left_without_memory_is_said_too(told: Told, monkeypatch: pytest
     told.parents = {12: 1, 13: 1, 99: 1}
     told.environments = {pid: dict(memory.variables) for pid in (12, 13)}
     memory.leave()
-    what = "2 processes of the job still run: nothing limits their memory any more; see: gpushare status"
+    what = "2 processes of the job still run: their memory is no longer limited; see: gpushare status"
     assert said == [what]
 
 
@@ -282,7 +282,7 @@ def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPat
     memory.leave()
     memory.leave()
     assert said == [
-        "process 12 of the job still runs and holds 5.0 GiB: nothing limits its memory any more; see: gpushare status"
+        "process 12 of the job still runs and holds 5.0 GiB: its memory is no longer limited; see: gpushare status"
     ]
 
 

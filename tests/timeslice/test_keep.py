@@ -98,7 +98,7 @@ def test_what_somebody_else_has_set_is_left_and_told_once(desk: Callable[..., De
     pid = one.add()
     one.look()
     one.set(pid, 5000)
-    assert one.look(20) == [f"process {pid} (root) on GPU 0: somebody else has set 5ms; left alone"]
+    assert one.look(20) == [f"process {pid} (root) on GPU 0: set to 5ms by someone else; left alone"]
     assert one.look(20) == one.look(20) == []
     one.keeper.follow(policy("- {match: all, slice: 300us}\n"))
     assert one.look() == one.told(one.keeper.undo()) == []
@@ -164,7 +164,7 @@ def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(desk: Calla
     one.control.find = and_then  # type: ignore[method-assign,assignment]
     assert one.look() == []
     one.control.find = find  # type: ignore[method-assign]
-    assert one.look(20) == [f"process {pid} (root) on GPU 0: somebody else has set 4ms; left alone"]
+    assert one.look(20) == [f"process {pid} (root) on GPU 0: set to 4ms by someone else; left alone"]
     one.keeper.undo()
     assert one.slice(pid) == 4000
 

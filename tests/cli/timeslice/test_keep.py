@@ -251,7 +251,7 @@ def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
     assert one.process.stdout is not None
     one.process.stdout.readline()
-    assert "somebody else has set 2.048ms; left alone" in one.process.stdout.readline()
+    assert "set to 2.048ms by someone else; left alone" in one.process.stdout.readline()
     one.signal(signal.SIGTERM)
     assert one.result().code == 0
 
