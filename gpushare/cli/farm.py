@@ -181,7 +181,7 @@ def _count_of(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
     """Return how many GPUs each copy has; of several it runs outside MPS, whose options have no meaning then."""
     count = 1 if gpus is None else gpus
     if count < 1:
-        raise BadUsage(f"--gpus {count} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+        raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     given = next((option for option, value in of_mps.items() if value is not None), None)
     if count > 1 and given is not None:
         raise BadCombination(

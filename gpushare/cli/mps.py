@@ -320,7 +320,7 @@ def _users(text: str) -> tuple[str, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise BadUsage(
-            f"--users {quoted(text)} is no list of users", "give all, or names: --users alice,bob", code="bad_user"
+            f"--users {quoted(text)} is not a list of users", "give all, or names: --users alice,bob", code="bad_user"
         )
     return tuple(dict.fromkeys(user_name(user_id(word)) for word in words))
 

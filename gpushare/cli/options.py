@@ -669,7 +669,7 @@ def host_file(argument: str | None, option: str | None, verb: str) -> str:
         NoPermission: as `default_path`.
     """
     if argument is not None and option is not None:
-        raise BadUsage("there are two files", f"give one: gpushare {verb} {quoted(option)}", code="two_sources")
+        raise BadUsage("two files are given", f"give one: gpushare {verb} {quoted(option)}", code="two_sources")
     path = option if argument is None else argument
     if path is None:
         from gpushare.hostfile.load import default_path

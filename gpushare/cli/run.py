@@ -151,7 +151,7 @@ def run(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
     if gpus is not None and gpus < 1:
-        raise BadUsage(f"--gpus {gpus} is no number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+        raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     yields, share = (None, None) if how is None else parse_yield(how)
     swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
     values = {

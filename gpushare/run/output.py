@@ -76,7 +76,7 @@ def _name_of(host: Host, text: str) -> str:
     for job in reservations(host) or []:
         if job.claim.pid == number and job.name is not None:
             return job.name
-    raise NotFound(f"process {text[:20]} is no job of gpushare", "see the jobs: gpushare jobs", code="no_job")
+    raise NotFound(f"process {text[:20]} is not a job of gpushare", "see the jobs: gpushare jobs", code="no_job")
 
 
 def _not_kept(host: Host, name: str) -> GpushareError:

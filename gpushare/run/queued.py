@@ -484,8 +484,8 @@ class Queued:
 
         if not are_shared(self.host):
             self.say(
-                f"the jobs of other users are not seen in this line: neither {' nor '.join(map(str, SHARED_DIRECTORIES))} is a "
-                "directory of root, sticky, in which all may write"
+                "jobs of other users are not seen in this line: neither "
+                f"{' nor '.join(map(str, SHARED_DIRECTORIES))} is root-owned with mode 1777"
             )
 
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:

@@ -317,7 +317,7 @@ class Stop:
         under_mps = {*(one.client.pid for one in clients), *(pid for pid, (_, one) in on_gpu.items() if one.mps)}
         if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
             raise NotFound(
-                f"process {job.pid} is no job of gpushare, and not on a GPU",
+                f"process {job.pid} is not a job of gpushare, and not on a GPU",
                 f"end it yourself: kill {job.pid}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )

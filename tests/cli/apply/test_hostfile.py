@@ -305,7 +305,7 @@ def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Callable[..., s
     cli("diff", path).ok()
     for verb in ("apply", "diff"):
         assert "missing file" in refused(verb, code="usage", exit_code=2)
-        assert "there are two files" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
+        assert "two files are given" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
 
 
 def test_an_apply_is_taken_back_by_its_undo(cli: Cli, write: Write) -> None:
