@@ -157,7 +157,7 @@ def test_options_in_texts_are_those_of_their_commands() -> None:
             names = {
                 name for node in (nodes[path], *below) for option in node.options for name in option.names
             } | common
-            options = [option[0] for word in words if (option := re.match(r"--[a-z][a-z-]*", word))]
+            options = [option[0] for word in words if (option := re.match(r"--[a-z][a-z0-9-]*", word))]
             seen += len(options)
             wrong |= {
                 f"{text.relative_to(PROJECT)}: gpushare {path} {name}" for name in options if path and name not in names
