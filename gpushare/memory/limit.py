@@ -392,9 +392,7 @@ class JobMemory(Part):
                 f"process {min(left)} of the job still runs" if one else f"{len(left)} processes of the job still run"
             )
             holds = f" and {'holds' if one else 'hold'} {format_bytes(held)}" if held else ""
-            self._say(
-                f"{what}{holds}: {'its' if one else 'their'} memory is no longer limited; see: gpushare status"
-            )
+            self._say(f"{what}{holds}: {'its' if one else 'their'} memory is no longer limited; see: gpushare status")
 
     def raise_end(self) -> None:
         """Raise if the job was ended for its memory.

@@ -167,7 +167,9 @@ def uid_of(state: SimulatedHostState, text: str) -> int:
         return user_id(text)
     except NotFound:
         if not is_shown(text) or not text.strip() or text.isdigit():
-            raise BadUsage(f"{quoted(text)} is not a user", "give a name, or an id like 1000", code="bad_user") from None
+            raise BadUsage(
+                f"{quoted(text)} is not a user", "give a name, or an id like 1000", code="bad_user"
+            ) from None
         # The same on every simulated host.
         uid = _FIRST_MADE_UP + zlib.crc32(text.encode()) % _MOST_MADE_UP
         state.users[text], MADE_UP[uid] = uid, text
