@@ -48,7 +48,12 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         gpu if gpu.processes is None else replace(gpu, processes=tuple(map(with_job, gpu.processes)))
         for gpu in snapshot.gpus
     )
-    return replace(snapshot, gpus=tuple(gpus))
+    # The ledger has no name of a job that was given none.
+    limited = tuple(
+        replace(limit, name=jobs[limit.pid].name) if limit.name is None and limit.pid in jobs else limit
+        for limit in snapshot.limited_jobs
+    )
+    return replace(snapshot, gpus=tuple(gpus), limited_jobs=limited)
 
 
 # As `memory.ledger.PREFIX`, which most hosts need not load.

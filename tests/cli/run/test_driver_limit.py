@@ -160,8 +160,11 @@ def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli
     admin.set_fault(H200, "driver", None, "580.159.04")
     job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
-    (one,) = cli("status", output="json").ok().data["limited_jobs"]
+    data = cli("status", output="json").ok().data
+    (one,) = data["limited_jobs"]
     assert (one["above"], one["by_driver"]) == ("end", False)
+    # Of a job that was given no name too.
+    assert one["name"] in {process["job"] for process in data["gpus"][0]["processes"]} - {None}
     assert "it is ended (added up five times a second)" in cli("status").ok().out
     job.signal(signal.SIGINT)
     job.result()
