@@ -79,6 +79,29 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
     assert f"{pairs['infer + big'][1]:.1f} times" in readme
 
 
+def test_the_short_page_has_the_times_of_swaps_and_pauses() -> None:
+    page = PROJECT.joinpath("docs", "measurements.md").read_text()
+    runs = [json.loads(path.read_text()) for path in sorted(KEPT.glob("memory-h200-*.json"))]
+    for part, size in (("turns", "2 GiB"), ("large", "40 GiB")):
+        times = [
+            [second for run in runs for second in run.get(part, {}).get(key, ())]
+            for key in ("out_seconds", "back_seconds")
+        ]
+        ranges = " s, and ".join(f"{min(seconds):.1f} to {max(seconds):.1f}" for seconds in times)
+        assert f"`swap out` and `in`, {size} of data" in page
+        assert f"| {ranges} s |" in page
+    paused = json.loads(KEPT.joinpath("h100-pause.json").read_text())["root"]
+    times = paused["many"]["off_ms"]
+    assert f"{times['median']:.1f} ms (median of 10,000; 99.9 %: {times['p99_9']:.1f} ms)" in page
+    verbs = paused["verbs"]["pause_seconds"]
+    assert f"The command takes {min(verbs):.1f} to {max(verbs):.1f} s" in page
+    moved = json.loads(KEPT.joinpath("h100-move.json").read_text())
+    large = moved["large"]["move_seconds"]
+    assert f"| {moved['moves']['median']:.1f} s; {min(large):.1f} to {max(large):.1f} s" in page
+    assert (moved["moves"]["count"], moved["moves"]["same"]) == (50, True)
+    assert all(rank.startswith("right=True") for rank in moved["ranks"]["ranks"])
+
+
 def test_the_document_has_the_figures_of_memory() -> None:
     second, last = (json.loads((KEPT / f"memory-h200-{number}.json").read_text()) for number in (2, 7))
     (line,) = document_lines("`--memory 8G`")
