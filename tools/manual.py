@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "GPUSHARE_NVIDIA_SMI": "Path of nvidia-smi, if it is not on PATH.",
     "GPUSHARE_MPS_CONTROL": "Path of nvidia-cuda-mps-control, if it is not on PATH. With a simulated host, "
     "this real program is used with the simulated GPUs.",
-    "NO_COLOR": "If set to anything, output has no colors.",
+    "NO_COLOR": "If set to anything, output has no colours.",
 }
 
 FILES = {
