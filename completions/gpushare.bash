@@ -275,7 +275,7 @@ _gpushare_node() {
       ;;
     'bench')
       options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --copy --footprint --to --compare --plot --help-all -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
+      valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --copy --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')
       options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --ways --copies --caps --budget --window --plot --timeout -g --gpu --name --help-all --host -o --output -q --quiet -v --verbose --debug -h --help'
