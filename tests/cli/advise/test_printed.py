@@ -22,6 +22,7 @@ WORDS: tuple[tuple[float, tuple[tuple[str, ...], ...]], ...] = (
     (0.3, tuple(("--pattern", kind) for kind in ("interactive", "bursty", "steady"))),
     (0.2, (("--latency", "20ms"), ("--latency", "none"))),
     (0.1, (("--untrusted",),)),
+    (0.1, (("--gpus", "2"), ("-g", "0"))),
     (0.1, (("--io-bound",), ("--bandwidth-bound",), ("--no-code",), ("--consolidate",))),
     (
         0.3,
