@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from decimal import Decimal
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -69,7 +70,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "compare": ("Any",),
     "bench": ("Any",),
     "tune": ("gpushare.show.tune:TuneAnswer",),
-    "savings": ("Any",),
+    "savings": ("gpushare.show.savings:SavingsAnswer",),
     "apply": ("gpushare.cli.apply:ApplyAnswer", PLAN),
     "diff": ("gpushare.cli.diff:DiffAnswer",),
     "capture": ("Any",),
@@ -98,7 +99,7 @@ def _loaded(name: str) -> Any:
 
 
 _PLAIN: Final[Mapping[Any, str]] = {
-    NoneType: "null", bool: "boolean", int: "integer", float: "number", str: "string", Path: "string",
+    NoneType: "null", bool: "boolean", int: "integer", float: "number", Decimal: "number", str: "string", Path: "string",
 }  # fmt: skip
 
 

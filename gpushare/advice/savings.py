@@ -66,14 +66,14 @@ class Price:
 class Option:
     """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
 
-    ``places`` lists which GPUs' work is placed together. ``max_load`` is that of the fullest GPU, ``max_p95`` the largest
+    ``places`` lists which GPUs' work is placed together. ``max_load_percent`` is that of the fullest GPU, ``max_p95_percent`` the largest
     sum of 95th percentiles on one GPU, as if all peaks coincided; None where one is unknown.
     """
 
     gpus: int
     places: tuple[tuple[str, ...], ...]
-    max_load: Decimal
-    max_p95: Decimal | None
+    max_load_percent: Decimal
+    max_p95_percent: Decimal | None
     max_memory_bytes: int | None
     verdict: str
     cost: Decimal | None
@@ -87,8 +87,8 @@ class Savings:
     """The current state, and the options with fewer GPUs, fewest first."""
 
     gpus: int
-    total_load: Decimal
-    target_load: Decimal
+    total_load_percent: Decimal
+    target_load_percent: Decimal
     price: Price | None
     cost: Decimal | None
     options: tuple[Option, ...]
@@ -126,11 +126,11 @@ def savings(
             refused = _no_room(work, gpus, gpu_memory_bytes)
             continue
         found = _option(bins, now, price, cost, target_load)
-        if found.max_load > 100:
-            refused = f"{_on(gpus)} the fullest would have {plain(found.max_load)} % load: more than 100 %"
+        if found.max_load_percent > 100:
+            refused = f"{_on(gpus)} the fullest would have {plain(found.max_load_percent)} % load: more than 100 %"
             continue
         # An additional GPU that takes no load off the fullest one only costs money.
-        if options and found.max_load >= options[-1].max_load:
+        if options and found.max_load_percent >= options[-1].max_load_percent:
             continue
         options.append(found)
         if found.verdict == "fits":
@@ -139,8 +139,8 @@ def savings(
     total = sum((one.load for one in work), Decimal(0))
     return Savings(
         gpus=now,
-        total_load=total,
-        target_load=target_load,
+        total_load_percent=total,
+        target_load_percent=target_load,
         price=price,
         cost=cost,
         options=tuple(options),
@@ -212,8 +212,8 @@ def _option(
     return Option(
         gpus=gpus,
         places=tuple(tuple(one.name for one in place) for place in bins),
-        max_load=max_load,
-        max_p95=None if None in p95 else max(one for one in p95 if one is not None),
+        max_load_percent=max_load,
+        max_p95_percent=None if None in p95 else max(one for one in p95 if one is not None),
         max_memory_bytes=None if None in memory else max(one for one in memory if one is not None),
         verdict="fits" if max_load <= target_load else "no_headroom" if max_load >= 100 else "above_target",
         cost=then,
@@ -265,14 +265,16 @@ def _warnings(
     terms = f"{len(work)} x {plain(work[0].load)} %" if len(loads) == 1 else "together the loads"
     for option in options:
         where = _on(option.gpus)
-        fullest = plain(option.max_load)
+        fullest = plain(option.max_load_percent)
         if option.verdict == "no_headroom":
             load = f"{terms} is {plain(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
             said.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
             said.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
-        if option.recommended and option.max_p95 is not None and option.max_p95 > 100:
-            said.append(f"{where}, simultaneous peaks need {plain(option.max_p95)} % (sum of the 95th percentiles)")
+        if option.recommended and option.max_p95_percent is not None and option.max_p95_percent > 100:
+            said.append(
+                f"{where}, simultaneous peaks need {plain(option.max_p95_percent)} % (sum of the 95th percentiles)"
+            )
     if len(work) > 1 and not any(option.recommended for option in options):
         said.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
     if len(work) > 1 and (capacity is None or any(one.memory_bytes is None for one in work)):

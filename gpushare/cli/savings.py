@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.advice.savings import MOST_GPUS, Price, Savings, Work, known_price
+from gpushare.advice.savings import MOST_GPUS, Price, Work, known_price
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
@@ -17,7 +17,7 @@ from gpushare.base.units import format_duration, parse_memory_limit
 from gpushare.cli.options import PLAIN, Command
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
-from gpushare.show.savings import savings_result
+from gpushare.show.savings import SavingsAnswer, savings_result
 
 app = typer.Typer(**PLAIN)
 
@@ -78,7 +78,14 @@ def savings(
         work, notes = _given(gpus, load, memory, gpu), []
     found = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing is not included: measure before you give machines back")
-    return savings_result(_data(found, work, capacity, instance), notes)
+    answer = SavingsAnswer(
+        **vars(found),
+        instance=instance,
+        loads_percent=tuple(each.load for each in work),
+        memory_bytes=tuple(each.memory_bytes for each in work),
+        gpu_memory_bytes=capacity,
+    )
+    return savings_result(answer, notes)
 
 
 _EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
@@ -173,40 +180,3 @@ def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
     if len(uses) > 1:
         notes.append("these GPUs are in one machine: it only saves money if GPUs can be given back or used by others")
     return notes
-
-
-def _data(found: Savings, work: list[Work], capacity: int | None, instance: str | None) -> dict[str, Any]:
-    price = found.price
-    return {
-        "gpus": found.gpus,
-        "instance": instance,
-        "loads_percent": [float(one.load) for one in work],
-        "total_load_percent": float(found.total_load),
-        "target_load_percent": float(found.target_load),
-        "memory_bytes": [one.memory_bytes for one in work],
-        "gpu_memory_bytes": capacity,
-        "price": None
-        if price is None
-        else {"per_hour": float(price.per_hour), "hours": float(price.hours), "source": price.source},
-        "cost": _float(found.cost),
-        "options": [
-            {
-                "gpus": option.gpus,
-                "cost": _float(option.cost),
-                "saving": _float(option.saving),
-                "saving_percent": float(option.saving_percent),
-                "max_load_percent": float(option.max_load),
-                "max_p95_percent": _float(option.max_p95),
-                "max_memory_bytes": option.max_memory_bytes,
-                "verdict": option.verdict,
-                "recommended": option.recommended,
-                "places": [list(place) for place in option.places],
-            }
-            for option in found.options
-        ],
-        "warnings": list(found.warnings),
-    }
-
-
-def _float(value: Decimal | None) -> float | None:
-    return None if value is None else float(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from enum import Enum, IntEnum
 from typing import Any, Final
 
@@ -36,8 +37,8 @@ def plain_value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, Enum):
         return str(getattr(value, "title", value.value))
-    if isinstance(value, float):
-        return f"{value:g}"
+    if isinstance(value, float | Decimal):
+        return f"{float(value):g}"
     return str(value)
 
 
@@ -154,6 +155,8 @@ def jsonable(value: Any) -> Any:
         return getattr(value, "title", int(value))
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Decimal):
+        return float(value)
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

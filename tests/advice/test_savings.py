@@ -31,10 +31,10 @@ def test_the_published_example_comes_out_exactly() -> None:
         Decimal("1624.32"),
         Decimal(75),
     )
-    assert (one.verdict, one.max_load, one.recommended) == ("no_headroom", Decimal(100), False)
+    assert (one.verdict, one.max_load_percent, one.recommended) == ("no_headroom", Decimal(100), False)
     assert any("4 x 25 % is 100 % load" in warning and "no headroom" in warning for warning in found.warnings)
     assert (two.gpus, two.cost, two.saving) == (2, Decimal("1082.88"), Decimal("1082.88"))
-    assert (two.verdict, two.max_load, two.recommended) == ("fits", Decimal(50), True)
+    assert (two.verdict, two.max_load_percent, two.recommended) == ("fits", Decimal(50), True)
     assert found.recommended == two
 
 
@@ -106,9 +106,9 @@ def test_memory_that_nobody_told_is_not_checked_and_that_is_said() -> None:
 def test_peaks_that_meet_are_warned_of() -> None:
     work = [Work(name=name, load=Decimal(20), p95=Decimal(80)) for name in ("GPU 0", "GPU 1")]
     found = savings(work)
-    assert found.options[0].max_p95 == 160
+    assert found.options[0].max_p95_percent == 160
     assert any("160 %" in warning for warning in found.warnings)
-    assert savings([*work, Work(name="GPU 2", load=Decimal(1))]).options[0].max_p95 is None
+    assert savings([*work, Work(name="GPU 2", load=Decimal(1))]).options[0].max_p95_percent is None
 
 
 def test_without_a_price_there_are_no_amounts() -> None:
@@ -183,11 +183,11 @@ def test_every_option_places_all_the_work_and_its_memory(work: list[Work], price
         assert len(option.places) == option.gpus < len(work)
         assert sorted(name for place in option.places for name in place) == sorted(by_name)
         sums = [sum((by_name[name].load for name in place), Decimal(0)) for place in option.places]
-        assert max(sums) == option.max_load <= 100
+        assert max(sums) == option.max_load_percent <= 100
         memory = [sum(by_name[name].memory_bytes or 0 for name in place) for place in option.places]
         assert max(memory) == option.max_memory_bytes
         assert max(memory) <= 16 * GIB
-        assert option.recommended is (option.max_load <= target)
+        assert option.recommended is (option.max_load_percent <= target)
 
 
 @given(WORK, PRICES, TARGETS)
@@ -196,7 +196,7 @@ def test_options_are_monotone(work: list[Work], price: Decimal, target: Decimal)
     options = found_for(work, price, target).options
     for fewer, more in itertools.pairwise(options):
         assert fewer.gpus < more.gpus
-        assert fewer.max_load > more.max_load
+        assert fewer.max_load_percent > more.max_load_percent
         assert (fewer.cost or 0) <= (more.cost or 0)
         assert (fewer.saving or 0) >= (more.saving or 0)
         assert not fewer.recommended
@@ -216,4 +216,4 @@ def test_the_order_of_gpus_never_matters(work: list[Work], price: Decimal, targe
     mixed = list(work)
     order.shuffle(mixed)  # type: ignore[attr-defined]
     one, other = found_for(work, price, target), found_for(mixed, price, target)
-    assert (one.options, one.cost, one.total_load) == (other.options, other.cost, other.total_load)
+    assert (one.options, one.cost, one.total_load_percent) == (other.options, other.cost, other.total_load_percent)
