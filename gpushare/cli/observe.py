@@ -6,25 +6,24 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
-from gpushare.base.units import counted, format_duration, parse_seconds
+from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
 from gpushare.cli.options import PLAIN, Command, GpuOption, note, settings
 from gpushare.cli.status import interval as checked_interval
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
-from gpushare.measure.recording import GpuUse, ProcessUse, Recording, RecordingFile, underused
-from gpushare.show.observe import observe_result
-from gpushare.show.result import jsonable
+from gpushare.measure.recording import Recording, RecordingFile, Underuse, underused
+from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
 
 app = typer.Typer(**PLAIN)
@@ -67,7 +66,7 @@ def observe(
             if device.mig is not None:
                 note(f"all of GPU {device.gpu.index} is recorded, with its other MIG instances")
     header = header_for(host, indexes, step)
-    path = Path(to) if to is not None else _default_name()
+    path = Path(to) if to is not None else Path(time.strftime("gpushare-%Y%m%d-%H%M%S.jsonl"))
     with RecordingFile(path, header) as file:
         try:
             with _progress(length, path) as progress:
@@ -93,10 +92,6 @@ def _times(seconds: str, interval: str) -> tuple[float, float]:
             code="bad_duration",
         )
     return length, step
-
-
-def _default_name() -> Path:
-    return Path(time.strftime("gpushare-%Y%m%d-%H%M%S.jsonl"))
 
 
 @contextlib.contextmanager
@@ -130,77 +125,8 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
 
 
 def _result(recording: Recording, path: Path) -> Any:
-    header = recording.header
-    data = {
-        "file": str(path),
-        "host": header.host,
-        "driver": header.driver,
-        "started_at": header.started_at,
-        "interval_seconds": header.interval_seconds,
-        "seconds": recording.seconds,
-        "samples": recording.samples,
-        "missed": recording.missed,
-        "reason": recording.reason,
-        "damaged_lines": recording.damaged_lines,
-        "dropped_processes": recording.dropped_processes,
-        "processes_known": recording.processes_known,
-        "gpus": [_gpu_row(use) for use in recording.gpus],
-        "processes": [_process_row(use) for use in recording.processes],
-        "underused": [
-            {"gpu": one.gpu, "kind": one.kind, "why": one.why, "pids": list(one.pids)} for one in underused(recording)
-        ],
-    }
-    return observe_result(data, _notes(recording, path))
-
-
-def _use_row(use: GpuUse | ProcessUse) -> dict[str, Any]:
-    return {
-        "source": use.source,
-        "activity": jsonable(use.activity),
-        "sm": jsonable(use.sm),
-        "utilization": jsonable(use.utilization),
-        "busy_share": use.busy_share,
-        "memory_peak_bytes": use.memory_peak_bytes,
-        "samples": use.samples,
-    }
-
-
-def _gpu_row(use: GpuUse) -> dict[str, Any]:
-    return {
-        "gpu": use.gpu.index,
-        "uuid": use.gpu.uuid,
-        "name": use.gpu.name,
-        **_use_row(use),
-        "memory_mean_bytes": use.memory_mean_bytes,
-        "memory_total_bytes": use.gpu.memory_total_bytes,
-        "unanswered": use.unanswered,
-        "error": use.error,
-    }
-
-
-def _process_row(use: ProcessUse) -> dict[str, Any]:
-    process = use.process
-    return {
-        "gpu": process.gpu,
-        "pid": process.pid,
-        "name": process.name,
-        "user": process.user,
-        "container": process.container,
-        "mps": process.mps,
-        "graphics": process.graphics,
-        "mig": process.mig,
-        "started": process.started,
-        **_use_row(use),
-        "contended_share": use.contended_share,
-        "pattern": use.pattern,
-        "seen_from_seconds": use.seen_from,
-        "seen_to_seconds": use.seen_to,
-    }
-
-
-def _reason(use: GpuUse) -> str:
-    # NVML's reasons begin with the GPU already.
-    return str(use.error).removeprefix(f"GPU {use.gpu.index}: ")
+    answer = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
+    return observe_result(answer, _notes(recording, path))
 
 
 def _notes(recording: Recording, path: Path) -> list[str]:
@@ -216,7 +142,9 @@ def _notes(recording: Recording, path: Path) -> list[str]:
     if recording.dropped_processes:
         notes.append(f"{counted(recording.dropped_processes, 'short-lived process')} left out")
     notes += [
-        f"GPU {use.gpu.index} did not answer {counted(use.unanswered, 'time')}: {_reason(use)}"
+        # NVML's reasons begin with the GPU already.
+        f"GPU {use.gpu.index} did not answer {counted(use.unanswered, 'time')}: "
+        + str(use.error).removeprefix(f"GPU {use.gpu.index}: ")
         for use in recording.gpus
         if use.unanswered
     ]
@@ -231,3 +159,112 @@ def _notes(recording: Recording, path: Path) -> list[str]:
         "low activity does not mean that sharing is free: a small job can suffer next to a large one; measure it"
     )
     return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveAnswer(Recording):
+    """The answer of `observe`: a recording, where it is, and what is underused."""
+
+    file: str
+    underused: tuple[Underuse, ...]
+
+
+def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
+    """Return the result of ``gpushare observe``."""
+    return Result(command="observe", data=data, text=_header(data), tables=_tables(data), notes=tuple(notes))
+
+
+def _header(data: ObserveAnswer) -> str:
+    header = data.header
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
+    seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"
+    return f"{header.host}   driver {header.driver or '-'}   {began}   {seen}\n{data.file}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _activity(figure: str, rank: int = 0) -> Column:
+    return Column(
+        key=f"activity_{figure}",
+        title=f"{figure} %",
+        right=True,
+        rank=rank,
+        of=lambda use: getattr(use.activity, figure, None),
+        format=_percent,
+    )
+
+
+_PEAK: Final = Column(key="memory_peak_bytes", title="peak memory", right=True, format=format_bytes)
+_GPU_COLUMNS: Final = (
+    Column(key="gpu", title="GPU", right=True, of=lambda use: use.gpu.index),
+    Column(key="name", title="name", rank=3, of=lambda use: use.gpu.name),
+    Column(key="source", title="from", rank=2),
+    _activity("mean"),
+    _activity("p95"),
+    _activity("max", rank=1),
+    Column(
+        key="utilization_mean",
+        title="util mean %",
+        right=True,
+        rank=2,
+        of=lambda use: getattr(use.utilization, "mean", None),
+        format=_percent,
+    ),
+    Column(
+        key="busy_percent",
+        title="busy %",
+        right=True,
+        rank=2,
+        of=lambda use: None if use.busy_share is None else 100 * use.busy_share,
+        format=_percent,
+    ),
+    _PEAK,
+    Column(
+        key="memory_total_bytes",
+        title="of",
+        right=True,
+        rank=1,
+        of=lambda use: use.gpu.memory_total_bytes,
+        format=format_bytes,
+    ),
+    Column(
+        key="unanswered", title="no answer", right=True, rank=1, optional=True, of=lambda use: use.unanswered or None
+    ),
+)
+_PROCESS_COLUMNS: Final = (
+    Column(key="gpu", title="GPU", right=True, of=lambda use: use.process.gpu),
+    Column(key="pid", title="PID", right=True, of=lambda use: use.process.pid),
+    Column(key="name", title="name", least=8, of=lambda use: use.process.name),
+    Column(key="user", title="user", rank=1, of=lambda use: use.process.user),
+    Column(key="container", title="container", rank=4, optional=True, of=lambda use: use.process.container),
+    Column(key="source", title="from", rank=3),
+    _activity("mean"),
+    _activity("p95"),
+    _activity("max", rank=4),
+    Column(key="pattern", title="pattern", rank=1),
+    _PEAK,
+    Column(key="seen_from_seconds", title="from s", right=True, rank=2),
+    Column(key="seen_to_seconds", title="to s", right=True, rank=2),
+)
+_UNDERUSED_COLUMNS: Final = (
+    Column(key="gpu", title="GPU", right=True),
+    Column(key="kind", title="finding", rank=1),
+    Column(key="why", title="why"),
+)
+
+
+def _tables(data: ObserveAnswer) -> tuple[Table, ...]:
+    nobody = "no process was seen" if data.processes_known else "processes were not recorded"
+    return (
+        Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
+        Table(name="processes", title="processes", columns=_PROCESS_COLUMNS, rows=data.processes, empty=nobody),
+        Table(
+            name="underused",
+            title="underused",
+            columns=_UNDERUSED_COLUMNS,
+            rows=data.underused,
+            empty="no GPU is underused",
+        ),
+    )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.advice.savings import MOST_GPUS, Price, Work, known_price
+from gpushare.advice.savings import MOST_GPUS, Option, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
-from gpushare.base.units import format_duration, parse_memory_limit
+from gpushare.base.units import format_bytes, format_duration, parse_memory_limit
 from gpushare.cli.options import PLAIN, Command
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
-from gpushare.show.savings import SavingsAnswer, savings_result
+from gpushare.show.result import Column, Result, Table, plain_value
 
 app = typer.Typer(**PLAIN)
 
@@ -180,3 +182,78 @@ def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
     if len(uses) > 1:
         notes.append("these GPUs are in one machine: it only saves money if GPUs can be given back or used by others")
     return notes
+
+
+_VERDICTS: Final = {"fits": "fits", "above_target": "above the target", "no_headroom": "no headroom"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingsAnswer(Savings):
+    """The answer of `savings`."""
+
+    instance: str | None
+    # Of each GPU now.
+    loads_percent: tuple[Decimal, ...]
+    memory_bytes: tuple[int | None, ...]
+    # Of one GPU.
+    gpu_memory_bytes: int | None
+
+
+def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
+    """Return the result of ``gpushare savings``."""
+    lines = [_now(data), *(_line(option, data) for option in data.options)]
+    lines += [f"warning: {warning}" for warning in data.warnings]
+    lines.append(_price_line(data.price))
+    columns = (
+        Column(key="gpus", title="GPUs", right=True),
+        Column(key="cost", title="cost", right=True, format=money),
+        Column(key="saving", title="saving", right=True, format=money),
+        Column(key="saving_percent", title="saving %", right=True, rank=1),
+        Column(key="max_load_percent", title="fullest %", right=True),
+        Column(key="max_p95_percent", title="sum of p95 %", right=True, rank=2, optional=True),
+        Column(key="max_memory_bytes", title="memory", right=True, rank=1, optional=True, format=format_bytes),
+        Column(key="verdict", title="verdict", format=lambda value: _VERDICTS.get(value, str(value))),
+        Column(key="places", title="together", rank=3, least=12, format=_together),
+    )
+    table = Table(name="options", columns=columns, rows=data.options, empty="no smaller number of GPUs fits")
+    return Result(command="savings", data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))
+
+
+def money(value: Decimal | None) -> str:
+    """Return an amount for people: ``$2,165.76``, or ``-`` if unknown."""
+    return "-" if value is None else f"${value:,.2f}"
+
+
+def _now(data: SavingsAnswer) -> str:
+    cost, price, loads = data.cost, data.price, data.loads_percent
+    each = (
+        f"{plain_value(loads[0])} % load each"
+        if len(set(loads)) == 1
+        else f"{plain_value(data.total_load_percent)} % load together"
+    )
+    head = f"now: {data.gpus} x {data.instance or 'GPU'} at {each}"
+    if price is None:
+        return head
+    return f"{head}: {data.gpus} x ${plain_value(price.per_hour)}/h x {plain_value(price.hours)} h = {money(cost)}"
+
+
+def _line(option: Option, data: SavingsAnswer) -> str:
+    if data.cost is None:
+        change = f"{data.gpus} to {option.gpus}: {plain_value(option.saving_percent)} % fewer"
+    else:
+        change = (
+            f"{data.gpus} to {option.gpus}: from {money(data.cost)} to {money(option.cost)}, "
+            f"saving {money(option.saving)} ({plain_value(option.saving_percent)} %)"
+        )
+    load = f"fullest {plain_value(option.max_load_percent)} %, {_VERDICTS[option.verdict]}"
+    return f"{change}; {load}{'  <- recommended' if option.recommended else ''}"
+
+
+def _price_line(price: Price | None) -> str:
+    if price is None:
+        return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
+    return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"
+
+
+def _together(places: Any) -> str:
+    return "; ".join(" + ".join(place) for place in places if place)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.units import MIB, counted, format_bytes
@@ -220,6 +220,7 @@ class Use:
     sm: Distribution | None
     busy_share: float | None
     memory_peak_bytes: int | None
+    json_properties: ClassVar[tuple[str, ...]] = ("activity", "source")
 
     @property
     def activity(self) -> Distribution | None:
@@ -244,16 +245,17 @@ class GpuUse(Use):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUse(Use):
-    """How one process used one GPU; ``seen_from`` and ``seen_to`` are seconds after the start.
+    """How one process used one GPU; ``seen_from_seconds`` and ``seen_to_seconds`` are seconds after the start.
 
     ``contended_share`` is the share of the samples in which another process worked on the same GPU. Utilization is then
     what the process got, and it may want more.
     """
 
     process: RecordedProcess
-    seen_from: float
-    seen_to: float
+    seen_from_seconds: float
+    seen_to_seconds: float
     contended_share: float = 0.0
+    json_properties: ClassVar = (*Use.json_properties, "pattern")
 
     @property
     def pattern(self) -> str | None:
@@ -300,16 +302,16 @@ class _Sums:
     peak: int | None = None
     memory_sum: int = 0
     memory_samples: int = 0
-    seen_from: float = 0.0
-    seen_to: float = 0.0
+    seen_from_seconds: float = 0.0
+    seen_to_seconds: float = 0.0
     unanswered: int = 0
     error: str | None = None
 
     def add(self, at: float, sample: GpuSample | ProcessSample, others: float = 0.0) -> None:
         if not self.samples:
-            self.seen_from = at
+            self.seen_from_seconds = at
         self.samples += 1
-        self.seen_to = at
+        self.seen_to_seconds = at
         utilization, sm, memory = sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes
         self.utilization.add(utilization)
         self.sm.add(sm)
@@ -407,8 +409,8 @@ class Tally:
             processes=tuple(
                 ProcessUse(
                     process=process,
-                    seen_from=sums.seen_from,
-                    seen_to=sums.seen_to,
+                    seen_from_seconds=sums.seen_from_seconds,
+                    seen_to_seconds=sums.seen_to_seconds,
                     contended_share=round(sums.contended / sums.samples, 4),
                     **sums.common(),
                 )

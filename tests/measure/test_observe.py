@@ -119,13 +119,13 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
     events = {3: second, 6: lambda: admin.end_process("sim:h200", pids["first"])}
     recording = recorded("sim:h200", tmp_path, events=events)
     first, late = use_of(recording, pids["first"]), use_of(recording, pids["second"])
-    assert (first.seen_from, first.seen_to, first.samples) == (1.0, 6.0, 6)
-    assert (late.seen_from, late.seen_to, late.samples) == (4.0, 10.0, 7)
+    assert (first.seen_from_seconds, first.seen_to_seconds, first.samples) == (1.0, 6.0, 6)
+    assert (late.seen_from_seconds, late.seen_to_seconds, late.samples) == (4.0, 10.0, 7)
     # Whose SMs they were is known while one was alone: 3 seconds of the first, 4 of the second.
     assert first.sm is not None
     assert late.sm is not None
     assert (first.sm.samples, late.sm.samples) == (3, 4)
-    assert [(one.process.pid, one.seen_from, one.seen_to) for one in workloads_of(recording)] == [
+    assert [(one.process.pid, one.seen_from_seconds, one.seen_to_seconds) for one in workloads_of(recording)] == [
         (pids["first"], 1.0, 6.0),
         (pids["second"], 4.0, 10.0),
     ]

@@ -88,7 +88,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert (first.memory_peak_bytes, first.memory_mean_bytes) == (3 * GIB, 2 * GIB)
     assert (second.samples, second.unanswered, second.error, second.activity) == (0, 3, "the GPU is lost", None)
     (use,) = found.processes
-    assert (use.seen_from, use.seen_to, use.samples, use.memory_peak_bytes) == (1.0, 3.0, 3, GIB)
+    assert (use.seen_from_seconds, use.seen_to_seconds, use.samples, use.memory_peak_bytes) == (1.0, 3.0, 3, GIB)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40, 90])

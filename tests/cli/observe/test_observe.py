@@ -30,10 +30,15 @@ def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -
     path = tmp_path / "r.jsonl"
     answer = cli(*QUICK, "--to", str(path), output="json").ok()
     data = answer.data
-    assert (data["file"], data["samples"], data["reason"], data["interval_seconds"]) == (str(path), 2, "finished", 0.1)
+    assert (data["file"], data["samples"], data["reason"], data["header"]["interval_seconds"]) == (
+        str(path),
+        2,
+        "finished",
+        0.1,
+    )
     (gpu,), (process,) = data["gpus"], data["processes"]
     assert (gpu["source"], gpu["activity"]["mean"], gpu["memory_peak_bytes"]) == ("gpm", 20.0, 2 * GIB)
-    assert (process["pid"], process["pattern"], process["memory_peak_bytes"]) == (pid, "steady", 2 * GIB)
+    assert (process["process"]["pid"], process["pattern"], process["memory_peak_bytes"]) == (pid, "steady", 2 * GIB)
     assert [(one["gpu"], one["kind"], one["pids"]) for one in data["underused"]] == [(0, "low", [pid])]
     assert read_recording(path).samples == 2
 
