@@ -50,10 +50,10 @@ def doctor(
     host = settings.connect()
     checks = examine(host, lambda gpus: kept_entries(host, gpus))
     columns = (
-        Column(key="verdict", title="", style=lambda value: COLOURS.get(getattr(value, "value", value))),
-        Column(key="id", title="check", whole=True),
-        Column(key="seen", title="seen"),
-        Column(key="remedy", title="remedy"),
+        Column("verdict", "", style=lambda value: COLOURS.get(getattr(value, "value", value))),
+        Column("id", "check", whole=True),
+        Column("seen", "seen"),
+        Column("remedy", "remedy"),
     )
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
@@ -61,6 +61,6 @@ def doctor(
         command="doctor",
         data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
-        csv=Table(name="checks", columns=tuple(Column(key=key, title=key) for key in _CSV), rows=rows),
+        csv=Table(name="checks", columns=tuple(Column(key, key) for key in _CSV), rows=rows),
         exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
     )

@@ -98,5 +98,5 @@ def _document(output: Output, lines: int | None) -> Any:
             complete=not before and len(text) < _DOCUMENT_BYTES,
             lines=tuple(found),
         ),
-        csv=Table(name="lines", columns=(Column(key="line", title="line"),), rows=rows),
+        csv=Table(name="lines", columns=(Column("line", "line"),), rows=rows),
     )

@@ -187,8 +187,8 @@ def _percent(value: float | None) -> str:
 
 def _activity(figure: str, rank: int = 0) -> Column:
     return Column(
-        key=f"activity_{figure}",
-        title=f"{figure} %",
+        f"activity_{figure}",
+        f"{figure} %",
         right=True,
         rank=rank,
         of=lambda use: getattr(use.activity, figure, None),
@@ -196,25 +196,25 @@ def _activity(figure: str, rank: int = 0) -> Column:
     )
 
 
-_PEAK: Final = Column(key="memory_peak_bytes", title="peak memory", right=True, format=format_bytes)
+_PEAK: Final = Column("memory_peak_bytes", "peak memory", right=True, format=format_bytes)
 _GPU_COLUMNS: Final = (
-    Column(key="gpu", title="GPU", right=True, of=lambda use: use.gpu.index),
-    Column(key="name", title="name", rank=3, of=lambda use: use.gpu.name),
-    Column(key="source", title="from", rank=2),
+    Column("gpu", "GPU", right=True, of=lambda use: use.gpu.index),
+    Column("name", "name", rank=3, of=lambda use: use.gpu.name),
+    Column("source", "from", rank=2),
     _activity("mean"),
     _activity("p95"),
     _activity("max", rank=1),
     Column(
-        key="utilization_mean",
-        title="util mean %",
+        "utilization_mean",
+        "util mean %",
         right=True,
         rank=2,
         of=lambda use: getattr(use.utilization, "mean", None),
         format=_percent,
     ),
     Column(
-        key="busy_percent",
-        title="busy %",
+        "busy_percent",
+        "busy %",
         right=True,
         rank=2,
         of=lambda use: None if use.busy_share is None else 100 * use.busy_share,
@@ -222,36 +222,29 @@ _GPU_COLUMNS: Final = (
     ),
     _PEAK,
     Column(
-        key="memory_total_bytes",
-        title="of",
-        right=True,
-        rank=1,
-        of=lambda use: use.gpu.memory_total_bytes,
-        format=format_bytes,
+        "memory_total_bytes", "of", right=True, rank=1, of=lambda use: use.gpu.memory_total_bytes, format=format_bytes
     ),
-    Column(
-        key="unanswered", title="no answer", right=True, rank=1, optional=True, of=lambda use: use.unanswered or None
-    ),
+    Column("unanswered", "no answer", right=True, rank=1, optional=True, of=lambda use: use.unanswered or None),
 )
 _PROCESS_COLUMNS: Final = (
-    Column(key="gpu", title="GPU", right=True, of=lambda use: use.process.gpu),
-    Column(key="pid", title="PID", right=True, of=lambda use: use.process.pid),
-    Column(key="name", title="name", least=8, of=lambda use: use.process.name),
-    Column(key="user", title="user", rank=1, of=lambda use: use.process.user),
-    Column(key="container", title="container", rank=4, optional=True, of=lambda use: use.process.container),
-    Column(key="source", title="from", rank=3),
+    Column("gpu", "GPU", right=True, of=lambda use: use.process.gpu),
+    Column("pid", "PID", right=True, of=lambda use: use.process.pid),
+    Column("name", "name", least=8, of=lambda use: use.process.name),
+    Column("user", "user", rank=1, of=lambda use: use.process.user),
+    Column("container", "container", rank=4, optional=True, of=lambda use: use.process.container),
+    Column("source", "from", rank=3),
     _activity("mean"),
     _activity("p95"),
     _activity("max", rank=4),
-    Column(key="pattern", title="pattern", rank=1),
+    Column("pattern", "pattern", rank=1),
     _PEAK,
-    Column(key="seen_from_seconds", title="from s", right=True, rank=2),
-    Column(key="seen_to_seconds", title="to s", right=True, rank=2),
+    Column("seen_from_seconds", "from s", right=True, rank=2),
+    Column("seen_to_seconds", "to s", right=True, rank=2),
 )
 _UNDERUSED_COLUMNS: Final = (
-    Column(key="gpu", title="GPU", right=True),
-    Column(key="kind", title="finding", rank=1),
-    Column(key="why", title="why"),
+    Column("gpu", "GPU", right=True),
+    Column("kind", "finding", rank=1),
+    Column("why", "why"),
 )
 
 

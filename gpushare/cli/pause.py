@@ -175,14 +175,14 @@ def listed(host: Host) -> Any:
     rows = tuple(row(job, host) for job in jobs)
     shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (
-        Column(key="pid", title="pid", right=True),
-        Column(key="name", title="name", optional=True),
-        Column(key="user", title="user", rank=2),
-        Column(key="state", title="state", rank=1),
-        Column(key="since", title="since", format=clock),
-        Column(key="until", title="until", format=lambda at: "resumed" if at is None else clock(at)),
-        Column(key="by", title="by", rank=1),
-        Column(key="processes", title="processes", rank=3),
+        Column("pid", "pid", right=True),
+        Column("name", "name", optional=True),
+        Column("user", "user", rank=2),
+        Column("state", "state", rank=1),
+        Column("since", "since", format=clock),
+        Column("until", "until", format=lambda at: "resumed" if at is None else clock(at)),
+        Column("by", "by", rank=1),
+        Column("processes", "processes", rank=3),
     )
     notes = [
         f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pid}"

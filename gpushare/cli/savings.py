@@ -205,15 +205,15 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     lines += [f"warning: {warning}" for warning in data.warnings]
     lines.append(_price_line(data.price))
     columns = (
-        Column(key="gpus", title="GPUs", right=True),
-        Column(key="cost", title="cost", right=True, format=money),
-        Column(key="saving", title="saving", right=True, format=money),
-        Column(key="saving_percent", title="saving %", right=True, rank=1),
-        Column(key="max_load_percent", title="fullest %", right=True),
-        Column(key="max_p95_percent", title="sum of p95 %", right=True, rank=2, optional=True),
-        Column(key="max_memory_bytes", title="memory", right=True, rank=1, optional=True, format=format_bytes),
-        Column(key="verdict", title="verdict", format=lambda value: _VERDICTS.get(value, str(value))),
-        Column(key="places", title="together", rank=3, least=12, format=_together),
+        Column("gpus", "GPUs", right=True),
+        Column("cost", "cost", right=True, format=money),
+        Column("saving", "saving", right=True, format=money),
+        Column("saving_percent", "saving %", right=True, rank=1),
+        Column("max_load_percent", "fullest %", right=True),
+        Column("max_p95_percent", "sum of p95 %", right=True, rank=2, optional=True),
+        Column("max_memory_bytes", "memory", right=True, rank=1, optional=True, format=format_bytes),
+        Column("verdict", "verdict", format=lambda value: _VERDICTS.get(value, str(value))),
+        Column("places", "together", rank=3, least=12, format=_together),
     )
     table = Table(name="options", columns=columns, rows=data.options, empty="no smaller number of GPUs fits")
     return Result(command="savings", data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))

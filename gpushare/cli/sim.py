@@ -86,11 +86,11 @@ def list_hosts(
         return _models()
     hosts = used_hosts()
     columns = (
-        Column(key="spec", title="host", whole=True),
-        Column(key="gpus", title="GPUs", right=True),
-        Column(key="processes", title="processes", right=True),
-        Column(key="daemons", title="MPS daemons", right=True),
-        Column(key="directory", title="state", rank=1),
+        Column("spec", "host", whole=True),
+        Column("gpus", "GPUs", right=True),
+        Column("processes", "processes", right=True),
+        Column("daemons", "MPS daemons", right=True),
+        Column("directory", "state", rank=1),
     )
     rows = tuple({column.key: getattr(host, column.key) for column in columns} for host in hosts)
     empty = "no simulated hosts yet; any command creates one: gpushare --host sim:h200 status"
@@ -115,12 +115,12 @@ def _models() -> Any:
         for key, model in load_models().items()
     )
     columns = (
-        Column(key="host", title="host", whole=True),
-        Column(key="name", title="GPU"),
-        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
-        Column(key="multiprocessors", title="SMs", right=True, rank=2),
-        Column(key="mig", title="MIG", rank=1),
-        Column(key="time_slice", title="time-slice", rank=3),
+        Column("host", "host", whole=True),
+        Column("name", "GPU"),
+        Column("memory_bytes", "memory", right=True, format=format_bytes),
+        Column("multiprocessors", "SMs", right=True, rank=2),
+        Column("mig", "MIG", rank=1),
+        Column("time_slice", "time-slice", rank=3),
     )
     return Result(command="sim list", data={"models": rows}, tables=(Table(name="models", columns=columns, rows=rows),))
 
@@ -175,21 +175,21 @@ def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
         for index, gpu in enumerate(data["gpus"])
     )
     gpu_columns = (
-        Column(key="index", title="GPU", right=True),
-        Column(key="model", title="model"),
-        Column(key="instances", title="MIG instances", rank=2, optional=True),
-        Column(key="faults", title="faults", rank=1, optional=True),
-        Column(key="uuid", title="UUID", whole=True, rank=3),
+        Column("index", "GPU", right=True),
+        Column("model", "model"),
+        Column("instances", "MIG instances", rank=2, optional=True),
+        Column("faults", "faults", rank=1, optional=True),
+        Column("uuid", "UUID", whole=True, rank=3),
     )
     process_columns = (
-        Column(key="pid", title="PID", right=True),
-        Column(key="name", title="name"),
-        Column(key="user", title="user"),
-        Column(key="real", title="real"),
-        Column(key="mps_daemon", title="MPS daemon", right=True, rank=1),
-        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
-        Column(key="sm_percent", title="SM %", right=True, rank=2),
-        Column(key="broken", title="broken", rank=3),
+        Column("pid", "PID", right=True),
+        Column("name", "name"),
+        Column("user", "user"),
+        Column("real", "real"),
+        Column("mps_daemon", "MPS daemon", right=True, rank=1),
+        Column("memory_bytes", "memory", right=True, format=format_bytes),
+        Column("sm_percent", "SM %", right=True, rank=2),
+        Column("broken", "broken", rank=3),
     )
     return (
         Table(name="gpus", title="GPUs", columns=gpu_columns, rows=gpus),

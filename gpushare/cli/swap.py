@@ -73,14 +73,14 @@ def listed() -> Any:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     rows = tuple(_row(one, indexes.get(one.gpu_uuid)) for one in out)
     columns = (
-        Column(key="gpu", title="GPU", right=True),
-        Column(key="pid", title="pid", right=True),
-        Column(key="name", title="name", optional=True),
-        Column(key="user", title="user", rank=2),
-        Column(key="state", title="state"),
-        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
-        Column(key="gpu_uuid", title="GPU UUID", rank=2),
-        Column(key="since", title="since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
+        Column("gpu", "GPU", right=True),
+        Column("pid", "pid", right=True),
+        Column("name", "name", optional=True),
+        Column("user", "user", rank=2),
+        Column("state", "state"),
+        Column("memory_bytes", "memory", right=True, format=format_bytes),
+        Column("gpu_uuid", "GPU UUID", rank=2),
+        Column("since", "since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
     )
     return Result(
         command="swap list",

@@ -104,12 +104,12 @@ def show(gpu: GpuOption = None) -> Any:
     devices = select(gpu, gpus)
     levels = policies_of(pending.result())
     columns = (
-        Column(key="gpu", title="GPU", right=True),
-        Column(key="name", title="name", rank=3),
-        Column(key="time_slice", title="level"),
-        Column(key="default_slice_us", title="default slice", right=True, rank=1, optional=True, format=_slice),
-        Column(key="compute_mode", title="compute mode", rank=2),
-        Column(key="uuid", title="UUID", whole=True, rank=4),
+        Column("gpu", "GPU", right=True),
+        Column("name", "name", rank=3),
+        Column("time_slice", "level"),
+        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=_slice),
+        Column("compute_mode", "compute mode", rank=2),
+        Column("uuid", "UUID", whole=True, rank=4),
     )
     errors = gpu_errors(device.gpu for device in devices)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
@@ -210,13 +210,13 @@ def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
 
 def _process_table(rows: Sequence[ProcessSlices]) -> Table:
     columns = (
-        Column(key="gpu", title="GPU", right=True, group=True),
-        Column(key="pid", title="PID", right=True),
-        Column(key="job", title="job", rank=1, optional=True),
-        Column(key="user", title="user", rank=3),
-        Column(key="name", title="program", rank=4, least=8),
-        Column(key="slice", title="slice", right=True),
-        Column(key="how", title="set by", rank=2),
+        Column("gpu", "GPU", right=True, group=True),
+        Column("pid", "PID", right=True),
+        Column("job", "job", rank=1, optional=True),
+        Column("user", "user", rank=3),
+        Column("name", "program", rank=4, least=8),
+        Column("slice", "slice", right=True),
+        Column("how", "set by", rank=2),
     )
     return Table(
         name="processes",

@@ -24,7 +24,7 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
     Without ``whole``, a terminal shows only the first of the changes.
     """
     rows = tuple({"item": item, "text": text} for item, text in _items(data))
-    columns = (Column(key="item", title="item"), Column(key="text", title="text", whole=True))
+    columns = (Column("item", "item"), Column("text", "text", whole=True))
     return Table(
         name="answer", columns=columns, rows=rows, draw=lambda width: _screen(data, min(width, _WIDEST), whole=whole)
     )
@@ -34,9 +34,9 @@ def verdicts_table(data: Any) -> Table:
     """Return every way with its verdict and most important reason."""
     rows = tuple({"way": one.way, "verdict": one.outcome, "why": _why(one)} for one in data.verdicts)
     columns = (
-        Column(key="way", title="way"),
-        Column(key="verdict", title="verdict"),
-        Column(key="why", title="why", whole=True),
+        Column("way", "way"),
+        Column("verdict", "verdict"),
+        Column("why", "why", whole=True),
     )
     return Table(
         name="verdicts",
@@ -53,11 +53,11 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
         for reason in one.reasons
     )
     columns = (
-        Column(key="way", title="way", group=True),
-        Column(key="kind", title="kind"),
-        Column(key="rule", title="rule"),
-        Column(key="text", title="text", whole=True),
-        Column(key="source", title="source", whole=True),
+        Column("way", "way", group=True),
+        Column("kind", "kind"),
+        Column("rule", "rule"),
+        Column("text", "text", whole=True),
+        Column("source", "source", whole=True),
     )
     return Table(
         name="reasons",

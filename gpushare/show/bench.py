@@ -125,11 +125,11 @@ def _throughput(data: Mapping[str, Any]) -> Table:
     legend = [f"{_MARK} use this"] if any(_winner(pick) for pick in picks.values()) else []
     legend += [f"{_TIED} not told apart"] if any(pick["certain"] and _tied(pick) for pick in picks.values()) else []
     columns = (
-        Column(key="way", title="way"),
+        Column("way", "way"),
         *(
             Column(
-                key=f"n{number}",
-                title=format_copies(number),
+                f"n{number}",
+                format_copies(number),
                 right=True,
                 style=lambda value: "bold green" if str(value or "").startswith(_MARK) else None,
             )
@@ -172,21 +172,21 @@ def _figure(cell: Mapping[str, Any] | None, pick: Mapping[str, Any] | None) -> s
 
 def _details(data: Mapping[str, Any]) -> Table:
     columns = (
-        Column(key="copies", title="copies", right=True),
-        Column(key="way", title="way"),
-        Column(key="threads_percent", title="cap %", right=True, rank=4, optional=True),
-        Column(key="mean", title="rate", right=True, format=shown),
-        Column(key="spread", title="spread", right=True, rank=2, format=_percent),
-        Column(key="gain", title="x alone", right=True, format=_times),
-        Column(key="slowdown", title="slowdown", right=True, format=_times),
-        Column(key="slowdown_worst", title="worst", right=True, rank=3, format=_times),
-        Column(key="latency_p50", title="p50", right=True, rank=1, optional=True, format=shown),
-        Column(key="latency_p99", title="p99", right=True, rank=1, optional=True, format=shown),
-        Column(key="memory_peak_bytes", title="memory", right=True, rank=2, format=format_bytes),
-        Column(key="power_watts", title="W", right=True, rank=3, optional=True, format=shown),
-        Column(key="joules", title="J each", right=True, rank=3, optional=True, format=shown),
-        Column(key="runs", title="runs", right=True, rank=3),
-        Column(key="remark", title="remark", optional=True, rank=1),
+        Column("copies", "copies", right=True),
+        Column("way", "way"),
+        Column("threads_percent", "cap %", right=True, rank=4, optional=True),
+        Column("mean", "rate", right=True, format=shown),
+        Column("spread", "spread", right=True, rank=2, format=_percent),
+        Column("gain", "x alone", right=True, format=_times),
+        Column("slowdown", "slowdown", right=True, format=_times),
+        Column("slowdown_worst", "worst", right=True, rank=3, format=_times),
+        Column("latency_p50", "p50", right=True, rank=1, optional=True, format=shown),
+        Column("latency_p99", "p99", right=True, rank=1, optional=True, format=shown),
+        Column("memory_peak_bytes", "memory", right=True, rank=2, format=format_bytes),
+        Column("power_watts", "W", right=True, rank=3, optional=True, format=shown),
+        Column("joules", "J each", right=True, rank=3, optional=True, format=shown),
+        Column("runs", "runs", right=True, rank=3),
+        Column("remark", "remark", optional=True, rank=1),
     )
     alone = {**data["alone"], "way": "alone"}
     lone = (data["alone"]["way"], 1)
@@ -222,12 +222,12 @@ def _times(value: float | None) -> str:
 
 def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
-        Column(key="copies", title="copies", right=True),
-        Column(key="way", title="way"),
-        Column(key="before", title="before", right=True, format=shown),
-        Column(key="now", title="now", right=True, format=shown),
-        Column(key="ratio", title="ratio", right=True, format=_times),
-        Column(key="verdict", title="verdict", style={"faster": "green", "slower": "red"}.get),
+        Column("copies", "copies", right=True),
+        Column("way", "way"),
+        Column("before", "before", right=True, format=shown),
+        Column("now", "now", right=True, format=shown),
+        Column("ratio", "ratio", right=True, format=_times),
+        Column("verdict", "verdict", style={"faster": "green", "slower": "red"}.get),
     )
     return Table(
         name="comparison",
@@ -240,15 +240,11 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _left_out(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
-        Column(key="way", title="way", group=True),
+        Column("way", "way", group=True),
         Column(
-            key="copies",
-            title="copies",
-            right=True,
-            optional=True,
-            format=lambda value: "all" if value is None else str(value),
+            "copies", "copies", right=True, optional=True, format=lambda value: "all" if value is None else str(value)
         ),
-        Column(key="reason", title="why", least=20),
+        Column("reason", "why", least=20),
     )
     return Table(
         name="left_out", title="left out", columns=columns, rows=tuple(rows), draw=lambda width: _reasons(rows, width)
@@ -282,7 +278,7 @@ def _csv(data: Mapping[str, Any]) -> Table:
         {**_flat(cell), "low": (cell["throughput"] or {}).get("low"), "high": (cell["throughput"] or {}).get("high")}
         for cell in data["cells"]
     )
-    return Table(name="cells", columns=tuple(Column(key=key, title=key) for key in keys), rows=rows)
+    return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=rows)
 
 
 def check_plot(text: str) -> None:

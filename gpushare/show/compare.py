@@ -157,9 +157,9 @@ def compare_table(
     ``absent`` mechanisms, which this host does not have, get one line where there is no room for a grid.
     """
     columns = (
-        Column(key="row", title="row", whole=True),
-        Column(key="mechanism", title="mechanism", whole=True),
-        Column(key="says", title="says"),
+        Column("row", "row", whole=True),
+        Column("mechanism", "mechanism", whole=True),
+        Column("says", "says"),
     )
     records = tuple(
         {"row": row.title, "mechanism": name, "says": NOT_HERE if cell.text is None else cell.text}
@@ -193,14 +193,14 @@ def _drawn(
 def csv_table(records: Sequence[dict[str, Any]]) -> Table:
     """Return one record per cell with all of its views; sources by their keys."""
     keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
-    columns = (*(Column(key=key, title=key) for key in keys), Column(key="sources", title="sources"))
+    columns = (*(Column(key, key) for key in keys), Column("sources", "sources"))
     rows = [{**record, "sources": " ".join(one["key"] for one in record["sources"])} for record in records]
     return Table(name="mechanisms", columns=columns, rows=tuple(rows))
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
     """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
-    columns = (Column(key="what", title="what", whole=True), Column(key="says", title="says"))
+    columns = (Column("what", "what", whole=True), Column("says", "says"))
     rows = tuple({"what": what, "says": says} for what, says in entries)
     return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _entries(entries, width))
 

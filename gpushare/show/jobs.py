@@ -87,30 +87,28 @@ def _way(job: ListedJob) -> str | None:
 
 
 # What the verbs take as JOB; then what tells a job from its namesake.
-_JOB: Final = Column(key="job", title="job", of=lambda job: job.name or job.pid)
-_PID: Final = Column(key="pid", title="pid", right=True, rank=6)
-_USER: Final = Column(key="user", title="user", rank=7)
-_ROLE: Final = Column(key="role", title="role", rank=1, style=role_style)
-_SINCE: Final = Column(key="since_seconds", title="since", right=True, rank=2, format=age)
-_COMMAND: Final = Column(key="command", title="command", rank=3, least=12)
+_JOB: Final = Column("job", "job", of=lambda job: job.name or job.pid)
+_PID: Final = Column("pid", "pid", right=True, rank=6)
+_USER: Final = Column("user", "user", rank=7)
+_ROLE: Final = Column("role", "role", rank=1, style=role_style)
+_SINCE: Final = Column("since_seconds", "since", right=True, rank=2, format=age)
+_COMMAND: Final = Column("command", "command", rank=3, least=12)
 
 
 def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
     columns = (
         _JOB,
         _PID,
-        Column(key="state", title="state", style=_STATES.get),
+        Column("state", "state", style=_STATES.get),
         _USER,
         _ROLE,
-        Column(key="gpu", title="GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
-        Column(key="way", title="way", of=_way),
-        Column(
-            key="memory", title="memory", right=True, of=lambda job: (job.memory_used_bytes, _limit(job)), format=_memory
-        ),
-        Column(key="swapped_bytes", title="swapped", right=True, rank=4, optional=True, format=format_bytes),
-        Column(key="sm_percent", title="SM", right=True, rank=1, format=format_percent),
+        Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
+        Column("way", "way", of=_way),
+        Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, _limit(job)), format=_memory),
+        Column("swapped_bytes", "swapped", right=True, rank=4, optional=True, format=format_bytes),
+        Column("sm_percent", "SM", right=True, rank=1, format=format_percent),
         _SINCE,
-        Column(key="container", title="container", rank=8, whole=True, optional=True, format=container_name),
+        Column("container", "container", rank=8, whole=True, optional=True, format=container_name),
         _COMMAND,
     )  # fmt: skip
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
@@ -119,27 +117,22 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
 
 def _waiting(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        Column(key="place", title="place", right=True, of=lambda job: job.line.place),
+        Column("place", "place", right=True, of=lambda job: job.line.place),
         _JOB,
         _PID,
         _USER,
         _ROLE,
-        Column(key="gpu", title="GPU", right=True, of=lambda job: of_several(job.line.count, job.gpu_indexes)),
+        Column("gpu", "GPU", right=True, of=lambda job: of_several(job.line.count, job.gpu_indexes)),
         Column(
-            key="memory",
-            title="for",
+            "memory",
+            "for",
             right=True,
             of=lambda job: job.line.memory_bytes,
             format=lambda value: "all" if value is None else format_bytes(value),
         ),
-        Column(key="behind", title="behind", rank=1, of=lambda job: _names([*job.line.behind, *job.line.held_by])),
+        Column("behind", "behind", rank=1, of=lambda job: _names([*job.line.behind, *job.line.held_by])),
         _SINCE,
-        Column(
-            key="state",
-            title="state",
-            optional=True,
-            of=lambda job: "stopped, skipped" if job.line.stopped else None,
-        ),
+        Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,
     )
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
@@ -147,24 +140,24 @@ def _waiting(jobs: Sequence[ListedJob]) -> Table:
 
 def _ended(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        Column(key="name", title="job"),
+        Column("name", "job"),
         Column(
-            key="exit_code",
-            title="exit code",
+            "exit_code",
+            "exit code",
             right=True,
             format=lambda code: "not started" if code is None else str(code),
             style=lambda code: "red" if code else None,
         ),
         _ROLE,
-        Column(key="device", title="device", rank=1),
-        Column(key="ran_seconds", title="ran", right=True, rank=2, format=age),
+        Column("device", "device", rank=1),
+        Column("ran_seconds", "ran", right=True, rank=2, format=age),
         Column(
-            key="since_seconds",
-            title="ended",
+            "since_seconds",
+            "ended",
             right=True,
             format=lambda seconds: "-" if seconds is None else f"{age(seconds)} ago",
         ),
-        Column(key="memory_peak_bytes", title="peak memory", right=True, rank=2, optional=True, format=format_bytes),
+        Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),
         _COMMAND,
     )
     return Table(name="ended_jobs", title="ended lately", columns=columns, rows=tuple(jobs))
@@ -179,5 +172,5 @@ _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
 
 
 def _csv(jobs: Sequence[ListedJob]) -> Table:
-    columns = tuple(Column(key=key, title=key, of=_CSV_ONLY.get(key)) for key in CSV)
+    columns = tuple(Column(key, key, of=_CSV_ONLY.get(key)) for key in CSV)
     return Table(name="jobs", columns=columns, rows=tuple(jobs))

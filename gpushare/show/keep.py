@@ -72,14 +72,14 @@ class Said:
 
 
 _EVENTS = (
-    Column(key="kind", title="event"),
-    Column(key="pid", title="PID", right=True),
-    Column(key="user", title="user"),
-    Column(key="gpu", title="GPU", right=True),
-    Column(key="before_us", title="before"),
-    Column(key="slice_us", title="slice"),
-    Column(key="rule", title="rule"),
-    Column(key="why", title="why"),
+    Column("kind", "event"),
+    Column("pid", "PID", right=True),
+    Column("user", "user"),
+    Column("gpu", "GPU", right=True),
+    Column("before_us", "before"),
+    Column("slice_us", "slice"),
+    Column("rule", "rule"),
+    Column("why", "why"),
 )
 
 
@@ -87,14 +87,14 @@ def planned_result(found: Sequence[Verdict], path: str) -> Result:
     """Return which rule is for which process, for ``--dry-run``."""
     rows = tuple(asdict(one) for one in found)
     columns = (
-        Column(key="pid", title="PID", right=True),
-        Column(key="user", title="user", rank=1),
-        Column(key="name", title="name", rank=3),
-        Column(key="gpu", title="GPU", right=True),
-        Column(key="rule", title="rule"),
-        Column(key="outcome", title="gives", rank=2),
-        Column(key="slice_us", title="slice", right=True, format=_slice),
-        Column(key="why", title="why", rank=4, optional=True),
+        Column("pid", "PID", right=True),
+        Column("user", "user", rank=1),
+        Column("name", "name", rank=3),
+        Column("gpu", "GPU", right=True),
+        Column("rule", "rule"),
+        Column("outcome", "gives", rank=2),
+        Column("slice_us", "slice", right=True, format=_slice),
+        Column("why", "why", rank=4, optional=True),
     )
     table = Table(name="processes", columns=columns, rows=rows, empty="no process is on a GPU")
     notes = (

@@ -87,7 +87,7 @@ class LegendAnswer:
 def legend_result() -> Result:
     """Return what the column heads mean."""
     heads = tuple(Head(head=head, meaning=meaning) for head, meaning in HEADS.items())
-    columns = (Column(key="head", title="head", whole=True), Column(key="meaning", title="meaning"))
+    columns = (Column("head", "head", whole=True), Column("meaning", "meaning"))
     table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))
     width = max(map(len, HEADS)) + 2
     text = "\n".join(

@@ -131,17 +131,17 @@ def _profile_row(
 
 
 PROFILE_COLUMNS: Final = (
-    Column(key="gpu", title="GPU", right=True, group=True),
-    Column(key="profile", title="profile", whole=True),
-    Column(key="id", title="id", right=True, rank=1),
-    Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
-    Column(key="multiprocessors", title="SMs", right=True),
-    Column(key="free", title="free", right=True),
-    Column(key="total", title="of", right=True),
-    Column(key="placements", title="placements", rank=2),
-    Column(key="copy_engines", title="CE", right=True, rank=4),
-    Column(key="decoders", title="DEC", right=True, rank=4),
-    Column(key="confidence", title="confidence", rank=3, optional=True),
+    Column("gpu", "GPU", right=True, group=True),
+    Column("profile", "profile", whole=True),
+    Column("id", "id", right=True, rank=1),
+    Column("memory_bytes", "memory", right=True, format=format_bytes),
+    Column("multiprocessors", "SMs", right=True),
+    Column("free", "free", right=True),
+    Column("total", "of", right=True),
+    Column("placements", "placements", rank=2),
+    Column("copy_engines", "CE", right=True, rank=4),
+    Column("decoders", "DEC", right=True, rank=4),
+    Column("confidence", "confidence", rank=3, optional=True),
 )
 
 
@@ -348,4 +348,4 @@ def status_csv(rows: Sequence[MigGpu]) -> Table:
         for one in row.instances or ()
         for compute in one.compute or (None,)
     ]
-    return Table(name="instances", columns=tuple(Column(key=key, title=key) for key in keys), rows=tuple(found))
+    return Table(name="instances", columns=tuple(Column(key, key) for key in keys), rows=tuple(found))

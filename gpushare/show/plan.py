@@ -50,10 +50,10 @@ def plan_result(
         name="steps",
         title=f"plan: {counted(len(steps), 'step')}, nothing is changed (dry run)" if steps else None,
         columns=(
-            Column(key="number", title="#", right=True),
-            Column(key="what", title="what"),
-            Column(key="command", title="command", whole=True),
-            Column(key="undo", title="undo", whole=True),
+            Column("number", "#", right=True),
+            Column("what", "what"),
+            Column("command", "command", whole=True),
+            Column("undo", "undo", whole=True),
         ),
         rows=tuple(
             {"number": number, "what": step.what, "command": step.command, "undo": step.undo}

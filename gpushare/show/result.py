@@ -7,7 +7,7 @@ the keys, unknown is null.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import KW_ONLY, fields, is_dataclass
 from decimal import Decimal
 from enum import Enum, IntEnum
 from typing import Any, Final
@@ -42,7 +42,7 @@ def plain_value(value: Any) -> str:
     return str(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """One column: its key, the title for people, what it shows of a row (the field ``key``, or ``of``), and how.
 
@@ -54,6 +54,7 @@ class Column:
 
     key: str
     title: str
+    _: KW_ONLY
     right: bool = False
     rank: int = 0
     whole: bool = False

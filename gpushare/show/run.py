@@ -261,15 +261,15 @@ def farm_result(
 ) -> Result:
     """Return the result of a farm from its data: keys as the JSON document has them."""
     columns = (
-        Column(key="copy", title="copy", right=True),
-        Column(key="line", title="line", least=10, rank=2, optional=True),
-        Column(key="state", title="state"),
-        Column(key="exit_code", title="exit", right=True, rank=1),
-        Column(key="seconds", title="seconds", right=True, format=lambda value: f"{value:.1f}"),
-        Column(key="tries", title="starts", right=True, rank=3),
-        Column(key="gpu_indexes", title="GPU", right=True, rank=2, format=lambda value: ranges(value) or "-"),
-        Column(key="failure", title="failure", least=10, optional=True),
-        Column(key="log", title="log", rank=4, least=10, optional=True),
+        Column("copy", "copy", right=True),
+        Column("line", "line", least=10, rank=2, optional=True),
+        Column("state", "state"),
+        Column("exit_code", "exit", right=True, rank=1),
+        Column("seconds", "seconds", right=True, format=lambda value: f"{value:.1f}"),
+        Column("tries", "starts", right=True, rank=3),
+        Column("gpu_indexes", "GPU", right=True, rank=2, format=lambda value: ranges(value) or "-"),
+        Column("failure", "failure", least=10, optional=True),
+        Column("log", "log", rank=4, least=10, optional=True),
     )
     table = Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"]))
     shown = _folded(data["copies"])

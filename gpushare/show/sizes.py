@@ -67,11 +67,11 @@ def _times(data: Mapping[str, Any]) -> Table:
                 }
             )
     columns = (
-        Column(key="size", title="size", right=True, group=True),
-        Column(key="way", title="way"),
-        Column(key="alone", title="alone", right=True, format=format_time),
+        Column("size", "size", right=True, group=True),
+        Column("way", "way"),
+        Column("alone", "alone", right=True, format=format_time),
         *(
-            Column(key=f"n{number}", title=format_copies(number), right=True)
+            Column(f"n{number}", format_copies(number), right=True)
             for number in numbers
             if number > 1 or len(numbers) == 1
         ),
@@ -95,9 +95,7 @@ def _shown(cell: Mapping[str, Any] | None, alone: float | None) -> str | None:
 
 def _csv(data: Mapping[str, Any]) -> Table:
     keys = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
-    return Table(
-        name="cells", columns=tuple(Column(key=key, title=key) for key in keys), rows=tuple(map(dict, data["cells"]))
-    )
+    return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=tuple(map(dict, data["cells"])))
 
 
 def drawn_sizes(data: Mapping[str, Any], form: str) -> bytes:

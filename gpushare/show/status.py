@@ -127,7 +127,7 @@ def _model_name(value: Any) -> str:
 
 
 def _gpu_column(**more: Any) -> Column:
-    return Column(key="gpu", title="GPU", right=True, **more)
+    return Column("gpu", "GPU", right=True, **more)
 
 
 def _of_gpu(row: Any) -> int | None:
@@ -136,7 +136,7 @@ def _of_gpu(row: Any) -> int | None:
 
 
 def _memory(key: str, title: str, rank: int = 0, **more: Any) -> Column:
-    return Column(key=key, title=title, right=True, rank=rank, format=format_bytes, **more)
+    return Column(key, title, right=True, rank=rank, format=format_bytes, **more)
 
 
 def _memory_of(row: Any) -> tuple[int | None, int | None]:
@@ -148,7 +148,7 @@ def _reserved(row: Any) -> int | None:
 
 
 def _percent(key: str, title: str, rank: int = 0) -> Column:
-    return Column(key=key, title=title, right=True, rank=rank, format=format_percent, style=_idle)
+    return Column(key, title, right=True, rank=rank, format=format_percent, style=_idle)
 
 
 def _gpus(snapshot: Snapshot) -> Table:
@@ -160,24 +160,24 @@ def _gpus(snapshot: Snapshot) -> Table:
 
     columns = (
         _gpu_column(of=lambda gpu: gpu.index),
-        Column(key="name", title="name", rank=2, format=_model_name),
-        Column(key="mechanism", title="sharing", of=state, style=_alarm),
-        Column(key="memory", title="memory", right=True, of=_memory_of, format=used_of_total),
+        Column("name", "name", rank=2, format=_model_name),
+        Column("mechanism", "sharing", of=state, style=_alarm),
+        Column("memory", "memory", right=True, of=_memory_of, format=used_of_total),
         _memory("reserved", "reserved", rank=1, of=_reserved, optional=True),
         _percent("utilization_percent", "util", rank=1),
         Column(
-            key="processes",
-            title="procs",
+            "processes",
+            "procs",
             right=True,
             rank=3,
             of=lambda gpu: None if gpu.processes is None else len(gpu.processes),
             style=_idle,
         ),
-        Column(key="time_slice", title="time-slice", rank=4),
-        Column(key="compute_mode", title="compute mode", rank=5),
-        Column(key="mig", title="MIG", rank=6, of=_mig_mode),
-        Column(key="pci_bus_id", title="PCI bus id", rank=7, whole=True),
-        Column(key="uuid", title="UUID", rank=8, whole=True),
+        Column("time_slice", "time-slice", rank=4),
+        Column("compute_mode", "compute mode", rank=5),
+        Column("mig", "MIG", rank=6, of=_mig_mode),
+        Column("pci_bus_id", "PCI bus id", rank=7, whole=True),
+        Column("uuid", "UUID", rank=8, whole=True),
     )
     return Table(
         name="gpus",
@@ -219,15 +219,15 @@ def _mig_instances(snapshot: Snapshot) -> Table:
     ]
     columns = (
         _gpu_column(group=True),
-        Column(key="gpu_instance_id", title="GI", right=True),
-        Column(key="compute_instance_id", title="CI", right=True),
-        Column(key="profile", title="profile"),
-        Column(key="name", title="name", optional=True),
-        Column(key="multiprocessors", title="SMs", right=True, rank=2),
-        Column(key="memory", title="memory", right=True, rank=1, format=used_of_total),
+        Column("gpu_instance_id", "GI", right=True),
+        Column("compute_instance_id", "CI", right=True),
+        Column("profile", "profile"),
+        Column("name", "name", optional=True),
+        Column("multiprocessors", "SMs", right=True, rank=2),
+        Column("memory", "memory", right=True, rank=1, format=used_of_total),
         _memory("reserved", "reserved", rank=1, optional=True),
-        Column(key="processes", title="procs", right=True, rank=3, style=_idle),
-        Column(key="uuid", title="UUID", rank=4, whole=True),
+        Column("processes", "procs", right=True, rank=3, style=_idle),
+        Column("uuid", "UUID", rank=4, whole=True),
     )
     return Table(
         name="mig_instances",
@@ -250,16 +250,16 @@ def _mps_daemons(snapshot: Snapshot) -> Table:
     silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
     columns = (
         _gpu_column(of=_of_gpu),
-        Column(key="pid", title="pid", right=True),
-        Column(key="user", title="user", rank=4),
-        Column(key="started_by", title="started by", rank=5, of=_started_by),
-        Column(key="status", title="server", of=lambda daemon: _server_word(daemon, silent), style=_alarm),
-        Column(key="clients", title="clients", right=True, rank=1, of=_clients),
+        Column("pid", "pid", right=True),
+        Column("user", "user", rank=4),
+        Column("started_by", "started by", rank=5, of=_started_by),
+        Column("status", "server", of=lambda daemon: _server_word(daemon, silent), style=_alarm),
+        Column("clients", "clients", right=True, rank=1, of=_clients),
         _percent("threads_percent", "threads", rank=2),
         _memory("memory_limit_bytes", "memory limit", rank=3),
-        Column(key="priority", title="priority", rank=6),
-        Column(key="pipe_directory", title="pipe directory", rank=7, whole=True),
-        Column(key="device_uuid", title="device", rank=8, whole=True),
+        Column("priority", "priority", rank=6),
+        Column("pipe_directory", "pipe directory", rank=7, whole=True),
+        Column("device_uuid", "device", rank=8, whole=True),
     )
     return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=tuple(_first_daemons(snapshot)))
 
@@ -307,13 +307,13 @@ def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any]
 def _mps_clients(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True),
-        Column(key="pid", title="pid", right=True),
-        Column(key="user", title="user", rank=2),
-        Column(key="name", title="program", rank=3, least=12),
-        Column(key="threads", title="threads", right=True, format=_with_next(format_percent)),
-        Column(key="memory_limit", title="memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
-        Column(key="priority", title="priority", rank=4, style=_low, format=_with_next(plain_value)),
-        Column(key="server_pid", title="server pid", right=True, rank=5),
+        Column("pid", "pid", right=True),
+        Column("user", "user", rank=2),
+        Column("name", "program", rank=3, least=12),
+        Column("threads", "threads", right=True, format=_with_next(format_percent)),
+        Column("memory_limit", "memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
+        Column("priority", "priority", rank=4, style=_low, format=_with_next(plain_value)),
+        Column("server_pid", "server pid", right=True, rank=5),
     )
     rows = tuple(
         {
@@ -339,26 +339,16 @@ def _since(snapshot: Snapshot, moment: float | None) -> float | None:
 
 def _waiting(snapshot: Snapshot) -> Table:
     columns = (
-        Column(key="place", title="place", right=True),
-        Column(key="gpus", title="GPU", right=True, of=lambda job: of_several(job.count, job.gpu_indexes)),
-        Column(key="pid", title="pid", right=True),
-        Column(key="user", title="user", rank=2),
-        Column(key="name", title="job", optional=True),
-        Column(key="memory_bytes", title="memory", right=True, format=_wanted),
+        Column("place", "place", right=True),
+        Column("gpus", "GPU", right=True, of=lambda job: of_several(job.count, job.gpu_indexes)),
+        Column("pid", "pid", right=True),
+        Column("user", "user", rank=2),
+        Column("name", "job", optional=True),
+        Column("memory_bytes", "memory", right=True, format=_wanted),
         Column(
-            key="waiting",
-            title="waiting",
-            right=True,
-            rank=1,
-            of=lambda job: _since(snapshot, job.waiting_since),
-            format=age,
+            "waiting", "waiting", right=True, rank=1, of=lambda job: _since(snapshot, job.waiting_since), format=age
         ),
-        Column(
-            key="state",
-            title="state",
-            optional=True,
-            of=lambda job: "stopped: skipped" if job.stopped else None,
-        ),
+        Column("state", "state", optional=True, of=lambda job: "stopped: skipped" if job.stopped else None),
     )
     rows = snapshot.waiting_jobs[:_MOST_WAITING]
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
@@ -386,10 +376,10 @@ _ABOVE: Final = {
 def _limited(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
-        Column(key="pid", title="pid", right=True),
-        Column(key="name", title="job", optional=True),
+        Column("pid", "pid", right=True),
+        Column("name", "job", optional=True),
         _memory("limit_bytes", "limit"),
-        Column(key="above", title="above it", format=lambda value: _ABOVE.get(value, "-")),
+        Column("above", "above it", format=lambda value: _ABOVE.get(value, "-")),
     )
     return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=snapshot.limited_jobs)
 
@@ -397,12 +387,12 @@ def _limited(snapshot: Snapshot) -> Table:
 def _swapped(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
-        Column(key="pid", title="pid", right=True),
-        Column(key="user", title="user", rank=2),
-        Column(key="name", title="job", optional=True),
-        Column(key="state", title="state", style=_alarm),
+        Column("pid", "pid", right=True),
+        Column("user", "user", rank=2),
+        Column("name", "job", optional=True),
+        Column("state", "state", style=_alarm),
         _memory("memory_bytes", "memory"),
-        Column(key="out", title="since", right=True, rank=1, of=lambda job: _since(snapshot, job.since), format=age),
+        Column("out", "since", right=True, rank=1, of=lambda job: _since(snapshot, job.since), format=age),
     )
     return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=snapshot.swapped_jobs)
 
@@ -412,9 +402,9 @@ def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
     index = {gpu.uuid: gpu.index for gpu in gpus}
     columns = (
         _gpu_column(of=lambda lease: index.get(lease.gpu_uuid)),
-        Column(key="user", title="user"),
-        Column(key="seconds_left", title="left", right=True, format=format_duration),
-        Column(key="gpu_uuid", title="UUID", rank=1, whole=True),
+        Column("user", "user"),
+        Column("seconds_left", "left", right=True, format=format_duration),
+        Column("gpu_uuid", "UUID", rank=1, whole=True),
     )
     return Table(
         name="leases",
@@ -458,11 +448,11 @@ def role_style(value: Any) -> str | None:
 def _vgpus(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True, of=_of_gpu),
-        Column(key="id", title="vGPU", right=True, rank=2),
-        Column(key="type", title="type", format=_model_name),
-        Column(key="vm", title="virtual machine", whole=True),
-        Column(key="memory", title="memory", right=True, of=_memory_of, format=used_of_total),
-        Column(key="uuid", title="UUID", rank=1, whole=True),
+        Column("id", "vGPU", right=True, rank=2),
+        Column("type", "type", format=_model_name),
+        Column("vm", "virtual machine", whole=True),
+        Column("memory", "memory", right=True, of=_memory_of, format=used_of_total),
+        Column("uuid", "UUID", rank=1, whole=True),
     )
     return Table(name="vgpu_sessions", title="vGPU sessions", columns=columns, rows=snapshot.vgpu_sessions)
 
@@ -471,20 +461,20 @@ def _processes(snapshot: Snapshot) -> Table:
     rows = tuple(_process_rows(snapshot))
     columns = (
         _gpu_column(group=True),
-        Column(key="gpu_instance_id", title="GI", right=True, rank=4, optional=True),
-        Column(key="pid", title="pid", right=True),
-        Column(key="type", title="type", rank=6),
-        Column(key="user", title="user", rank=1),
+        Column("gpu_instance_id", "GI", right=True, rank=4, optional=True),
+        Column("pid", "pid", right=True),
+        Column("type", "type", rank=6),
+        Column("user", "user", rank=1),
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
-        Column(key="age", title="age", right=True, rank=3, format=age),
-        Column(key="idle", title="idle", right=True, rank=3, optional=True, format=age),
-        Column(key="job", title="job", optional=True),
-        Column(key="role", title="role", optional=True, rank=2, style=role_style),
-        Column(key="way", title="way", optional=True, least=16),
-        Column(key="paused", title="paused", right=True, optional=True, format=age),
-        Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
-        Column(key="command", title="command", least=16),
+        Column("age", "age", right=True, rank=3, format=age),
+        Column("idle", "idle", right=True, rank=3, optional=True, format=age),
+        Column("job", "job", optional=True),
+        Column("role", "role", optional=True, rank=2, style=role_style),
+        Column("way", "way", optional=True, least=16),
+        Column("paused", "paused", right=True, optional=True, format=age),
+        Column("container", "container", rank=5, whole=True, optional=True, format=container_name),
+        Column("command", "command", least=16),
     )
     return Table(name="processes", title="processes", columns=columns, rows=rows, empty=_nobody(snapshot.gpus))
 
@@ -713,7 +703,7 @@ def csv_table(snapshot: Snapshot) -> Table:
     for gpu in snapshot.gpus:
         own = _csv_gpu(gpu, snapshot)
         rows += [{**own, **_csv_process(process)} for process in gpu.processes or ()] or [own]
-    columns = tuple(Column(key=key, title=key) for key in (*CSV_GPU, *CSV_PROCESS))
+    columns = tuple(Column(key, key) for key in (*CSV_GPU, *CSV_PROCESS))
     return Table(name="status", columns=columns, rows=tuple(rows))
 
 

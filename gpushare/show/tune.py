@@ -146,18 +146,18 @@ def rate(value: Any) -> str:
 
 
 COLUMNS = (
-    Column(key="setting", title="setting", least=22),
-    Column(key="production_slice_us", title="prod. slice", right=True, format=time_slice, optional=True),
-    Column(key="kept", title="production", right=True, format=share),
-    Column(key="kept_error", title="std. error", right=True, rank=4, format=error_of),
-    Column(key="p99", title="p99", right=True, format=factor, optional=True),
-    Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
-    Column(key="opportunistic_share_error", title="its error", right=True, rank=5, format=error_of),
-    Column(key="seconds", title="s", right=True, rank=3),
-    Column(key="meets", title="meets", rank=1),
-    Column(key="safe", title="safely", rank=2),
-    Column(key="frontier", title="frontier", rank=2),
-    Column(key="chosen", title="chosen"),
+    Column("setting", "setting", least=22),
+    Column("production_slice_us", "prod. slice", right=True, format=time_slice, optional=True),
+    Column("kept", "production", right=True, format=share),
+    Column("kept_error", "std. error", right=True, rank=4, format=error_of),
+    Column("p99", "p99", right=True, format=factor, optional=True),
+    Column("opportunistic_share", "opportunistic", right=True, format=share),
+    Column("opportunistic_share_error", "its error", right=True, rank=5, format=error_of),
+    Column("seconds", "s", right=True, rank=3),
+    Column("meets", "meets", rank=1),
+    Column("safe", "safely", rank=2),
+    Column("frontier", "frontier", rank=2),
+    Column("chosen", "chosen"),
 )
 
 

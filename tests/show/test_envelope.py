@@ -26,7 +26,7 @@ BROKEN = DriverNotLoaded("the driver does not answer", "sudo modprobe nvidia")
 
 def table(*rows: dict[str, object]) -> Table:
     keys = list(rows[0]) if rows else ["a"]
-    return Table(name="t", columns=tuple(Column(key=key, title=key) for key in keys), rows=rows)
+    return Table(name="t", columns=tuple(Column(key, key) for key in keys), rows=rows)
 
 
 def test_the_keys_of_the_envelope_are_pinned(shown):

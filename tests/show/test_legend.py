@@ -13,7 +13,7 @@ def test_every_head_is_explained() -> None:
     heads: set[str] = set()
     for module in (jobs, status):
         source = Path(str(module.__file__)).read_text()
-        heads |= set(re.findall(r'Column\(\s*key="\w+",\s*title="([^"]+)"', source))
+        heads |= set(re.findall(r'Column\(\s*"\w+",\s*"([^"]+)"', source))
         heads |= set(re.findall(r'_(?:memory|percent)\("\w+", "([^"]+)"', source))
     assert heads - HEADS.keys() == set()
 

@@ -18,7 +18,7 @@ UNSAFE = re.compile(r"[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 
 
 def cell(value: object) -> str:
-    text = csv_text(Table(name="t", columns=(Column(key="a", title="A"),), rows=({"a": value},)), header=False)
+    text = csv_text(Table(name="t", columns=(Column("a", "A"),), rows=({"a": value},)), header=False)
     return next(csv.reader(io.StringIO(text, newline="")), [""])[0]
 
 

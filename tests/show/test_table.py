@@ -23,7 +23,7 @@ def tables(draw: st.DrawFn) -> Table:
     for number in range(draw(st.integers(1, 8))):
         kind = draw(st.sampled_from([{"whole": True}, {"right": True}, {"least": 8}, {}]))
         title, rank = draw(words), draw(st.integers(0, 4))
-        columns.append(Column(key=f"k{number}", title=title, rank=rank, **kind))
+        columns.append(Column(f"k{number}", title, rank=rank, **kind))
     value = st.one_of(st.none(), words, st.integers(0, 10**12))
     rows = [{column.key: draw(value) for column in columns} for _ in range(draw(st.integers(1, 4)))]
     return Table(name="t", columns=tuple(columns), rows=tuple(rows))
@@ -74,7 +74,7 @@ def test_a_wider_window_never_shows_less(table, width, more):
 
 
 def test_a_command_line_is_cut_before_a_column_is_dropped():
-    columns = (Column(key="id", title="id", whole=True, rank=1), Column(key="command", title="command", least=10))
+    columns = (Column("id", "id", whole=True, rank=1), Column("command", "command", least=10))
     table = Table(name="t", columns=columns, rows=({"id": uuid(1), "command": "x" * 500},))
     lines, hidden = table_lines(table, 60)
     assert hidden == ()
@@ -83,9 +83,9 @@ def test_a_command_line_is_cut_before_a_column_is_dropped():
 
 def test_a_repeated_value_is_blank_only_where_it_repeats_and_an_empty_optional_column_is_out():
     columns = (
-        Column(key="gpu", title="GPU", group=True),
-        Column(key="gi", title="GI", optional=True),
-        Column(key="pid", title="pid"),
+        Column("gpu", "GPU", group=True),
+        Column("gi", "GI", optional=True),
+        Column("pid", "pid"),
     )
     rows = tuple({"gpu": gpu, "gi": None, "pid": pid} for gpu, pid in ((1, 7), (1, 8), (2, 9), (1, 10)))
     lines, _ = table_lines(Table(name="t", columns=columns, rows=rows), 80)
@@ -129,7 +129,7 @@ def test_columns_of_the_environment_is_the_width(shown, monkeypatch):
 def test_no_value_can_break_the_line_or_drive_the_terminal(shown):
     table = Table(
         name="t",
-        columns=(Column(key="a", title="a"),),
+        columns=(Column("a", "a"),),
         rows=({"a": "x\n\x1b[2Jy\u202ez\x9b\x7f[red]"},),
         title="things",
     )
@@ -146,7 +146,7 @@ def test_an_ascii_terminal_gets_ascii_of_the_same_width(shown):
 
 
 def test_an_empty_table_says_so_and_plain_keeps_its_header(shown):
-    columns = (Column(key="a", title="name"), Column(key="b", title="size"))
+    columns = (Column("a", "name"), Column("b", "size"))
     result = Result(command="x", tables=(Table(name="t", title="T", columns=columns, rows=(), empty="none"),))
     assert shown(result, OutputFormat.TABLE) == ("none\n", "")
     assert shown(result, OutputFormat.PLAIN) == ("# T\n# none\nname  size\n", "")
