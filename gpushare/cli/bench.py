@@ -136,7 +136,7 @@ def bench(
     built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
-    picture = None if plot is None else _picture(plot)
+    picture = None if plot is None else picture_path(plot)
     before = None if compare is None else read_bench(compare)
     asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
     asked = asked or parse_metric(None, latency=latency)
@@ -202,7 +202,7 @@ def _check(
         raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
 
 
-def _picture(text: str) -> Path:
+def picture_path(text: str) -> Path:
     check_plot(text)
     return check_new("--plot", text)
 

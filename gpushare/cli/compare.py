@@ -141,6 +141,7 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
     driver = driver if facts is None else facts.driver
     records = [record(table, one, row.key, driver, facts) for row in table.rows for one in chosen]
     errors = _errors(facts)
+    notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return Result(
         command="compare",
         data=_data(view, chosen, records, driver, facts),
@@ -154,7 +155,7 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
             ),
         ),
         csv=csv_table(records),
-        notes=_notes(facts, why_not),
+        notes=notes,
         errors=errors,
         exit_code=1 if errors else 0,
     )
@@ -234,12 +235,6 @@ def _names(facts: HostFacts) -> str:
     if len(counted) > 2:
         return f"{sum(counted.values())} GPUs"
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counted.items())
-
-
-def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
-    if facts is None and why_not:
-        return (f"showing the view today, because this host does not answer: {why_not}",)
-    return ()
 
 
 def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:

@@ -12,7 +12,6 @@ from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, HostFileArgument, HostFileOption, host_file, settings
-from gpushare.host.host import Host
 from gpushare.hostfile.diff import Point, check_fits, points
 from gpushare.hostfile.file import Entry, HostFile
 from gpushare.hostfile.live import LiveGpu
@@ -39,7 +38,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
     rows = [_row(one, found.entries) for one in live]
     rows += [GpuDiff(problem=error.message) for error in found.missing]
-    processes = _processes(state.host, wanted)
+    processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
     good = all(row.as_requested for row in rows) and not processes and not limits
     # A GPU with a problem would be refused by apply, too.
@@ -55,13 +54,6 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
-
-
-def _processes(host: Host, wanted: HostFile) -> list[Deviation]:
-    """Return the processes whose time-slice is not what the rules say."""
-    if not wanted.rules:
-        return []
-    return deviations(host, Policy(wanted.rules, names_in(wanted)))
 
 
 def _nothing(wanted: HostFile) -> str:

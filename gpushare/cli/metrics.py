@@ -177,7 +177,8 @@ def prometheus(
     if rules + dashboard + (textfile is not None) > 1:
         raise BadUsage("--textfile, --rules and --dashboard cannot be combined", "give one of them", code="bad_export")
     if rules or dashboard:
-        text = _packaged("prometheus-rules.yaml" if rules else "grafana-dashboard.json")
+        name = "prometheus-rules.yaml" if rules else "grafana-dashboard.json"
+        text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
         return Result(command="export prometheus", data={"text": text, "textfile": None}, text=text.rstrip("\n"))
     found, error = families_now(settings.connect())
     text = exposition(found)
@@ -190,10 +191,6 @@ def prometheus(
         errors=() if error is None else (error,),
         exit_code=ExitCode.OK if error is None else error.exit_code,
     )
-
-
-def _packaged(name: str) -> str:
-    return files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
 
 
 def _write(path: Path, text: str) -> None:

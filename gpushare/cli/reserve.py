@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, InUse, NoPermission, NotFound
-from gpushare.base.model import Gpu, GpuLease
+from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
@@ -48,7 +48,8 @@ def reserve(
     """
     host = settings.connect()
     if time is None and not end:
-        return _listed(host, gpus_of(host))
+        held = tuple(leases(host, kept_limits(host)).values())
+        return Result(command="reserve", data=LeasesAnswer(leases=held), tables=(lease_table(held, gpus_of(host)),))
     if time is not None and end:
         raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
     devices = select_for_change(gpu, gpus_of(host))
@@ -153,9 +154,3 @@ def _ending(host: Host, devices: Sequence[Device]) -> Plan:
         undo="; ".join(undo) or None,
         consent=tuple(losses),
     )
-
-
-def _listed(host: Host, gpus: Sequence[Gpu]) -> Any:
-    held: Mapping[str, GpuLease] = leases(host, kept_limits(host))
-    found = tuple(held.values())
-    return Result(command="reserve", data=LeasesAnswer(leases=found), tables=(lease_table(found, gpus),))

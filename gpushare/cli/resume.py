@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,7 +11,6 @@ from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, ChangingCommand, settings
 from gpushare.cli.pause import PausedRow, row
-from gpushare.host.host import Host
 from gpushare.host.records import sweep_leftovers
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
@@ -69,7 +67,16 @@ def resume(
                     done.append((one, step))
                 except GpushareError as error:
                     errors.append(error)
-    return _result(host, done, errors)
+    plan = one_plan([_resumed(job, step) for job, step in done])
+    result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
+    return replace(
+        result,
+        data=ResumeAnswer(**vars(result.data), jobs=tuple(row(job, host) for job, _ in done)),
+        done=() if errors and not done else result.done,
+        errors=tuple(errors),
+        exit_code=errors[0].exit_code if errors else 0,
+        all_failed=bool(errors) and not done,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +88,3 @@ class ResumeAnswer(PlanAnswer):
 
 def _resumed(job: PausedJob, step: Step) -> Plan:
     return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=f"gpushare pause {job.selector}")
-
-
-def _result(host: Host, done: Sequence[tuple[PausedJob, Step]], errors: Sequence[GpushareError]) -> Any:
-    plan = one_plan([_resumed(job, step) for job, step in done])
-    result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
-    return replace(
-        result,
-        data=ResumeAnswer(**vars(result.data), jobs=tuple(row(job, host) for job, _ in done)),
-        done=() if errors and not done else result.done,
-        errors=tuple(errors),
-        exit_code=errors[0].exit_code if errors else 0,
-        all_failed=bool(errors) and not done,
-    )

@@ -213,7 +213,13 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
         Column("max_p95_percent", "sum of p95 %", right=True, rank=2, optional=True),
         Column("max_memory_bytes", "memory", right=True, rank=1, optional=True, format=format_bytes),
         Column("verdict", "verdict", format=lambda value: _VERDICTS.get(value, str(value))),
-        Column("places", "together", rank=3, least=12, format=_together),
+        Column(
+            "places",
+            "together",
+            rank=3,
+            least=12,
+            format=lambda places: "; ".join(" + ".join(place) for place in places if place),
+        ),
     )
     table = Table(name="options", columns=columns, rows=data.options, empty="no smaller number of GPUs fits")
     return Result(command="savings", data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))
@@ -253,7 +259,3 @@ def _price_line(price: Price | None) -> str:
     if price is None:
         return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
     return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"
-
-
-def _together(places: Any) -> str:
-    return "; ".join(" + ".join(place) for place in places if place)

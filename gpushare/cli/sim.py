@@ -92,12 +92,11 @@ def list_hosts(
         Column("daemons", "MPS daemons", right=True),
         Column("directory", "state", rank=1),
     )
-    rows = tuple({column.key: getattr(host, column.key) for column in columns} for host in hosts)
     empty = "no simulated hosts yet; any command creates one: gpushare --host sim:h200 status"
     return Result(
         command="sim list",
         data={"hosts": hosts},
-        tables=(Table(name="hosts", columns=columns, rows=rows, empty=empty),),
+        tables=(Table(name="hosts", columns=columns, rows=tuple(hosts), empty=empty),),
     )
 
 
@@ -155,11 +154,6 @@ def _state_text(data: dict[str, Any]) -> str:
     return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
 
 
-def _gpu_faults(gpu: dict[str, Any]) -> list[str]:
-    flags = [words for name, words in (("lost", "lost"), ("reset_required", "reset required")) if gpu[name]]
-    return [*flags, *(f"no {name}" for name in gpu["not_supported"]), *(f"refused {name}" for name in gpu["refused"])]
-
-
 def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
     gpus = tuple(
         {
@@ -170,7 +164,12 @@ def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
                 dict.fromkeys(f"{mig['profile']}:{mig['start']}" for mig in gpu["mig"] + gpu["bare"])
             )
             or None,
-            "faults": ", ".join(_gpu_faults(gpu)) or None,
+            "faults": ", ".join(
+                [words for name, words in (("lost", "lost"), ("reset_required", "reset required")) if gpu[name]]
+                + [f"no {name}" for name in gpu["not_supported"]]
+                + [f"refused {name}" for name in gpu["refused"]]
+            )
+            or None,
         }
         for index, gpu in enumerate(data["gpus"])
     )

@@ -16,12 +16,12 @@ from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Operat
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
+from gpushare.cli.bench import picture_path
 from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive, settings
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
 from gpushare.job_command import JobCommand
-from gpushare.measure.bench_data import check_new
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
 from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult, profile_of
@@ -30,7 +30,6 @@ from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tun
 from gpushare.memory.peaks import digest_of, keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import Tuned, keep_tuned
-from gpushare.show.bench import check_plot
 from gpushare.show.text import put
 from gpushare.show.tune import drawn, factor, share, tune_result
 
@@ -136,11 +135,15 @@ def tune(
     The peak memory of all jobs and what they use of the GPU are kept for run --wait.
     """
     check_job_name(name)
-    picture = None if plot is None else _picture(plot)
+    picture = None if plot is None else picture_path(plot)
     options = TuneOptions(
         production=words_of("--production", production),
         opportunistic=[words_of("--opportunistic", each) for each in opportunistic],
-        search=_search(keep, p99, ways, caps),
+        search=Search(
+            goal=Goal(keep=_share_kept(keep), p99_factor=None if p99 is None else _factor(p99)),
+            ways=_ways(ways, caps),
+            caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
+        ),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
@@ -155,11 +158,6 @@ def tune(
     return finished(host, device, options, result, name, picture)
 
 
-def _picture(text: str) -> Path:
-    check_plot(text)
-    return check_new("--plot", text)
-
-
 def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
     words = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
     wrong = next((word for word in words if word not in {"slices", "caps"}), None)
@@ -168,14 +166,6 @@ def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
     if caps is not None and "caps" not in words:
         raise BadCombination(f"--caps cannot be combined with --ways {text}", "drop --caps")
     return tuple(map(Way, words))
-
-
-def _search(keep: str, p99: str | None, ways: str, caps: str | None) -> Search:
-    return Search(
-        goal=Goal(keep=_keep(keep), p99_factor=None if p99 is None else _factor(p99)),
-        ways=_ways(ways, caps),
-        caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
-    )
 
 
 def _percentages(option: str, text: str | None, example: str) -> tuple[float, ...]:
@@ -209,7 +199,7 @@ def words_of(option: str, command: str) -> list[str]:
     return words
 
 
-def _keep(text: str) -> float:
+def _share_kept(text: str) -> float:
     return percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep") / 100
 
 

@@ -290,10 +290,6 @@ def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
     return ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "none yet"
 
 
-def _low(value: Any) -> str | None:
-    return "dim" if value[0] is Priority.LOW else None
-
-
 def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any], str]:
     """Return what shows a limit at attachment, with the limit of clients that attach from now on where it differs."""
 
@@ -312,7 +308,13 @@ def _mps_clients(snapshot: Snapshot) -> Table:
         Column("name", "program", rank=3, least=12),
         Column("threads", "threads", right=True, format=_with_next(format_percent)),
         Column("memory_limit", "memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
-        Column("priority", "priority", rank=4, style=_low, format=_with_next(plain_value)),
+        Column(
+            "priority",
+            "priority",
+            rank=4,
+            style=lambda value: "dim" if value[0] is Priority.LOW else None,
+            format=_with_next(plain_value),
+        ),
         Column("server_pid", "server pid", right=True, rank=5),
     )
     rows = tuple(
@@ -549,9 +551,22 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
     one from its text. With an error the exit code is 1; the other GPUs are shown.
     """
     all_errors = tuple(_errors(snapshot, errors))
+    answer = StatusAnswer(
+        host=snapshot.host,
+        driver_version=snapshot.driver_version,
+        taken_at=snapshot.taken_at,
+        gpus=tuple(_status_gpu(gpu, snapshot) for gpu in snapshot.gpus),
+        mps_daemons=snapshot.daemons,
+        warnings=snapshot.warnings,
+        waiting_jobs=snapshot.waiting_jobs,
+        swapped_jobs=snapshot.swapped_jobs,
+        limited_jobs=snapshot.limited_jobs,
+        leases=snapshot.leases,
+        vgpu_sessions=snapshot.vgpu_sessions,
+    )
     return Result(
         command="status",
-        data=_status_answer(snapshot),
+        data=answer,
         text=_header(snapshot),
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
@@ -588,22 +603,6 @@ class StatusAnswer:
     limited_jobs: tuple[LimitedJob, ...]
     leases: tuple[GpuLease, ...]
     vgpu_sessions: tuple[VgpuSession, ...]
-
-
-def _status_answer(snapshot: Snapshot) -> StatusAnswer:
-    return StatusAnswer(
-        host=snapshot.host,
-        driver_version=snapshot.driver_version,
-        taken_at=snapshot.taken_at,
-        gpus=tuple(_status_gpu(gpu, snapshot) for gpu in snapshot.gpus),
-        mps_daemons=snapshot.daemons,
-        warnings=snapshot.warnings,
-        waiting_jobs=snapshot.waiting_jobs,
-        swapped_jobs=snapshot.swapped_jobs,
-        limited_jobs=snapshot.limited_jobs,
-        leases=snapshot.leases,
-        vgpu_sessions=snapshot.vgpu_sessions,
-    )
 
 
 def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
@@ -699,20 +698,21 @@ def gpu_error(gpu: Gpu, reason: str) -> GpushareError:
 
 def csv_table(snapshot: Snapshot) -> Table:
     """Return one row per GPU and process; a GPU without processes has one row."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for gpu in snapshot.gpus:
-        own = _csv_gpu(gpu, snapshot)
-        rows += [{**own, **_csv_process(process)} for process in gpu.processes or ()] or [own]
+        own = {
+            **vars(gpu),
+            "gpu_index": gpu.index,
+            "gpu_uuid": gpu.uuid,
+            "gpu_name": gpu.name,
+            "gpu_error": gpu.error,
+            "mechanism": sharing_now(gpu, snapshot.daemons),
+        }
+        for process in gpu.processes or (None,):
+            of_process = {} if process is None else {key: getattr(process, key, None) for key in CSV_PROCESS}
+            if process is not None:
+                of_process["process_memory_used_bytes"] = process.memory_used_bytes
+                of_process["command_line"] = command_of(process)
+            rows.append({**own, **of_process})
     columns = tuple(Column(key, key) for key in (*CSV_GPU, *CSV_PROCESS))
     return Table(name="status", columns=columns, rows=tuple(rows))
-
-
-def _csv_gpu(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
-    renamed = {"gpu_index": "index", "gpu_uuid": "uuid", "gpu_name": "name", "gpu_error": "error"}
-    row = {key: getattr(gpu, renamed.get(key, key)) for key in CSV_GPU if key != "mechanism"}
-    return {**row, "mechanism": sharing_now(gpu, snapshot.daemons)}
-
-
-def _csv_process(process: GpuProcess) -> dict[str, Any]:
-    own = {"process_memory_used_bytes": process.memory_used_bytes, "command_line": command_of(process)}
-    return {key: own[key] if key in own else getattr(process, key) for key in CSV_PROCESS}
