@@ -30,7 +30,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "observe": ("gpushare.cli.observe:ObserveAnswer",),
     "schema": ("Any",),
     "run": ("gpushare.run.start:RunPlanAnswer", PLAN, "gpushare.cli.run:DetachedAnswer"),
-    "farm": ("Any",),
+    "farm": ("gpushare.show.run:FarmAnswer", PLAN),
     "stop": ("gpushare.cli.stop:StopAnswer", PLAN),
     "logs": ("gpushare.cli.logs:LogsAnswer",),
     "mps start": (PLAN,),
@@ -57,7 +57,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "timeslice show": ("gpushare.cli.timeslice:TimesliceAnswer",),
     "timeslice set": (PLAN,),
     "timeslice reset": (PLAN,),
-    "timeslice keep": ("Any",),
+    "timeslice keep": ("gpushare.show.keep:KeepAnswer", "gpushare.show.keep:KeepPlanAnswer"),
     "pause": ("gpushare.cli.pause:PauseAnswer", PLAN),
     "pause list": ("gpushare.cli.pause:PauseListAnswer",),
     "resume": ("gpushare.cli.resume:ResumeAnswer", PLAN),
@@ -78,7 +78,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
         f"export {engine}": ("gpushare.cli.export:ExportAnswer",)
         for engine in ("k8s", "dra", "karpenter", "slurm", "mig-parted", "cdi", "docker", "compose", "ecs", "systemd")
     },
-    "export prometheus": ("Any",),
+    "export prometheus": ("gpushare.cli.metrics:PrometheusAnswer",),
     **{f"sim {verb}": ("Any",) for verb in ("list", "show", "reset", "add", "end", "mig", "vgpu", "fault", "cdi")},
 }
 

@@ -49,7 +49,7 @@ from gpushare.run.jobs import check_job_name, farm_job
 from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
-from gpushare.show.run import CopyLines, farm_result
+from gpushare.show.run import CopyLines, FarmAnswer, FarmedCopy, farm_result
 
 app = typer.Typer(**PLAIN)
 
@@ -302,36 +302,36 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
         notes.append(f"not started: copy {ranges(skipped)}")
     budget = options.budget
     given = None if budget is None else max(budget.on([device]) for device in devices)
-    data = {
-        "seconds": round(result.seconds, 2),
-        "memory_bytes": result.memory_bytes,
-        "memory_source": result.source,
-        "memory_limit_bytes": None
+    answer = FarmAnswer(
+        seconds=round(result.seconds, 2),
+        memory_bytes=result.memory_bytes,
+        memory_source=result.source,
+        memory_limit_bytes=None
         if budget is None or given is None or budget.action != "end" or options.gpus > 1
         else client_memory(given),
-        "job_memory_bytes": given,
-        "copies": [
-            {
-                "copy": copy.number,
-                "line": copy.line,
-                "state": copy.state,
-                "exit_code": _as_of_run(copy.exit_code),
-                "seconds": round(copy.seconds, 2),
-                "tries": copy.tries,
-                "gpu_indexes": list(copy.gpus),
-                "threads_percent": copy.threads_percent,
-                "memory_peak_bytes": copy.peak_bytes,
-                "attached": copy.attached,
-                "failure": copy.failure,
-                "reason": copy.reason,
-                "left_behind": list(copy.left_behind),
-                "log": copy.log,
-            }
+        job_memory_bytes=given,
+        copies=tuple(
+            FarmedCopy(
+                copy=copy.number,
+                line=copy.line,
+                state=copy.state,
+                exit_code=_as_of_run(copy.exit_code),
+                seconds=round(copy.seconds, 2),
+                tries=copy.tries,
+                gpu_indexes=tuple(copy.gpus),
+                threads_percent=copy.threads_percent,
+                memory_peak_bytes=copy.peak_bytes,
+                attached=copy.attached,
+                failure=copy.failure,
+                reason=copy.reason,
+                left_behind=tuple(copy.left_behind),
+                log=copy.log,
+            )
             for copy in result.copies
-        ],
-    }
+        ),
+    )
     code = 1 if result.failed or result.unrecorded else 0
-    return farm_result(data, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
+    return farm_result(answer, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
 
 
 def _failures(result: FarmResult) -> list[GpushareError]:

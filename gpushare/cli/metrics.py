@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -161,6 +162,15 @@ def _reading(host: Host, work: LastWork | None) -> Reading:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrometheusAnswer:
+    """The answer of `export prometheus`."""
+
+    text: str
+    # Where it was written.
+    textfile: str | None = None
+
+
 def prometheus(
     textfile: Annotated[
         str | None,
@@ -179,14 +189,14 @@ def prometheus(
     if rules or dashboard:
         name = "prometheus-rules.yaml" if rules else "grafana-dashboard.json"
         text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
-        return Result(command="export prometheus", data={"text": text, "textfile": None}, text=text.rstrip("\n"))
+        return Result(command="export prometheus", data=PrometheusAnswer(text=text), text=text.rstrip("\n"))
     found, error = families_now(settings.connect())
     text = exposition(found)
     if textfile is not None:
         _write(Path(textfile), text)
     return Result(
         command="export prometheus",
-        data={"text": text, "textfile": textfile},
+        data=PrometheusAnswer(text=text, textfile=textfile),
         text=text.rstrip("\n") if textfile is None else f"wrote {textfile}",
         errors=() if error is None else (error,),
         exit_code=ExitCode.OK if error is None else error.exit_code,

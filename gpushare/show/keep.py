@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
 
+from gpushare.base.errors import GpushareError
 from gpushare.base.units import counted, format_slice
 from gpushare.show.live import one_document
 from gpushare.show.render import resolve, write_error, write_notes
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure
 from gpushare.show.text import one_line, put
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gpushare.base.errors import GpushareError
-    from gpushare.timeslice.keep import Event, Verdict
+from gpushare.timeslice.keep import Event, Verdict
 
 _COMMAND = "timeslice keep"
 _TEXT = frozenset({OutputFormat.TABLE, OutputFormat.PLAIN})
@@ -25,6 +22,25 @@ _TEXT = frozenset({OutputFormat.TABLE, OutputFormat.PLAIN})
 
 def _slice(value: Any) -> str:
     return "-" if value is None else format_slice(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepAnswer:
+    """What `timeslice keep` did at a time, in seconds since 1970."""
+
+    at: float
+    file: str | None
+    rules: int
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPlanAnswer:
+    """The answer of `timeslice keep --dry-run`."""
+
+    dry_run: bool
+    file: str
+    processes: tuple[Verdict, ...]
 
 
 class Said:
@@ -53,9 +69,9 @@ class Said:
         if self._form in _TEXT:
             put(self._stream, "".join(f"{one_line(str(one))}\n" for one in events))
         else:
-            rows = tuple(asdict(one) for one in events)
-            data = {"at": time.time(), "file": self._file, "rules": self._rules, "events": rows}
-            self._put(Result(command=_COMMAND, data=data, csv=Table(name="events", columns=_EVENTS, rows=rows)))
+            answer = KeepAnswer(at=time.time(), file=self._file, rules=self._rules, events=tuple(events))
+            table = Table(name="events", columns=_EVENTS, rows=answer.events)
+            self._put(Result(command=_COMMAND, data=answer, csv=table))
         self._stream.flush()
 
     def failed(self, error: GpushareError) -> None:
@@ -85,7 +101,7 @@ _EVENTS = (
 
 def planned_result(found: Sequence[Verdict], path: str) -> Result:
     """Return which rule is for which process, for ``--dry-run``."""
-    rows = tuple(asdict(one) for one in found)
+    answer = KeepPlanAnswer(dry_run=True, file=path, processes=tuple(found))
     columns = (
         Column("pid", "PID", right=True),
         Column("user", "user", rank=1),
@@ -96,10 +112,9 @@ def planned_result(found: Sequence[Verdict], path: str) -> Result:
         Column("slice_us", "slice", right=True, format=_slice),
         Column("why", "why", rank=4, optional=True),
     )
-    table = Table(name="processes", columns=columns, rows=rows, empty="no process is on a GPU")
+    table = Table(name="processes", columns=columns, rows=answer.processes, empty="no process is on a GPU")
     notes = (
         f"rules are named by line and column in {path}; nothing is changed",
         "the time-slices that the processes have now were not read: the driver's default of 2.048ms is assumed",
     )
-    data = {"dry_run": True, "file": path, "processes": rows}
-    return Result(command=_COMMAND, data=data, tables=(table,), notes=notes)
+    return Result(command=_COMMAND, data=answer, tables=(table,), notes=notes)

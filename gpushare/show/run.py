@@ -6,9 +6,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Final, Protocol
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import format_bytes, format_duration, format_percent, ranges
@@ -256,10 +256,47 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     return ", ".join(words)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FarmedCopy:
+    """One copy of a farm; its states are those of `gpushare.run.farm.Copy`."""
+
+    copy: int | str
+    line: str | None
+    state: str
+    # 128 + N if signal N ended it.
+    exit_code: int | None
+    seconds: float
+    # How often it was started.
+    tries: int
+    gpu_indexes: tuple[int, ...]
+    threads_percent: float | None
+    memory_peak_bytes: int | None
+    # Whether it was seen among the clients of MPS; null: never checked.
+    attached: bool | None
+    failure: str | None
+    reason: str | None
+    left_behind: tuple[int, ...]
+    log: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmAnswer:
+    """The answer of `farm`. ``memory_source``: given, known (an earlier run) or measured (the first copy)."""
+
+    seconds: float
+    # What each copy reserved at last.
+    memory_bytes: int | None
+    memory_source: str | None
+    # Of each process, in the driver; and of a copy, on each of its GPUs.
+    memory_limit_bytes: int | None
+    job_memory_bytes: int | None
+    copies: tuple[FarmedCopy, ...]
+
+
 def farm_result(
-    data: Mapping[str, Any], errors: Sequence[GpushareError] = (), notes: Sequence[str] = (), exit_code: int = 0
+    data: FarmAnswer, errors: Sequence[GpushareError] = (), notes: Sequence[str] = (), exit_code: int = 0
 ) -> Result:
-    """Return the result of a farm from its data: keys as the JSON document has them."""
+    """Return the result of a farm."""
     columns = (
         Column("copy", "copy", right=True),
         Column("line", "line", least=10, rank=2, optional=True),
@@ -271,8 +308,8 @@ def farm_result(
         Column("failure", "failure", least=10, optional=True),
         Column("log", "log", rank=4, least=10, optional=True),
     )
-    table = Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"]))
-    shown = _folded(data["copies"])
+    table = Table(name="copies", title="copies", columns=columns, rows=data.copies)
+    shown = _folded(data.copies)
     return Result(
         command="farm",
         data=data,
@@ -287,29 +324,28 @@ def farm_result(
 
 # Of more copies, those that are alike are one row for people.
 _MOST_ROWS: Final = 24
-_ALIKE: Final = ("state", "exit_code")
 _LONGEST_RANGES: Final = 30
 
 
-def _folded(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+def _folded(copies: Sequence[FarmedCopy]) -> tuple[FarmedCopy, ...]:
     """Return rows for people: of many copies, those that ended alike are one, with the mean of their seconds."""
-    if len(rows) <= _MOST_ROWS:
-        return tuple(rows)
-    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        alike.setdefault(tuple(row[key] for key in _ALIKE), []).append(row)
+    if len(copies) <= _MOST_ROWS:
+        return tuple(copies)
+    alike: dict[tuple[str, int | None], list[FarmedCopy]] = {}
+    for copy in copies:
+        alike.setdefault((copy.state, copy.exit_code), []).append(copy)
     return tuple(group[0] if len(group) == 1 else _row_of(group) for group in alike.values())
 
 
-def _row_of(group: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    named = ranges(row["copy"] for row in group)
-    logs = {str(row["log"]).rpartition("/")[0] for row in group if row["log"]}
-    return {
-        **group[0],
-        "copy": named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0]['copy']} on",
-        "line": None,
-        "gpu_indexes": sorted({index for row in group for index in row["gpu_indexes"]}),
-        "seconds": sum(row["seconds"] for row in group) / len(group),
-        "tries": sum(row["tries"] for row in group),
-        "log": f"{logs.pop()}/" if len(logs) == 1 else None,
-    }
+def _row_of(group: Sequence[FarmedCopy]) -> FarmedCopy:
+    named = ranges(int(copy.copy) for copy in group)
+    logs = {copy.log.rpartition("/")[0] for copy in group if copy.log}
+    return replace(
+        group[0],
+        copy=named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0].copy} on",
+        line=None,
+        gpu_indexes=tuple(sorted({index for copy in group for index in copy.gpu_indexes})),
+        seconds=sum(copy.seconds for copy in group) / len(group),
+        tries=sum(copy.tries for copy in group),
+        log=f"{logs.pop()}/" if len(logs) == 1 else None,
+    )

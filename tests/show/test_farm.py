@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from gpushare.run.farm import Copy
-from gpushare.show.run import farm_result, progress_text
+from gpushare.show.run import FarmAnswer, FarmedCopy, farm_result, progress_text
 
 
 def copies(**states: int) -> list[Copy]:
@@ -22,19 +23,19 @@ def test_progress_is_a_bar_a_rate_and_the_time_left() -> None:
     assert all(len(progress_text(half, seconds)) < 80 for seconds in (1.0, 1e6))
 
 
-def row(number: int, **more: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {"state": "done", "exit_code": 0, "seconds": 2.0, "tries": 1, "gpu_indexes": [number % 2]}
-    return {"copy": number, "line": None, "failure": None, "log": f"logs/copy-{number}.log", **plain, **more}
+def row(number: int, **more: Any) -> FarmedCopy:
+    unknown = dict.fromkeys(field.name for field in fields(FarmedCopy))
+    plain: dict[str, Any] = {"state": "done", "exit_code": 0, "seconds": 2.0, "tries": 1, "gpu_indexes": (number % 2,)}
+    return FarmedCopy(**{**unknown, "copy": number, "log": f"logs/copy-{number}.log", **plain, **more})
 
 
-def shown(rows: list[dict[str, Any]]) -> list[Any]:
-    result = farm_result({"copies": rows})
+def shown(rows: list[FarmedCopy]) -> list[Any]:
+    unknown = dict.fromkeys(field.name for field in fields(FarmAnswer))
+    result = farm_result(FarmAnswer(**{**unknown, "copies": tuple(rows)}))
     # All of them are in the document and in CSV.
     assert result.csv is not None
-    assert [len(result.data["copies"]), len(result.csv.rows)] == [len(rows)] * 2
-    return [
-        (line["copy"], line["state"], line["gpu_indexes"], line["tries"], line["log"]) for line in result.tables[0].rows
-    ]
+    assert [len(result.data.copies), len(result.csv.rows)] == [len(rows)] * 2
+    return [(line.copy, line.state, line.gpu_indexes, line.tries, line.log) for line in result.tables[0].rows]
 
 
 def test_few_copies_have_a_row_each() -> None:
@@ -43,10 +44,10 @@ def test_few_copies_have_a_row_each() -> None:
 
 def test_of_many_copies_those_that_ended_alike_are_one_row() -> None:
     rows = [row(number) for number in range(100)]
-    rows[17] |= {"state": "failed", "exit_code": 3}
+    rows[17] = row(17, state="failed", exit_code=3)
     assert shown(rows) == [
-        ("0-16, 18-99", "done", [0, 1], 99, "logs/"),
-        (17, "failed", [1], 1, "logs/copy-17.log"),
+        ("0-16, 18-99", "done", (0, 1), 99, "logs/"),
+        (17, "failed", (1,), 1, "logs/copy-17.log"),
     ]
     mixed = [row(number, exit_code=number % 2) for number in range(100)]
     assert [line[0] for line in shown(mixed)] == ["50 copies, from 0 on", "50 copies, from 1 on"]
