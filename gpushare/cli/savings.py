@@ -202,6 +202,7 @@ class SavingsAnswer(Savings):
 def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     """Return the result of ``gpushare savings``."""
     lines = [_now(data), *(_line(option, data) for option in data.options)]
+    lines += _headroom(data)
     lines += [f"warning: {warning}" for warning in data.warnings]
     lines.append(_price_line(data.price))
     columns = (
@@ -253,6 +254,17 @@ def _line(option: Option, data: SavingsAnswer) -> str:
         )
     load = f"fullest {plain_value(option.max_load_percent)} %, {_VERDICTS[option.verdict]}"
     return f"{change}; {load}{'  <- recommended' if option.recommended else ''}"
+
+
+def _headroom(data: SavingsAnswer) -> list[str]:
+    """Return what the recommended option costs more than the one with the fewest GPUs, which has no room for peaks."""
+    fewest, chosen = min(data.options, key=lambda option: option.gpus, default=None), data.recommended
+    if fewest is None or chosen is None or chosen.gpus == fewest.gpus:
+        return []
+    more = chosen.gpus - fewest.gpus
+    cost = "" if chosen.cost is None or fewest.cost is None else f", {money(chosen.cost - fewest.cost)}"
+    loads = f"{plain_value(chosen.max_load_percent)} % full instead of {plain_value(fewest.max_load_percent)} %"
+    return [f"headroom costs {more} GPU{'s' * (more > 1)} more{cost}: {loads}"]
 
 
 def _price_line(price: Price | None) -> str:
