@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Annotated, Any
@@ -63,6 +64,10 @@ def top(
         ) from None
     from gpushare.top.verbs import answered, followed
 
+    # Each drawing of Textual leaves a thousand objects in circles, which `cli` would keep until there are 50,000. What is
+    # loaded by now stays, and is not gone through again.
+    gc.freeze()
+    gc.set_threshold(5_000)
     spec = settings.spec
     Cockpit(
         watch,

@@ -14,12 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.identity import uptime
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
-from gpushare.memory.look import waiting_jobs
-from gpushare.memory.swap import BACK, swaps
 from gpushare.mps.control import is_server
-from gpushare.pause.record import RUNNING as BETWEEN_PAUSES
-from gpushare.pause.record import paused_jobs
-from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, is_running
 
 if TYPE_CHECKING:
@@ -90,15 +85,26 @@ class _Present:
             client.pid: client for daemon in snapshot.daemons for client in daemon.clients
         }
         self._paused: dict[int, PausedJob] = {}
-        for job in paused_jobs(host) if has_records(host, "pause") else ():
-            if job.state != BETWEEN_PAUSES or not job.kept(host):
-                self._paused.setdefault(self._root(job.pid) or job.pid, job)
         self._swaps: dict[int, Swap] = {}
-        for swap in swaps(host) if has_records(host, "swap") else ():
-            if swap.state != BACK:
-                roots = (self._root(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
-                self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
-        self._slices = {one.pid: one.slice_us for one in MEMBERS.all(host)} if has_records(host, "group") else {}
+        self._slices: dict[int, int] = {}
+        # What reads a kind of record is loaded where there is one: most hosts have none.
+        if has_records(host, "pause"):
+            from gpushare.pause import record as pauses
+
+            for job in pauses.paused_jobs(host):
+                if job.state != pauses.RUNNING or not job.kept(host):
+                    self._paused.setdefault(self._root(job.pid) or job.pid, job)
+        if has_records(host, "swap"):
+            from gpushare.memory.swap import BACK, swaps
+
+            for swap in swaps(host):
+                if swap.state != BACK:
+                    roots = (self._root(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
+                    self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
+        if has_records(host, "group"):
+            from gpushare.run.group import MEMBERS
+
+            self._slices = {member.pid: member.slice_us for member in MEMBERS.all(host)}
 
     def _root(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
@@ -262,8 +268,12 @@ def _line(words: Sequence[str]) -> str | None:
 
 
 def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> Iterator[ListedJob]:
-    waiting = waiting_jobs(host, snapshot.gpus, found)
     reserved = {one.claim.pid: one for one in found if one.waits}
+    if not reserved:
+        return
+    from gpushare.memory.look import waiting_jobs
+
+    waiting = waiting_jobs(host, snapshot.gpus, found)
     now = time.time()
     for number, one in enumerate(waiting):
         want = reserved.get(one.pid)
