@@ -108,7 +108,8 @@ class _Present:
 
     def _root(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
-        return next((above for above in self._host.processes.ancestry(pid) if above in self._records), None)
+        above = self._host.processes.ancestry(pid) if self._records else ()
+        return next((each for each in above if each in self._records), None)
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""

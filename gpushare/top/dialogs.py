@@ -1,4 +1,4 @@
-"""The dialogs of the cockpit: a question, a text to type, a list to choose from, pages to read."""
+"""The dialogs of the cockpit: lines to read, a question, a list to choose from, a text to type."""
 
 from __future__ import annotations
 
@@ -78,17 +78,25 @@ class Lines(Widget):
 
 
 class Dialog(ModalScreen[object]):
-    """A box with a title in the middle of the screen; Escape closes it."""
+    """Lines in a box in the middle of the screen; more may be added while it is open. Escape closes it."""
 
     DEFAULT_CSS = """
     Dialog { align: center middle; background: $background 50%; }
-    Dialog > Vertical { height: auto; max-height: 90%; padding: 1 2; }
+    Dialog > Vertical { height: auto; max-height: 100%; padding: 1 2; }
     Dialog Static { height: auto; }
     Dialog Input { margin: 1 0 0 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "close", show=False),
+        Binding("down,j", "scroll(1)", show=False),
+        Binding("up,k", "scroll(-1)", show=False),
+        Binding("pagedown,space", "scroll(15)", show=False),
+        Binding("pageup", "scroll(-15)", show=False),
+        Binding("home,g", "scroll(-99999)", show=False),
+        Binding("end,G", "scroll(99999)", show=False),
+    ]
 
-    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, keys: str = "Esc closes") -> None:
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, keys: str = "↑ ↓ scroll    Esc closes") -> None:
         super().__init__()
         self._title, self._given, self._colours, self._keys = title, list(lines), theme, keys
         self.lines = Lines([], theme)
@@ -97,7 +105,7 @@ class Dialog(ModalScreen[object]):
         width = min(100, self.app.size.width - 4)
         self.lines.lines = wrapped(self._given, width - 6)
         # Title, keys, and the blanks around them.
-        self.lines.styles.max_height = max(3, self.app.size.height - 10)
+        self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
         with Vertical() as box:
             box.styles.width = width
             box.styles.background = self._colours.colours.get("head")
@@ -111,12 +119,24 @@ class Dialog(ModalScreen[object]):
     def _titled(self, text: str, *, bold: bool = False) -> Text:
         return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
 
+    # Of what stands below the lines.
+    more_height = 0
+
     def more(self) -> ComposeResult:
         """Return what stands below the lines."""
         yield from ()
 
     def action_close(self) -> None:
         self.dismiss(None)
+
+    def action_scroll(self, by: int) -> None:
+        self.lines.move(by)
+
+    def on_mouse_scroll_down(self, _event: events.MouseScrollDown) -> None:
+        self.lines.move(3)
+
+    def on_mouse_scroll_up(self, _event: events.MouseScrollUp) -> None:
+        self.lines.move(-3)
 
 
 class Question(Dialog):
@@ -134,40 +154,23 @@ class Question(Dialog):
         self.dismiss(answer)
 
 
-class Pages(Dialog):
-    """Lines to read; more may be added while it is open."""
+class Choice(Dialog):
+    """Lines of which one is chosen, by Enter, a click, or its key: the character that it begins with, of ``keys``.
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown,space", "move(15)", show=False),
-        Binding("pageup", "move(-15)", show=False),
-        Binding("home,g", "move(-99999)", show=False),
-        Binding("end,G", "move(99999)", show=False),
-    ]
-
-    def __init__(self, title: str, lines: Sequence[Line], theme: Theme) -> None:
-        super().__init__(title, lines, theme, "↑ ↓ scroll    Esc closes")
-
-    def action_move(self, by: int) -> None:
-        self.lines.move(by)
-
-    def on_mouse_scroll_down(self, _event: events.MouseScrollDown) -> None:
-        self.lines.move(3)
-
-    def on_mouse_scroll_up(self, _event: events.MouseScrollUp) -> None:
-        self.lines.move(-3)
-
-
-class Choice(Pages):
-    """Lines of which one is chosen: by Enter or a click; the answer is its number."""
+    The answer is its number.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
-    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, cursor: int = 0) -> None:
-        super().__init__(title, lines, theme)
-        self._keys = "↑ ↓ move    Enter chooses    Esc closes"
+    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, cursor: int = 0, keys: str = "") -> None:
+        super().__init__(title, lines, theme, "↑ ↓ move    Enter chooses    Esc closes")
         self.lines.cursor = cursor
+        self._of_key = {key: cursor + number for number, key in enumerate(keys)}
+
+    def on_key(self, event: events.Key) -> None:
+        if event.character in self._of_key:
+            event.stop()
+            self.dismiss(self._of_key[event.character])
 
     def action_choose(self) -> None:
         self.dismiss(self.lines.cursor)
@@ -180,7 +183,7 @@ class Choice(Pages):
 class Prompt(Dialog):
     """A text to type; None: Escape."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", show=False)]
+    more_height = 4
 
     def __init__(self, title: str, what: str, theme: Theme, *, example: str = "", value: str = "") -> None:
         super().__init__(title, [(what, "dim")], theme, "Enter goes on    Esc closes")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.model import Gpu, GpuSensors, MigInstance, MpsDaemon, Way, sharing_now
-from gpushare.base.units import format_bytes
+from gpushare.base.units import format_bytes, format_duration
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
 from gpushare.top.draw import Piece, bar, chart, fitted, sparkline
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
 def layout_of(width: int, longest_name: int) -> Layout:
     """Return the parts that fit into a line, the most wanted ones first."""
     # Number, bars with their figures, power, temperature, sharing, and blanks between.
-    room = width - (4 + (6 + 5) + 1 + (8 + 11) + 1 + 5 + 5 + _SHARING)
+    room = width - (4 + (6 + 6) + (8 + 12) + 5 + 6 + _SHARING)
     name = min(longest_name, 9, max(0, room - 1))
     room -= name + 1
     sm = clocks = pcie = fan = 0
@@ -62,11 +63,11 @@ def layout_of(width: int, longest_name: int) -> Layout:
 
 
 def name_in(gpu: Gpu, width: int) -> str:
-    """Return as many words of the model of a GPU as fit."""
-    words = short_name(gpu).split()
-    while len(words) > 1 and len(" ".join(words)) > width:
-        words.pop()
-    return fitted(" ".join(words), width)
+    """Return as many words of the model of a GPU as fit: ``H100 80GB``, ``A100-SXM4``."""
+    name = short_name(gpu)
+    while len(name) > width and (shorter := re.sub(r"[ -][^ -]*$", "", name)) != name:
+        name = shorter
+    return fitted(name, width)
 
 
 def short_name(gpu: Gpu) -> str:
@@ -100,11 +101,13 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
         return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]
     util = gpu.utilization_percent
     pieces += bar(layout.util, [(None if util is None else util / 100, "util")], theme)
-    pieces.append((f"{'-' if util is None else util:>4}% ", "text" if util else "dim"))
+    pieces.append(_percent(util))
     pieces += memory_bar(gpu, layout.memory, theme)
     pieces.append((fitted(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
     if layout.past:
-        pieces += [*sparkline(history.values(gpu.index, "util", layout.past), layout.past, "util"), (" ", "text")]
+        # The driver tells no utilization in MIG mode.
+        series = "sm" if gpu.mig_enabled else "util"
+        pieces += [*sparkline(history.values(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
     if layout.sm:
         sm = frame.activity(gpu)
         pieces.append((fitted("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
@@ -130,6 +133,10 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
         )
     pieces.append((sharing_text(frame, gpu), "text"))
     return pieces
+
+
+def _percent(value: float | None) -> Piece:
+    return (f"{'-' if value is None else f'{value:.0f}%':>5} ", "text" if value else "dim")
 
 
 def _megabytes(value: int | None) -> str:
@@ -181,7 +188,8 @@ def sharing_text(frame: Frame, gpu: Gpu) -> str:
         limits = {daemon.threads_percent for daemon in daemons} - {None, 100.0}
         clients = sum(len(daemon.clients) for daemon in daemons)
         most = next((f"/{daemon.max_clients}" for daemon in daemons if daemon.max_clients), "")
-        return f"MPS {f'{limits.pop():g}% ' if len(limits) == 1 else ''}{clients}{most}"
+        text = f"MPS {f'{limits.pop():g}% ' if len(limits) == 1 else ''}{clients}"
+        return text + most if len(text + most) <= _SHARING else text
     if way is Way.MPS_TIMESLICE:
         return "MPS+slicing"
     return "-" if way is None else way.label
@@ -191,6 +199,11 @@ def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Pie
     """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
     rows = [_instance(frame, gpu, one, layout, theme) for one in gpu.mig_instances]
     rows += [_daemon(gpu, daemon) for daemon in frame.daemons_of(gpu)]
+    rows += [
+        [(f"reserved for {visible(lease.user)} for {format_duration(lease.seconds_left)}", "warn")]
+        for lease in frame.snapshot.leases
+        if lease.gpu_uuid == gpu.uuid
+    ]
     branches = ["├ "] * (len(rows) - 1) + ["└ "] * min(1, len(rows))
     return [[("    ", "dim"), (branch, "dim"), *row] for branch, row in zip(branches, rows, strict=True)]
 
@@ -207,7 +220,7 @@ def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: T
     return [
         ((one.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
-        (f"{'-' if sm is None else f'{sm:.0f}':>4}% ", "text" if sm else "dim"),
+        _percent(sm),
         *memory_bar(one, layout.memory, theme),
         (fitted(used_text(one), 11, right=True) + "  ", "text"),
         (f"{visible(one.name)}  " if one.name else "", "good"),
@@ -265,8 +278,7 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
             ("slowed by", slowed),
         ],
         [
-            ("PCIe in", f"{_megabytes(sensors.pcie_received)} MB/s"),
-            ("out", f"{_megabytes(sensors.pcie_sent)} MB/s"),
+            ("PCIe in, out", f"{_megabytes(sensors.pcie_received)}, {_megabytes(sensors.pcie_sent)} MB/s"),
             ("encoder", shown(sensors.encoder_percent, " %")),
             ("decoder", shown(sensors.decoder_percent, " %")),
             ("reserved by jobs", size_text(gpu.jobs_reserved_bytes)),
@@ -277,7 +289,7 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
             ("compute mode", shown(None if gpu.compute_mode is None else gpu.compute_mode.title)),
             ("MIG", "no" if gpu.mig_capable is False else "on" if gpu.mig_enabled else "off"),
             ("PCI", shown(gpu.pci_bus_id)),
-            ("", shown(gpu.uuid)),
+            ("UUID", shown(gpu.uuid)),
         ],
     ]
     return [line for group in facts for line in _flowing(group, width)]
@@ -306,16 +318,17 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
         if one[2] is not None or one[0] in {"util", "memory"}
     ]
     count = max(1, min(len(series), width // 24))
-    each = (width - 1) // count - 1
+    each, wider = divmod(width - 1 - count, count)
     heads: list[Piece] = [(" ", "dim")]
     rows: list[list[Piece]] = [[(" ", "dim")] for _ in range(height - 1)]
-    for key, title, value in series[:count]:
+    for number, (key, title, value) in enumerate(series[:count]):
+        cells = each + (number < wider)
         percent = "-" if value is None else f"{100 * value:.0f} %"
         watts = sensors.power_watts
         percent = used_text(gpu) if key == "memory" else f"{watts:.0f} W" if key == "power" and watts else percent
         label = f"GPU {gpu.index} {title}"
-        heads += [(fitted(label, each - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
-        area = chart(history.values(gpu.index, key, each), each, height - 1, key)
+        heads += [(fitted(label, cells - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
+        area = chart(history.values(gpu.index, key, cells), cells, height - 1, key)
         for row, line in zip(rows, area, strict=True):
             row += [*line, (" ", "dim")]
     return [heads, *rows]

@@ -268,7 +268,10 @@ def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[C
             break
         chosen.append((column, least))
         room -= least + 1
-    at = len(chosen) - 1 if chosen[-1][0].key == "command" else 0
-    # The name has use for some of it.
-    chosen[at] = (chosen[at][0], chosen[at][1] + (room if at else min(room, 12)))
+    # The name has use for some of it, the command for the rest.
+    longest = max((len(program_of(row.job)) for row in rows), default=0)
+    more = min(max(0, longest - COLUMNS[0].width), room // 3 if chosen[-1][0].key == "command" else min(room, 12))
+    chosen[0] = (COLUMNS[0], COLUMNS[0].width + more)
+    if chosen[-1][0].key == "command":
+        chosen[-1] = (chosen[-1][0], chosen[-1][1] + room - more)
     return chosen

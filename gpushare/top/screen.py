@@ -20,7 +20,7 @@ from gpushare.base.model import Way
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
-from gpushare.top.dialogs import Choice, Dialog, Line, Pages, Prompt, Question
+from gpushare.top.dialogs import Choice, Dialog, Line, Prompt, Question
 from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
 from gpushare.top.frame import Reader
 from gpushare.top.history import Event, Events, History, job_title
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.worker import Worker
 
-    from gpushare.base.model import Gpu, ListedJob
+    from gpushare.base.model import ListedJob
     from gpushare.top.frame import Frame
     from gpushare.top.watch import Watch
 
@@ -58,6 +58,7 @@ FOOTER: Final = (
     ("v", "move", "act('v')"),
     ("m", "limits", "act('m')"),
 )
+HEADS: Final = frozenset({"Move", "Choose", "Act on the job", "Look"})
 HELP: Final = (
     ("Move", ""),
     ("↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
@@ -131,7 +132,10 @@ class Panel(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         theme, width = self._cockpit.colours, self.size.width
         if y == 0:
-            return Strip(segments(self._head, width, theme, "head"))
+            below = len(self._rows) - self.top - self.room
+            marks = f"{f' ↑{self.top}' if self.top else ''}{f' ↓{below}' if below > 0 else ''}"
+            head = segments(self._head, width - len(marks), theme, "head")
+            return Strip([*head, *segments([(marks, "warn")], len(marks), theme, "head")])
         at = self.top + y - 1
         if at >= len(self._rows):
             return Strip(segments([], width, theme))
@@ -249,7 +253,8 @@ class Cockpit(App[None]):
         self._note: tuple[float, str, str] | None = None
         self._title = Bar(self, self._title_line)
         self._gpus, self._jobs = Panel(self), Panel(self)
-        self._charts = Charts(self)
+        self._charts = Panel(self)
+        self._charts.can_focus = False
         self._last = Bar(self, self._event_line)
         self._keys = Bar(self, self._key_line)
 
@@ -293,12 +298,12 @@ class Cockpit(App[None]):
             self._last.refresh()
 
     def _recolour(self) -> None:
+        self.theme = "textual-light" if self.colours.name == "light" else "textual-dark"
         back = self.colours.colours.get("back")
         if back is not None:
             self.screen.styles.background = back
         self.redraw()
-        self._gpus.refresh()
-        self._jobs.refresh()
+        self.screen.query("*").refresh()
 
     def take(self, frame: Frame) -> None:
         """Show a frame, and keep it in the past."""
@@ -322,8 +327,8 @@ class Cockpit(App[None]):
         if self.frame is not None and self.size.width:
             self._draw_gpus(self.frame)
             self._draw_jobs(self.frame)
-        for one in (self._title, self._last, self._keys):
-            one.refresh()
+        self._title.refresh()
+        self._last.refresh()
 
     def _draw_gpus(self, frame: Frame) -> None:
         width, height = self.size
@@ -361,7 +366,13 @@ class Cockpit(App[None]):
         left = height - 6 - lines - max(6, min(listed + 1, (height - 5 - lines) * 2 // 3))
         charted = next((one for one in shown if self.opened is not None or one.index == chosen), None)
         most = 16 if self.opened is not None else max(7, height // 4)
-        self._charts.show(frame, None if charted is None or left < 4 or charted.error else charted, min(left, most))
+        heads, *areas = (
+            [[]]
+            if charted is None or left < 4 or charted.error
+            else gpus.chart_lines(frame, charted, self.past, width, min(left, most))
+        )
+        self._charts.styles.height = len(areas) and len(areas) + 1
+        self._charts.show_rows(heads, areas, 0)
         self._gpus.styles.height = lines + 1
         cursor = 0 if chosen is None else owners.index(chosen)
         self._gpus.show_rows(
@@ -580,6 +591,7 @@ class Cockpit(App[None]):
 
     def _open_gpu(self, index: int | None) -> None:
         self.opened = self.view.gpu = index
+        self._gpus.cursor = self._gpus.cursor if index is None else 0
         self.watch_host.reader.watched = index
         self.watch_host.look_now()
         self.redraw()
@@ -588,14 +600,14 @@ class Cockpit(App[None]):
 
     def action_help(self) -> None:
         lines = [
-            (key, "text") if not text or key == "Act on the job" else (f"  {key:<10} {text}", "dim")
+            (f"{key}{text and f': {text}'}", "util") if key in HEADS else (f"  {key:<10} {text}", "text")
             for key, text in HELP
         ]
-        self.push_screen(Pages("gpushare top", lines, self.colours))
+        self.push_screen(Dialog("gpushare top", lines, self.colours))
 
     def action_events(self) -> None:
         lines = [(f"{event.clock}  {event.text}", event.colour) for event in reversed(self.happened.all)]
-        self.push_screen(Pages("What has happened", lines or [("nothing since the start", "dim")], self.colours))
+        self.push_screen(Dialog("What has happened", lines or [("nothing since the start", "dim")], self.colours))
 
     def action_findings(self) -> None:
         lines: list[Line] = []
@@ -603,7 +615,7 @@ class Cockpit(App[None]):
             lines += [(str(one["seen"]), "bad" if one["verdict"] == "fail" else "warn")]
             lines += [(f"  {one[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if one[key]]
         nothing = "gpushare doctor is still at work" if self._findings is None else "gpushare doctor has found nothing"
-        self.push_screen(Pages("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
+        self.push_screen(Dialog("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
 
     def _examine(self) -> None:
         self.run_worker(self._examined(), group="doctor", exclusive=True)
@@ -670,7 +682,8 @@ class Cockpit(App[None]):
                 self._begin(ACTIONS[number - len(facts)], row.job)
 
         lines: list[Line] = [*facts, *((text, "text") for text in texts)]
-        self.push_screen(Choice(job_title(row.job), lines, self.colours, len(facts)), done)
+        keys = "".join(action.key for action in ACTIONS)
+        self.push_screen(Choice(job_title(row.job), lines, self.colours, len(facts), keys), done)
 
     def _facts(self, job: ListedJob) -> list[Line]:
         facts = [
@@ -790,13 +803,13 @@ class Cockpit(App[None]):
                 *((f"  {one[key]}", "dim") for key in ("meaning", "cause") if one.get(key)),
                 ("", "text"),
             ]
-        await self.push_screen_wait(Pages("Explain", lines, self.colours))
+        await self.push_screen_wait(Dialog("Explain", lines, self.colours))
 
     def action_logs(self) -> None:
         row = self.chosen
         if row is None or self._follow is None or self.watch_host.reader.recorded:
             return
-        pages = Pages(f"{job_title(row.job)}: output", [], self.colours)
+        pages = Dialog(f"{job_title(row.job)}: output", [], self.colours)
         follow, target = self._follow, row.job.name or str(row.job.pid)
 
         async def followed() -> None:
@@ -806,28 +819,6 @@ class Cockpit(App[None]):
 
         shown: Awaitable[None] = self.push_screen(pages, lambda _: worker.cancel())
         worker: Worker[None] = self.run_worker(followed(), group="logs", exclusive=True)
-
-
-class Charts(Widget):
-    """The past of the chosen GPU."""
-
-    def __init__(self, cockpit: Cockpit) -> None:
-        super().__init__()
-        self._cockpit = cockpit
-        self._lines: list[list[Piece]] = []
-        self.styles.height = 0
-
-    def show(self, frame: Frame, gpu: Gpu | None, height: int) -> None:
-        """Draw the charts of a GPU; None: hide them."""
-        self.styles.height = 0 if gpu is None else height
-        self._lines = (
-            [] if gpu is None else gpus.chart_lines(frame, gpu, self._cockpit.past, self._cockpit.size.width, height)
-        )
-        self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        line = self._lines[y] if y < len(self._lines) else []
-        return Strip(segments(line, self.size.width, self._cockpit.colours))
 
 
 def width_fits(text: str, width: int) -> bool:
