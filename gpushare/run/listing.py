@@ -131,7 +131,10 @@ class _Present:
 
     def _job(self, pid: int, record: JobRecord | None, processes: Sequence[_OnGpu]) -> ListedJob:
         """Return a job by its first process; without a record, what gpushare did not start, or whose record is gone."""
-        info, swap, pause = self._host.processes.describe(pid), self._swaps.get(pid), self._paused.get(pid)
+        swap, pause = self._swaps.get(pid), self._paused.get(pid)
+        # The snapshot has most of it; one that has ended since is still told by its name.
+        seen = next((each.process for each in processes if each.process.pid == pid and each.process.name), None)
+        info = seen or self._host.processes.describe(pid)
         if record is not None:
             devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         else:
@@ -232,7 +235,7 @@ def _runs_itself(record: JobRecord) -> bool:
     return record.supervisor is not None and record.supervisor.pid == record.pid
 
 
-def _age(info: ProcessInfo | None) -> float | None:
+def _age(info: ProcessInfo | GpuProcess | None) -> float | None:
     started = None if info is None else info.started_at
     return None if started is None else max(0.0, time.time() - started)
 
@@ -258,7 +261,7 @@ def _work(processes: Sequence[_OnGpu]) -> int | None:
     return min(100, max(sums.values())) if sums else None
 
 
-def _program_of(info: ProcessInfo | None) -> str | None:
+def _program_of(info: ProcessInfo | GpuProcess | None) -> str | None:
     """Return the program in the command line of a `gpushare run ... -- PROGRAM`, or all of the line."""
     words = (None if info is None else info.command_line) or ()
     return _line(words[words.index("--") + 1 :] if "--" in words else words)
