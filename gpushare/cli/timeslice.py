@@ -255,7 +255,8 @@ def set_level(
     level: Annotated[
         str,
         typer.Argument(
-            metavar="TIME|LEVEL", help="With a JOB its slice: 500us, 16ms. Else default, short, medium or long."
+            metavar="TIME|LEVEL",
+            help="With a JOB its slice: 500us, or 3x the usual. Else default, short, medium or long.",
         ),
     ],
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
@@ -270,7 +271,7 @@ def set_level(
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
     It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for a
     job helps the others on the GPU that must answer fast. Below 1ms, two jobs that both always have work lose much to
-    the switch itself; for shares see gpushare run --weight.
+    the switch itself; 3x is a share, as gpushare run --weight 3 gives it.
 
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
     lost at a reboot, and running programs may keep the old level.
@@ -305,7 +306,12 @@ def _set_slice(text: str, job_text: str) -> Any:
             f"{quoted(text)} is a level, which is set for a whole GPU",
             "give a job a time: gpushare timeslice set 500us JOB; or set the level: gpushare timeslice set short -g 0",
         )
-    microseconds = check_slice(parse_slice(text))
+    if text.endswith("x"):
+        from gpushare.cli.run import weight_of
+
+        microseconds = weight_of(text[:-1])
+    else:
+        microseconds = check_slice(parse_slice(text))
     return _with_job(
         "timeslice set",
         job_text,

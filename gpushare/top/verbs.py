@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, ExitCode
-from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
 
 if TYPE_CHECKING:
     from gpushare.base.model import ListedJob
@@ -39,20 +38,7 @@ def _job(job: ListedJob) -> str:
 
 
 def _slice(job: ListedJob, text: str) -> Sequence[str]:
-    """Return what sets a time-slice; a number without a unit is a weight, as ``run --weight`` takes it."""
-    if not text:
-        return ["timeslice", "reset", _job(job)]
-    try:
-        weight = float(text)
-    except ValueError:
-        return ["timeslice", "set", text, _job(job)]
-    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-        raise BadUsage(
-            f"a weight is from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {text}",
-            "a slice has a unit: 500us",
-            code="usage",
-        )
-    return ["timeslice", "set", f"{slice_of_weight(weight)}us", _job(job)]
+    return ["timeslice", "set", text, _job(job)] if text else ["timeslice", "reset", _job(job)]
 
 
 def _move(job: ListedJob, text: str) -> Sequence[str]:
@@ -81,7 +67,7 @@ ACTIONS: Final = (
     Action("r", "resume it", lambda job, _: ["resume", _job(job)]),
     Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job(job)]),
     Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job(job)]),
-    Action("n", "set its time-slice or weight", _slice, "time-slice, or weight (1: the usual one); empty restores it", "500us, or 3"),
+    Action("n", "set its time-slice or weight", _slice, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
     Action(
         "m", "limits of its MPS daemon", _limit, "threads and memory of clients that start from now on", "50% 8G"
     ),

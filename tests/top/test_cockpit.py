@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import LinePlace, ListedJob
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.measure.observe import Clock, header_for, observe
 from gpushare.measure.recording import RecordingFile, Samples
 from gpushare.sim import admin
+from gpushare.top.dialogs import Question
+from gpushare.top.draw import THEMES
 from gpushare.top.replay import Replay
 from tests.cli.drive import World
 from tests.top.conftest import Shown
@@ -95,6 +100,10 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         assert screen.ran[-1] == ["timeslice", "set", "500us", str(pid)]
         await screen.look()
         assert screen.app._rows[0].job.slice_us == 500
+        # A weight: three times the usual slice.
+        await screen.press("n", *"3x", "enter", "y")
+        await screen.look()
+        assert screen.app._rows[0].job.slice_us == 3 * 2048
         await screen.press("p", "y")
         await screen.look()
         assert "paused" in screen.line(str(pid))
@@ -120,7 +129,9 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         assert "was paused" in screen.text
         await screen.press("escape", "enter")
         assert "pause it: off the GPU at once" in screen.text
-        await screen.press("escape")
+        await screen.press("p")
+        assert f"gpushare pause {pid}" in screen.text
+        await screen.press("n")
         screen.output = ["step 1", "step 2"]
         await screen.press("L")
         assert "step 2" in screen.text
@@ -257,6 +268,61 @@ def test_help_findings_themes_and_the_mouse(show: Show) -> None:
         assert screen.app._exit
 
     show(world, script)
+
+
+def test_the_screen_goes_on_while_a_gpu_hangs(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old values stay, their age is told, and every key answers."""
+    world = World("sim:2xh100")
+    first, second = add(world, 0, "one", 2), add(world, 1, "two", 4)
+
+    async def script(screen: Shown) -> None:
+        began = time.monotonic() - 17
+        monkeypatch.setattr(screen.watch, "_began", began)
+        screen.app._tick()
+        await screen.press("I")
+        assert "no answer for 17 s: old values" in screen.text
+        assert [row.job.pid for row in screen.app._rows] == [first, second]
+        monkeypatch.setattr(screen.watch, "_began", None)
+        screen.app._tick()
+        await screen.press("I")
+        assert "old values" not in screen.text
+
+    show(world, script)
+
+
+def test_processes_of_a_job_and_the_line_of_waiting_ones(show: Show) -> None:
+    """The tree has the processes of each job; who waits stands below, with place and reason."""
+    world = World("sim:h200")
+    root = add(world, 0, "train", 9)
+    child = add(world, 0, "worker", 1, parent=root)
+    line = LinePlace(place=1, memory_bytes=48 * GIB, behind=("eval",), held_by=("train",))
+    waiting = ListedJob(name="big", pid=77, state="waiting", user="dave", role="plain", device=None, since_seconds=60, line=line)  # fmt: skip
+
+    async def script(screen: Shown) -> None:
+        await screen.press("t")
+        await screen.look()
+        frame = screen.app.frame
+        assert frame is not None
+        assert f"└ {'worker':<10}" in screen.text
+        assert [row.member.pid for row in screen.app._rows if row.member is not None] == [child]
+        screen.app.take(replace(frame, at=frame.at + 1, jobs=(*frame.jobs, waiting)))
+        await screen.press("t")
+        assert "waits #1" in screen.line("big")
+        assert "for 48.0G; behind eval; held by train" in screen.line("big ")
+        assert "big waits for room, place 1" in screen.text.splitlines()[-2]
+
+    show(world, script, size=(160, 40))
+
+
+def test_a_plan_that_is_longer_than_the_screen_is_scrolled(show: Show) -> None:
+    async def script(screen: Shown) -> None:
+        screen.app.push_screen(Question("go?", [(f"line {number}", "text") for number in range(60)], THEMES["dark"]))
+        await screen.press("end")
+        assert "line 59" in screen.text
+        assert "y does it" in screen.text
+        assert "line 1 " not in screen.text
+
+    show(World("sim:h200"), script, size=(80, 24))
 
 
 def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
