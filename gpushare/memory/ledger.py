@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
 LAPSE_SECONDS: Final = 60.0
+# A waiting job that could take a place for so long, and does not, is passed: it hangs, or only looks like a job.
+PATIENCE_SECONDS: Final = 10.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
 # How often a job of several devices chooses those that it waits for: again if one of them is lost.
@@ -429,19 +431,38 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
     return owners
 
 
+class Patience:
+    """Which waiting jobs are passed, as one looks at them again and again."""
+
+    def __init__(self) -> None:
+        # Since when they could take a place.
+        self._could: dict[str, float] = {}
+
+    def look(self, could: Collection[str]) -> None:
+        """Note who can take a place now; who was passed stays so."""
+        now = time.monotonic()
+        passed = {name: since for name, since in self._could.items() if now - since >= PATIENCE_SECONDS}
+        self._could = passed | {name: self._could.get(name, now) for name in could}
+
+    def lets_go_first(self, one: Reservation) -> bool:
+        """Return whether a waiting job counts: it is not stopped, and was not passed."""
+        now = time.monotonic()
+        return not one.stopped and now - self._could.get(one.id, now) < PATIENCE_SECONDS
+
+
 class Place:
     """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
 
     Others may say in their claims that they came first: those are before this job that it saw when it came.
     """
 
-    def __init__(self, host: Host, request: Request) -> None:
-        """Enter the ledger.
+    def __init__(self, host: Host, request: Request, patience: Patience | None = None) -> None:
+        """Enter the ledger. ``patience`` is that of a job that enters it again and again.
 
         Raises:
             NoPermission, OperationFailed: it cannot be written.
         """
-        self._host, self.request = host, request
+        self._host, self.request, self._patience = host, request, patience or Patience()
         # The devices on which it has a place.
         self.held: tuple[str, ...] = ()
         # Those that a job of several devices waits for, once it is the first in the line.
@@ -536,12 +557,13 @@ class Place:
             if one.id == own
             or (
                 one.waits
-                and not one.stopped
+                and self._patience.lets_go_first(one)
                 # It came before, or this job spares it.
                 and (one.id in self._before or _spares(self.request, os.geteuid(), one, one.claim.uid))
             )
         ]
         taken = _admitted(lines, waiting)
+        self._patience.look(taken.keys() - {own})
         free = taken.get(own, ())
         if not free:
             self._fix(lines, waiting)

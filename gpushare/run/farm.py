@@ -30,7 +30,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.harm import best_together
-from gpushare.memory.ledger import Line, Place, Request, not_around, position, reservations
+from gpushare.memory.ledger import Line, Patience, Place, Request, not_around, position, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
@@ -543,6 +543,7 @@ class _FarmLine:
         self._devices = {device.uuid: device for some in sets for device in some}
         self._clients = {uuid: client_limit(host, device) for uuid, device in self._devices.items()}
         self._places: dict[Request, Place] = {}
+        self._patience = Patience()
         self._reasons: Sequence[str] = ()
 
     def requests(self, sizes: Mapping[str, int]) -> list[Request]:
@@ -579,7 +580,7 @@ class _FarmLine:
             self._places.pop(request).leave()
         for request in wanted:
             if request not in self._places:
-                self._places[request] = Place(self._host, request)
+                self._places[request] = Place(self._host, request, self._patience)
             place = self._places[request]
             devices = [self._devices[uuid] for uuid in request.keys]
             now, self._reasons = usable_now(self._host, devices, self._limits, client=request.client)

@@ -167,8 +167,8 @@ def wait_for_place(
         InUse: the time is over (code ``no_room``).
         GpushareError: as `take_place`, before it waits.
     """
+    from gpushare.memory.ledger import PATIENCE_SECONDS, Request, position, reservations
     from gpushare.memory.ledger import Place as Entry
-    from gpushare.memory.ledger import Request, position, reservations
     from gpushare.memory.room import POLL_SECONDS
 
     places = find_places(host, text, gpu, creator)
@@ -178,15 +178,17 @@ def wait_for_place(
     made_on = () if creator is None else tuple(one.uuid or "" for one in creator.gpus)
     keys = (*made_on, *(place.mig.uuid for place in places))[:_MOST_KEYS]
     entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
-    began = clock()
+    began = could = clock()
     try:
         with waiting_line(say, quiet=quiet) as draw:
             while True:
                 free, held = free_places(host, places)
                 found = reservations(host) or []
                 ahead, now = jobs_before(found, entry, free), clock()
-                if len(free) > len(ahead):
-                    taken, _ = _take(host, free[len(ahead) :])
+                # Those that could have taken one for long, and have not, hang.
+                could = could if free else now
+                if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
+                    taken, _ = _take(host, free[len(ahead) :] or free)
                     if taken is not None:
                         if creator is not None:
                             _check_made(taken, check)

@@ -21,6 +21,7 @@ from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_s
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import (
     Line,
+    Patience,
     Place,
     Request,
     Reservation,
@@ -445,6 +446,8 @@ class Swapping(Part):
         self._place: Place | None = place
         memory.away = lambda: self.out
         self._asked = place.request
+        # Who was passed once sends it out no more.
+        self._patience = Patience()
         self._swap: Swap | None = None
         # Somebody else has taken it out, so the policy does not bring it back.
         self._by_hand = False
@@ -536,7 +539,7 @@ class Swapping(Part):
         place = self._place
         if place is None:
             request = replace(self._asked, keys=(self._device.uuid,), client=False)
-            place = Place(self._host, request)
+            place = Place(self._host, request, self._patience)
         if not place.held:
             place.take(self._device.uuid)
             place.add(self._pid)
@@ -550,7 +553,7 @@ class Swapping(Part):
         self._device = Device(gpu=gpu)
         if place is None:
             request = replace(self._asked, keys=(uuid,), client=False)
-            place = Place(self._host, request)
+            place = Place(self._host, request, self._patience)
             place.take(uuid)
         # It holds both until its program is named in the new one.
         self._memory.moved(self._device)
@@ -575,7 +578,7 @@ class Swapping(Part):
         processes = processes_to_swap(self._host, job)
         check_alone(self._host, job.title, processes)
         swap = leaving(self._host, job, self._device.uuid, processes)
-        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)))
+        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)), self._patience)
         try:
             # Not in the line: it leaves as much room as it takes, and to a job before it.
             place.take(target.uuid)
@@ -664,7 +667,10 @@ class Swapping(Part):
             one
             for one in found
             # What can never come is nothing to make room for.
-            if one.waits and self._device.uuid in one.keys and (one.memory_bytes or 0) <= total and not one.stopped
+            if one.waits
+            and self._device.uuid in one.keys
+            and (one.memory_bytes or 0) <= total
+            and self._patience.lets_go_first(one)
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [job for job in waiting if job.id != own]
@@ -777,7 +783,7 @@ class Swapping(Part):
         # Before it takes a place: while it is stopped, others can have the room.
         check_continues(self._host, now)
         if self._place is None:
-            self._place = Place(self._host, self._request(now))
+            self._place = Place(self._host, self._request(now), self._patience)
         free = bool(self._place.held) or self._take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
         if not free or has_room(self._host, now, now.memory_bytes) is False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -735,6 +735,32 @@ def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host) -> None:
         with path.open("a") as file:
             file.write("ticket 1\n")
         blocker.leave()
+        assert take(host, honest)
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what lets the ledger's clock go on."""
+    now = [1000.0]
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", forward)
+    return forward
+
+
+def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting gpushare that was stopped (Ctrl-Z), or a file that only looks like one."""
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1"):
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        assert not take(host, honest)
+        forward(ledger.PATIENCE_SECONDS / 2)
+        assert not take(host, honest)
+        forward(ledger.PATIENCE_SECONDS / 2)
+        assert not take(host, honest)
         assert take(host, honest)
 
 

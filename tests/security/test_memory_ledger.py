@@ -35,6 +35,7 @@ def world() -> World:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the times that are waited be short; gpushare runs in forks of this process."""
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(ledger, "LAPSE_SECONDS", 2.0)
 
 
@@ -64,6 +65,14 @@ def waits(*words: str, seconds: float = 20.0) -> int:
 
 def whole(world: World) -> str:
     return f"want {130 * GIB} 0 {world.uuid()}"
+
+
+def test_one_that_waits_for_the_whole_gpu_and_never_comes_is_passed(
+    world: World, mallory: Stranger, quick: None
+) -> None:
+    text = whole(world)
+    with mallory.keeps(lambda: claim(world, text)):
+        assert waits() == 0
 
 
 def test_one_that_always_chooses_keeps_nobody_waiting(world: World, mallory: Stranger) -> None:

@@ -18,9 +18,10 @@ from gpushare.base.units import GIB, parse_memory_limit
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
+from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
-from gpushare.memory.swap import OUT, Swap, locked, swaps
+from gpushare.memory.swap import BACK, OUT, Swap, locked, swaps
 from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -494,6 +495,21 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., 
     finally:
         stopped.kill()
         stopped.wait()
+
+
+def test_a_job_that_never_takes_its_place_ends_one_turn_only(
+    start: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
+    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
+    never = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
+    job.says("out of the GPU")
+    job.says("back on the GPU")
+    time.sleep(3.0)
+    assert {one.state for one in swaps(world.host)} == {BACK}
+    never.leave()
+    (said,) = finish(job)
+    assert said.count("out of the GPU") == 1
 
 
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
