@@ -568,10 +568,12 @@ def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:
     budget, limits, best = advice.budget, advice.limits_bytes, advice.best
-    alone = best is not None and best.way is Way.WHOLE and (budget.fits or not advice.situation.short_of_memory)
-    sentence = None if alone and (advice.situation.several or advice.situation.own_gpu) else budget.sentence()
+    situation = advice.situation
+    each = situation.together and len(situation.spread) >= (situation.case.processes or 2)
+    alone = best is not None and best.way is Way.WHOLE and (budget.fits or each or not situation.short_of_memory)
+    sentence = None if alone and (situation.several or situation.own_gpu) else budget.sentence()
     if best is not None and best.way in ALL_MIG:
-        sentence = instances_sentence(advice.situation, best.way) or sentence
+        sentence = instances_sentence(situation, best.way) or sentence
     elif limits is not None:
         text = f"the limits add up to {format_bytes(limits)}"
         sentence = text if sentence is None else f"{sentence}; {text}"

@@ -413,7 +413,8 @@ class Situation:
     def gpus_each(self) -> int:
         """Return how many GPUs a job has at the same time: 1 for each of the ranks of one job."""
         most = max(work.gpus or 1 for work in self.case.workloads)
-        ranks = self.case.processes == most and any(map(self.case.any, ("nccl", "cooperating", "one_application")))
+        one_job = len(self.case.workloads) == 1 and self.case.processes == most
+        ranks = one_job and any(map(self.case.any, ("nccl", "cooperating", "one_application")))
         return 1 if ranks else most
 
     @property
