@@ -221,12 +221,12 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
 
 
 def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
-    host, places = state.host, {one.id: one for one in state.layout(gpu).instances}
+    host, places = state.host, {instance.id: instance for instance in state.layout(gpu).instances}
     names = {(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()}
     found = []
     for index, mig in enumerate(gpu.mig_instances):
         instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
-        daemon = next((one for one in daemons if one.device_uuid == mig.uuid), None)
+        daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)
         found.append(
             MigDescription(
                 profile=_profile(mig, instance),

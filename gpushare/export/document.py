@@ -90,7 +90,7 @@ _NODE: Final = re.compile(r"\bnode([ /])NODE\b")
 def apply_script(engine: str, export: Export) -> Document:
     """Return the commands of an export as a script next to its files; a node that is not known is its argument."""
     lines = ["#!/bin/sh", f"# Written by gpushare export {engine}. It stops at the first command that fails."]
-    lines += [f"# Needs: {' '.join(one.split())}" for one in export.needs]
+    lines += [f"# Needs: {' '.join(need.split())}" for need in export.needs]
     lines += [f"# Lost: {' '.join(one.split())}" for one in export.lost]
     lines += ["set -eu", 'cd "$(dirname "$0")"']
     commands = [_NODE.sub(r'node\1"$node"', command) for command in export.commands]
@@ -107,7 +107,7 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
     written: list[str] = []
     try:
         with directory_of(directory) as descriptor:
-            there = [one.name for one in documents if os.path.lexists(directory / one.name)]
+            there = [document.name for document in documents if os.path.lexists(directory / document.name)]
             if there:
                 raise _there(directory / there[0])
             for document in documents:

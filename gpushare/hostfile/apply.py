@@ -91,7 +91,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     check = check_step(lambda: _look_again(host, index), entry, index)
     changes = [] if work.change is None or not work.change.changes else [work.change]
     change = plan_change(host, changes, ledger, title=title, first=[*stops, *first], after=[*after, *daemons, check])
-    wishes = [wish for wish in (entry.mps, *(one.mps for one in entry.mig)) if wish is not None]
+    wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
     root = bool(changes or first or after or (daemons and any(wish.exclusive or wish.multiuser for wish in wishes)))
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
     return GpuApply(replace(change, plan=plan, names=work.new_names), root)
@@ -149,8 +149,8 @@ class _GpuWork:
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
         known, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
-        for one in self.names:
-            taken = known.get(one.name)
+        for named in self.names:
+            taken = known.get(named.name)
             if taken is None or taken.gpu_uuid in {self.live.gpu.uuid, *others} or taken.gpu_uuid not in here:
                 continue
             raise name_taken(taken, here)
@@ -188,8 +188,8 @@ class _GpuWork:
 
     @property
     def new_names(self) -> tuple[str, ...]:
-        there = {(one.name, one.spot) for one in self.live.names}
-        return tuple(one.name for one in self.names if (one.name, one.spot) not in there)
+        there = {(named.name, named.spot) for named in self.live.names}
+        return tuple(named.name for named in self.names if (named.name, named.spot) not in there)
 
     def stops(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
@@ -202,7 +202,7 @@ class _GpuWork:
     def losses(self) -> list[Loss]:
         """Return what goes besides instances: names and grants of those that stay, and daemons of other users."""
         index, staying = self.live.gpu.index, {device.place for device in self.to_be}
-        want = {(one.name, one.spot): one.users for one in self.names}
+        want = {(named.name, named.spot): named.users for named in self.names}
         found: list[Loss] = []
         for one in self.live.names:
             users = want.get((one.name, one.spot))
@@ -239,7 +239,11 @@ class _GpuWork:
         gpu, mps = self.live.gpu, self.entry.mps
         # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
-        there = [one for one in gpu.processes or () if one.compute and not one.mps and one.pid not in idle]
+        there = [
+            process
+            for process in gpu.processes or ()
+            if process.compute and not process.mps and process.pid not in idle
+        ]
         outside = [self._called(one.pid) for one in there]
         running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
         if mps is not None and not running:

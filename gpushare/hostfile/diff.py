@@ -47,7 +47,7 @@ def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
     if wanted:
         yield from _layout(live, entry, elsewhere)
     elif live.gpu.mig_enabled:
-        gone = ", ".join(f"{one.profile.name}:{one.start}" for one in live.instances)
+        gone = ", ".join(f"{instance.profile.name}:{instance.start}" for instance in live.instances)
         yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
     exclusive = entry.mps is not None and entry.mps.exclusive
     mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Way.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
@@ -120,20 +120,22 @@ def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
 def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
     """Return where the file has names that are not wanted on this GPU."""
     return {
-        one.name: f"on GPU {index}"
+        mig.name: f"on GPU {index}"
         for index, entry in entries.items()
         if index != live.gpu.index
-        for one in entry.mig
-        if one.name is not None
+        for mig in entry.mig
+        if mig.name is not None
     }
 
 
 def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     """Yield missing, wrong and surplus names and grants."""
-    wanted = {one.name: one for one in assignment.names}
+    wanted = {named.name: named for named in assignment.names}
     # Names in the file whose devices do not exist yet.
-    waiting = {one.wish.name: one for one in assignment.devices if one.wish.name and one.wish.name not in wanted}
-    there = {one.name: one for one in live.names}
+    waiting = {
+        device.wish.name: device for device in assignment.devices if device.wish.name and device.wish.name not in wanted
+    }
+    there = {named.name: named for named in live.names}
     for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
         now, want = there.get(name), wanted.get(name)
         if want is None:

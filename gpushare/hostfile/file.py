@@ -117,7 +117,7 @@ class Entry:
 
     @property
     def wish(self) -> Wish:
-        return parse_wish(" ".join(one.wish for one in self.mig)) if self.mig else ()
+        return parse_wish(" ".join(mig.wish for mig in self.mig)) if self.mig else ()
 
     @property
     def alike(self) -> Entry:
@@ -154,7 +154,7 @@ class HostFile:
 
 def document_of(file: HostFile) -> dict[str, object]:
     """Return a file as YAML has it; `parse.read` reads back the same."""
-    entries = [{"match": _match(one.match), one.sharing.value: _sharing(one)} for one in file.entries]
+    entries = [{"match": _match(entry.match), entry.sharing.value: _sharing(entry)} for entry in file.entries]
     document: dict[str, object] = {"version": VERSION, "gpus": entries}
     if file.rules:
         document["slices"] = [{"match": _process_match(rule.match), **_outcome(rule)} for rule in file.rules]
@@ -200,7 +200,7 @@ def _outcome(rule: Rule) -> dict[str, object]:
 
 def _sharing(entry: Entry) -> object:
     if entry.sharing is Way.MIG:
-        return [_instance(one) for one in entry.mig]
+        return [_instance(mig) for mig in entry.mig]
     if entry.sharing is Way.MPS:
         return _mps(entry.mps or MpsWish())
     if entry.sharing is Way.TIMESLICE:
@@ -331,13 +331,13 @@ def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -
 def _check_names(file: HostFile, entries: dict[int, Entry]) -> None:
     owners: dict[str, int] = {}
     for index, entry in entries.items():
-        for one in entry.mig:
-            if one.name is None:
+        for mig in entry.mig:
+            if mig.name is None:
                 continue
-            if one.name in owners:
+            if mig.name in owners:
                 raise BadUsage(
-                    f"{file.shown}:{one.mark}: the name '{one.name}' is used twice, on GPU {owners[one.name]} and GPU {index}",
+                    f"{file.shown}:{mig.mark}: the name '{mig.name}' is used twice, on GPU {owners[mig.name]} and GPU {index}",
                     "use each name once; an entry with names is for one GPU",
                     code="bad_file",
                 )
-            owners[one.name] = index
+            owners[mig.name] = index

@@ -84,7 +84,7 @@ def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[
 
 
 def _has_names(entry: Entry) -> bool:
-    return any(one.name is not None for one in entry.mig)
+    return any(mig.name is not None for mig in entry.mig)
 
 
 def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
@@ -132,21 +132,21 @@ def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
 
 def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
     found: list[InstanceWish] = []
-    for one in live.instances:
-        name = next((named for named in live.names if named.place == one.place), None)
-        if not one.compute:
+    for instance in live.instances:
+        name = next((named for named in live.names if named.place == instance.place), None)
+        if not instance.compute:
             notes.append(
-                f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance "
+                f"GPU {live.gpu.index}: GPU instance {instance.id} ({instance.profile.name}:{instance.start}) has no compute instance "
                 "and is left out"
             )
-        for number, part in enumerate(sorted(one.compute, key=lambda part: -part.profile.slices)):
-            whole = part.profile.slices == one.profile.slices
+        for number, part in enumerate(sorted(instance.compute, key=lambda part: -part.profile.slices)):
+            whole = part.profile.slices == instance.profile.slices
             daemon = live.daemon(part.uuid)
             if daemon is not None and daemon.wish is None:
                 notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
             found.append(
                 InstanceWish(
-                    wish=("" if whole else f"{part.profile.name}.") + f"{one.profile.name}:{one.start}",
+                    wish=("" if whole else f"{part.profile.name}.") + f"{instance.profile.name}:{instance.start}",
                     name=name.name if name is not None and number == 0 else None,
                     users=name.users if name is not None and number == 0 else (),
                     mps=None if daemon is None else daemon.wish,
@@ -251,7 +251,7 @@ def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, g
 
 def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
     found: list[PlacedDevice] = []
-    names = {one.place: one.name for one in live.names}
+    names = {named.place: named.name for named in live.names}
     for one in live.instances:
         place = one.profile.name, one.start
         for part in sorted(one.compute, key=lambda part: part.id):
@@ -274,16 +274,16 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
     """Return the MIG devices after a change; ``kept`` are the current ones that it does not touch."""
     whole = {profile.name: profile.slices for profile in profiles}
     left, found = list(kept), []
-    for one in shape.instances:
-        for part in one.compute:
+    for instance in shape.instances:
+        for part in instance.compute:
             slices = part.slices
-            same = [k for k in left if k.place == one.place and k.slices == slices]
+            same = [k for k in left if k.place == instance.place and k.slices == slices]
             if same:
                 left.remove(same[0])
                 found.append(same[0])
                 continue
-            number = _count(found, one.place, slices)
-            found.append(PlacedDevice(*one.place, slices, slices == whole.get(one.profile), number))
+            number = _count(found, instance.place, slices)
+            found.append(PlacedDevice(*instance.place, slices, slices == whole.get(instance.profile), number))
     return found
 
 
@@ -293,11 +293,11 @@ def _count(found: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -
 
 def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
     found = []
-    for one in entry.mig:
-        for request in parse_wish(one.wish):
+    for mig in entry.mig:
+        for request in parse_wish(mig.wish):
             profile = resolve(request, profiles)
             found += [
-                WantedDevice(wish=one, profile=profile.name, start=request.start, slices=slices)
+                WantedDevice(wish=mig, profile=profile.name, start=request.start, slices=slices)
                 for _ in range(request.count)
                 for slices in request.compute or (profile.slices,)
             ]

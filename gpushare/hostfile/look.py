@@ -143,8 +143,8 @@ def _live(
             f"an MPS daemon that gpushare did not start (process {one.pid}, {one.pipe_directory})" for one in foreign
         ),
         layout=layout if gpu.error is None else None,
-        names=tuple(replace(one, users=tuple(sorted(map(known_user, one.users)))) for one in names),
-        open=frozenset(one.name for one in names if not _is_closed(host, one)),
+        names=tuple(replace(named, users=tuple(sorted(map(known_user, named.users)))) for named in names),
+        open=frozenset(named.name for named in names if not _is_closed(host, named)),
     )
 
 

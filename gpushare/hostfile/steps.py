@@ -70,7 +70,7 @@ def revoke_steps(
 ) -> list[Step]:
     """Return the steps that revoke the grants of instances that stay and lose their name."""
     kept = {(one.name, one.spot) for one in wanted}
-    losing = [one for one in live.names if one.place in staying and (one.name, one.spot) not in kept]
+    losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
     return [revoking(host, one) for one in losing if one.users]
 
 
@@ -79,10 +79,10 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> l
 
     Names are bound before the instances exist, so that a crash loses none. Grants follow when they exist.
     """
-    there, want = ({one.name: one.spot for one in names} for names in (live.names, wanted))
+    there, want = ({named.name: named.spot for named in names} for names in (live.names, wanted))
     if there == want:
         return []
-    gone = [one for one in live.names if one.name not in want]
+    gone = [named for named in live.names if named.name not in want]
     # Their grants follow, too.
     new = [replace(one, users=()) for one in wanted if there.get(one.name) != one.spot]
     return [names_step(host, new, gone, {live.gpu.uuid or "": live.gpu.index})]
@@ -90,7 +90,7 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> l
 
 def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made: set[tuple[str, int]]) -> list[Step]:
     """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
-    there = {(one.name, one.spot): one.users for one in live.names}
+    there = {(named.name, named.spot): named.users for named in live.names}
     steps = []
     for one in wanted:
         before = there.get((one.name, one.spot))
@@ -286,7 +286,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
 
 def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
     """Return a MIG device that exists, or is to be created, on a GPU."""
-    mig = next((one for one in gpu.mig_instances if one.uuid == placed.uuid), None)
+    mig = next((mig for mig in gpu.mig_instances if mig.uuid == placed.uuid), None)
     return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
 
 

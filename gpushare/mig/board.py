@@ -50,12 +50,14 @@ class Board:
         self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
         # For each profile those that cannot be on the same GPU (itself: one per GPU).
         self.exclusive = tuple(
-            frozenset(n for n, other in enumerate(profiles) if _exclude(one, other)) for one in profiles
+            frozenset(n for n, other in enumerate(profiles) if _exclude(profile, other)) for profile in profiles
         )
         # By end: always taking the first free one then packs the most.
         self.places = tuple(
             tuple(
-                sorted(((one.start, one.mask) for one in p.placements or ()), key=lambda place: place[1].bit_length())
+                sorted(
+                    ((place.start, place.mask) for place in p.placements or ()), key=lambda place: place[1].bit_length()
+                )
             )
             for p in profiles
         )
@@ -223,13 +225,15 @@ def board_of(layout: Layout) -> Board:
 
 def occupied(layout: Layout) -> int:
     """Return the memory slices that the instances of a GPU take, as bits."""
-    return mask_of(one.placement for one in layout.instances)
+    return mask_of(instance.placement for instance in layout.instances)
 
 
 def members_of(layout: Layout) -> tuple[int, ...]:
     """Return the profile numbers of the instances of a GPU, sorted; profiles no longer offered are left out."""
     number = board_of(layout).number
-    return tuple(sorted(number[one.profile.name] for one in layout.instances if one.profile.name in number))
+    return tuple(
+        sorted(number[instance.profile.name] for instance in layout.instances if instance.profile.name in number)
+    )
 
 
 def forget() -> None:
@@ -304,7 +308,7 @@ def make_room(
     best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
     for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
         for gone in combinations(instance.compute, size):
-            kept = [one for one in instance.compute if one not in gone]
+            kept = [part for part in instance.compute if part not in gone]
             busy = sum(one.busy for one in gone)
             if (
                 (kept and not with_others)

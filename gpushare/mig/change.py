@@ -271,15 +271,15 @@ class Eviction:
         except GpushareError:
             return set()
         instance = self._gone.instance.id
-        parts = {one.id for one in self._gone.compute}
+        parts = {part.id for part in self._gone.compute}
         found = {
-            one.pid
-            for one in gpu.processes or ()
-            if one.gpu_instance_id == instance and one.compute_instance_id in {None, *parts}
+            process.pid
+            for process in gpu.processes or ()
+            if process.gpu_instance_id == instance and process.compute_instance_id in {None, *parts}
         }
         for place, holders in nodes.items():
             if place[0] == instance and (place[1] is None or place[1] in parts):
-                found |= {one.pid for one in holders}
+                found |= {holder.pid for holder in holders}
         # Reading holds handles.
         self._host.nvml.restart()
         return found
@@ -294,7 +294,7 @@ class Eviction:
 
 
 def _all(gone: InstanceChange) -> list[GpuProcess | Holder]:
-    parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
+    parts = (gone.instance.holders or (), *(part.holders or () for part in gone.compute))
     return [one for part in parts for one in part]
 
 
@@ -522,8 +522,8 @@ def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable
     if not change.plan.steps:
         return
     with contextlib.ExitStack() as claims:
-        for one in change.evictions:
-            claims.enter_context(one.held)
+        for eviction in change.evictions:
+            claims.enter_context(eviction.held)
         _take_claims(host, change, claims)
         _carry_out(ledger, change, on_step)
 
@@ -546,7 +546,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
 
 
 def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
-    touched = [one for one in change.gpus if one.changes]
+    touched = [gpu for gpu in change.gpus if gpu.changes]
     before, after = [one.before for one in touched], [one.after for one in touched]
     ledger.begin(change.plan.title, before, after, names=change.names)
     last: Step | None = None
@@ -580,7 +580,7 @@ def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], N
 
 
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
-    but = ["the processes that --evict ended"] if any(one.begun for one in change.evictions) else []
+    but = ["the processes that --evict ended"] if any(eviction.begun for eviction in change.evictions) else []
     others = [one for work in change.instances for one in work.left_alone]
     but += [f"{one}, which another program created and which stays" for one in others]
     exceptions = f", except {' and '.join(but)}" if but else ""

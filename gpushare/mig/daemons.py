@@ -234,7 +234,7 @@ def forget_gone(host: Host) -> None:
     homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
     if not homes:
         return
-    gpus = [host.nvml.gpu(one.index) for one in host.nvml.identities()]
+    gpus = [host.nvml.gpu(gpu.index) for gpu in host.nvml.identities()]
     hidden = [gpu.mig_hidden or (gpu.mig_enabled is None and gpu.mig_capable is not False) for gpu in gpus]
     if any(hidden) or any(gpu.error is not None for gpu in gpus):
         return

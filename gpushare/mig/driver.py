@@ -142,7 +142,7 @@ class MigReader:
             handles = self._nvml.ask(of_profile, str(gpu.index))
             if handles is None:
                 raise _hidden(gpu, what)
-            yield from ((profile, one) for one in handles)
+            yield from ((profile, handle) for handle in handles)
 
     def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
         info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))

@@ -82,7 +82,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
             "see the grants: gpushare mig status",
             code="not_granted",
         )
-    users = tuple(one for one in named.users if one not in gone)
+    users = tuple(user for user in named.users if user not in gone)
     nodes: list[_Node] = []
     # If the driver shows no capabilities, only the record can be changed.
     with contextlib.suppress(NotSupported):
@@ -132,15 +132,15 @@ def _named(host: Host, name: str) -> NamedInstance:
 
 def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
     """Return the nodes of a named instance, its own first; none if there is no such instance."""
-    gpu = next((one for one in host.nvml.identities() if one.uuid == named.gpu_uuid), None)
+    gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == named.gpu_uuid), None)
     if gpu is None or gpu.error is not None or not gpu.mig_enabled:
         return []
-    found = [one for one in MigReader(host.nvml).layout(gpu).instances if one.place == named.place]
+    found = [instance for instance in MigReader(host.nvml).layout(gpu).instances if instance.place == named.place]
     minor = host.nvml.minor_number(gpu.index)
     if not found or minor is None:
         return []
     capabilities = host.capabilities.of_gpu(minor)
-    places = [(found[0].id, None), *((found[0].id, one.id) for one in found[0].compute)]
+    places = [(found[0].id, None), *((found[0].id, part.id) for part in found[0].compute)]
     missing = [place for place in places if place not in capabilities]
     if missing:
         raise NotSupported(
@@ -361,10 +361,10 @@ def plan_names(
     }
     bound = [one for name, one in places.items() if name not in known or known[name].spot != one.spot]
     # The names that move here, and those of the instances that get another.
-    lost = [known[one.name] for one in bound if one.name in known]
+    lost = [known[named.name] for named in bound if named.name in known]
     spots = {one.spot for one in places.values()}
     old = [one for one in known.values() if one.name not in places and one.spot in spots]
-    gone = {(plan.uuid, *one.instance.place) for plan, _ in wanted for one in plan.destroyed if one.whole}
+    gone = {(plan.uuid, *gone.instance.place) for plan, _ in wanted for gone in plan.destroyed if gone.whole}
     # The loss of an instance that is destroyed names it already.
     stay = [one for one in (*lost, *old) if one.spot not in gone]
     index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
@@ -372,8 +372,8 @@ def plan_names(
     kept = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
     # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
     # undo of a layout leaves them alone.
-    fresh = [one for one in bound if one.name not in known and one.spot not in kept]
-    moved = [one for one in bound if one not in fresh]
+    fresh = [named for named in bound if named.name not in known and named.spot not in kept]
+    moved = [named for named in bound if named not in fresh]
     if moved or old:
         steps.append(names_step(host, moved, old, index))
     same = [name for name, one in places.items() if one not in bound and one.spot in kept]
@@ -396,7 +396,7 @@ def plan_names(
             for one in stay
         ),
         undo=(
-            *(f"gpushare mig name --forget {one.name} -y" for one in bound if one.spot in kept),
+            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in kept),
             *(word for one in stay if one.gpu_uuid in index for word in _naming(one, index[one.gpu_uuid])),
         ),
     )
@@ -507,8 +507,8 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
     """
     steps = []
     for plan in plans:
-        gone = {one.instance.place for one in plan.destroyed if one.whole}
-        made = {one.instance.place for one in plan.created}
+        gone = {gone.instance.place for gone in plan.destroyed if gone.whole}
+        made = {new.instance.place for new in plan.created}
         for one in names_of(host).values():
             if one.name in but or one.gpu_uuid != plan.uuid or one.place not in gone | made:
                 continue

@@ -68,7 +68,7 @@ def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[H
     if minor is None:
         return ()
     node = f"{_PREFIX}{minor}"
-    pids = set((files or look(host)).holders_of(node)) - {one.pid for one in gpu.processes or ()}
+    pids = set((files or look(host)).holders_of(node)) - {process.pid for process in gpu.processes or ()}
     return _described(host, pids, node)
 
 
@@ -142,9 +142,9 @@ def _minor(host: Host, gpu: Gpu) -> int | None:
 def _listed(gpu: Gpu, place: Place) -> set[int]:
     """Return the PIDs that NVML lists in an instance; a process in a compute instance is in its GPU instance, too."""
     return {
-        one.pid
-        for one in gpu.processes or ()
-        if one.gpu_instance_id == place[0] and place[1] in {None, one.compute_instance_id}
+        process.pid
+        for process in gpu.processes or ()
+        if process.gpu_instance_id == place[0] and place[1] in {None, process.compute_instance_id}
     }
 
 

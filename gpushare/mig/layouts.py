@@ -55,7 +55,7 @@ def layouts_of(
             files = files or look(host)
             made = made_by_gpushare(host) if made is None else made
             seen = _Seen(host, gpu, names, leases, files, made)
-            layout = replace(layout, instances=tuple(seen.instance(one) for one in layout.instances))
+            layout = replace(layout, instances=tuple(seen.instance(instance) for instance in layout.instances))
         found.append(layout)
     return found
 

@@ -337,7 +337,9 @@ class MigLedger:
         if change is not None:
             path = MADE.path(self._host, "mig")
             record = MADE.read(path) or _Made(path=path)
-            there = {Spot(gpu.uuid, one.profile, one.start) for gpu in change.after for one in gpu.instances}
+            there = {
+                Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
+            }
             made = {Spot(one.gpu, one.profile, one.start) for one in change.proof.made if one.compute is None}
             gpus = {gpu.uuid for gpu in change.before}
             now = {spot for spot in record.instances if spot.gpu not in gpus or spot in there} | (made & there)

@@ -88,8 +88,8 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
         found = plan_instance(host, text, gpus)
         if isinstance(found, NoPlan):
             raise no_plan_error(found)
-        plan = next(one for one in found.gpus if one.changes)
-        gpu = next(one for one in gpus if one.index == plan.gpu)
+        plan = next(gpu for gpu in found.gpus if gpu.changes)
+        gpu = next(gpu for gpu in gpus if gpu.index == plan.gpu)
         (layout,) = layouts_of(host, [gpu])
         new = plan.created[0].instance
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
@@ -188,7 +188,7 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
 
 
 def _instance(layout: Layout, record: OnDemand) -> GpuInstance | None:
-    return next((one for one in layout.instances if one.place == (record.profile, record.start)), None)
+    return next((instance for instance in layout.instances if instance.place == (record.profile, record.start)), None)
 
 
 def _layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:

@@ -132,7 +132,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
             code="mig_off",
         )
     instances = MigReader(host.nvml).layout(gpu).instances
-    there = [one for one in instances if one.placement.mask >> named.start & 1]
+    there = [instance for instance in instances if instance.placement.mask >> named.start & 1]
     if any(_means(named, one) for one in there):
         ids = ", ".join(str(one.id) for one in there)
         return NotFound(
@@ -157,7 +157,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     """
     request = one_request(text)
     gpus = _gpus(host, gpu)
-    capable = [one for one in gpus if one.mig_capable]
+    capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
         raise no_mig(gpus, "see: gpushare status; run in a share: --threads")
     on = [one for one in capable if one.mig_enabled]
@@ -192,7 +192,7 @@ def one_request(text: str) -> Request:
 def _gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
     gpus = host.nvml.sweep()
     if gpu is None:
-        return [one for one in gpus if one.error is None]
+        return [gpu for gpu in gpus if gpu.error is None]
     devices = select_for_change(gpu, gpus)
     if any(device.mig is not None for device in devices):
         raise BadUsage(

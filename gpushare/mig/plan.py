@@ -52,7 +52,7 @@ class InstanceChange:
     @property
     def busy(self) -> bool:
         """Return whether a process is, or may be, in what is destroyed."""
-        return self.instance.held or any(one.busy for one in self.compute)
+        return self.instance.held or any(part.busy for part in self.compute)
 
     @property
     def created(self) -> int:
@@ -93,9 +93,9 @@ class GpuPlan:
     @property
     def after(self) -> tuple[GpuInstance, ...]:
         """Return the GPU instances that it leaves, by place."""
-        gone = {one.instance.place: one.compute for one in self.destroyed if not one.whole}
-        new = {one.instance.place: one.compute for one in self.created if not one.whole}
-        found = [one.instance for one in self.created if one.whole]
+        gone = {gone.instance.place: gone.compute for gone in self.destroyed if not gone.whole}
+        new = {new.instance.place: new.compute for new in self.created if not new.whole}
+        found = [new.instance for new in self.created if new.whole]
         for one in self.kept:
             stay = (part for part in one.compute if part not in gone.get(one.place, ()))
             found.append(replace(one, compute=(*stay, *new.get(one.place, ()))))

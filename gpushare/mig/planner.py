@@ -57,7 +57,7 @@ CREATED: Final = weigh(Cost(created=1))
 
 def cost_of_destroying(instance: GpuInstance) -> Cost:
     """Return the cost of destroying a GPU instance with all in it."""
-    busy = sum(one.busy for one in instance.compute)
+    busy = sum(part.busy for part in instance.compute)
     if instance.busy and not busy:
         # Held as a whole: any of its compute instances may be meant.
         busy = instance.devices
@@ -72,7 +72,7 @@ def cost_of(gone: InstanceChange) -> Cost:
     """Return the cost of destroying this."""
     if gone.whole:
         return cost_of_destroying(gone.instance)
-    busy = sum(one.busy or gone.instance.held for one in gone.compute)
+    busy = sum(part.busy or gone.instance.held for part in gone.compute)
     rest = len(gone.compute) - busy
     if gone.instance.name is not None:
         return Cost(busy_destroyed=busy, named_destroyed=rest)
@@ -129,11 +129,11 @@ def candidates(arrangements: Iterable[Arrangement], parts: Sequence[int], codes:
     """
     return [
         Candidate(
-            sum(count * code for count, code in zip(one.counts, codes, strict=True)),
-            sum(count * part for count, part in zip(one.counts, parts, strict=True)) * CREATED,
-            one,
+            sum(count * code for count, code in zip(arrangement.counts, codes, strict=True)),
+            sum(count * part for count, part in zip(arrangement.counts, parts, strict=True)) * CREATED,
+            arrangement,
         )
-        for one in arrangements
+        for arrangement in arrangements
     ]
 
 
@@ -173,7 +173,9 @@ class Site:
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda one: one.start))
         # `requests`: for each wished kind its compute instances, and whether its place is named.
-        self.existing = tuple(self._number(one, may_destroy=may_destroy, evict=evict) for one in self.instances)
+        self.existing = tuple(
+            self._number(instance, may_destroy=may_destroy, evict=evict) for instance in self.instances
+        )
         self.lost_now = self.board.lost(occupied(layout), self._members(0))
         # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
         # compute instances are destroyed.
@@ -355,7 +357,7 @@ def gpu_plan(
 
 def creation(profile: Profile, start: int, compute: Sequence[int]) -> InstanceChange:
     """Return a GPU instance to create, with compute instances of these slices; none: one that fills it."""
-    placement = next(one for one in profile.placements or () if one.start == start)
+    placement = next(place for place in profile.placements or () if place.start == start)
     parts = new_compute(profile, compute or (profile.slices,)) or ()
     return whole(GpuInstance(profile=profile, placement=placement, compute=parts))
 
@@ -377,7 +379,7 @@ def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) ->
             created.append(creation(site.board.profiles[profile], start, compute[kind]))
             continue
         into, parts = site.instances[number], site.fills[number, kind]
-        kept = [one for one in into.compute if one not in parts]
+        kept = [part for part in into.compute if part not in parts]
         created.append(inside(into, new_compute(into.profile, compute[kind] or (into.profile.slices,), kept) or ()))
         if parts:
             destroyed.append(inside(into, parts))
@@ -394,13 +396,13 @@ def removal(
     It is blocked by a busy one that ``evict`` (the same pairs) does not name.
     """
     destroyed, kept, blocked = [], [], False
-    for one in layout.instances:
-        parts = tuple(c for c in one.compute if (one.id, c.id) in targets)
-        all_of_it = (one.id, None) in targets or (bool(parts) and len(parts) == len(one.compute))
+    for instance in layout.instances:
+        parts = tuple(c for c in instance.compute if (instance.id, c.id) in targets)
+        all_of_it = (instance.id, None) in targets or (bool(parts) and len(parts) == len(instance.compute))
         if not all_of_it:
-            kept.append(one)
+            kept.append(instance)
         if all_of_it or parts:
-            gone = whole(one) if all_of_it else inside(one, parts)
+            gone = whole(instance) if all_of_it else inside(instance, parts)
             destroyed.append(gone)
             blocked = blocked or (gone.busy and not may_end(gone, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
@@ -423,7 +425,7 @@ def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     """Return the plan of several GPUs, with its cost."""
     costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
-        created = sum(one.created for one in plan.created)
+        created = sum(new.created for new in plan.created)
         costs.append(Cost(created=created, capacity_lost=lost_after(layout, plan)))
     return MigPlan(
         gpus=tuple(plans), cost=Cost(*(sum(field) for field in zip(*costs, strict=True))) if costs else Cost()
@@ -441,8 +443,8 @@ class Change:
     @property
     def weight(self) -> int:
         """Return its cost, without the capacity that is lost."""
-        made = sum(one.created for one in self.created)
-        return weigh(Cost(created=made)) + sum(weigh(cost_of(one)) for one in self.destroyed)
+        made = sum(new.created for new in self.created)
+        return weigh(Cost(created=made)) + sum(weigh(cost_of(gone)) for gone in self.destroyed)
 
 
 def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
@@ -485,13 +487,13 @@ def _change(
     profiles = board_of(layout).profiles
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
     change = Change([], [], [])
-    for one in layout.instances:
-        kind = missing.pop(one.place, None)
-        if kind is not None and _keep(change, one, compute[kind], may_evict=one.id in evict):
+    for instance in layout.instances:
+        kind = missing.pop(instance.place, None)
+        if kind is not None and _keep(change, instance, compute[kind], may_evict=instance.id in evict):
             continue
-        if kind is not None or (one.busy and one.id not in evict):
+        if kind is not None or (instance.busy and instance.id not in evict):
             return None
-        change.destroyed.append(whole(one))
+        change.destroyed.append(whole(instance))
     for (name, start), kind in missing.items():
         profile = next(profile for profile in profiles if profile.name == name)
         change.created.append(creation(profile, start, compute[kind]))
@@ -539,7 +541,7 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
 
 def _reason(layout: Layout, wish: Wish) -> str:
     """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
-    asked = [profile for one in wish for profile in [resolve(one, layout.profiles)] * one.count]
+    asked = [profile for request in wish for profile in [resolve(request, layout.profiles)] * request.count]
     memory, compute = sum(one.size or 0 for one in asked), sum(one.slices for one in asked)
     if sum(one.media for one in asked) > 1:
         return ": a GPU has at most one with +me"
@@ -561,13 +563,13 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
             kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
         except GpushareError:
             continue
-        total += max(one.counts[0] for one in board.arrangements((kind,), (request.count,)))
+        total += max(arrangement.counts[0] for arrangement in board.arrangements((kind,), (request.count,)))
     return total
 
 
 def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     """Return that something in the way may not be destroyed; ``instead`` is the cheapest plan if it could be."""
-    gone = [(gpu.gpu, one) for gpu in instead.gpus for one in gpu.destroyed]
+    gone = [(gpu.gpu, gone) for gpu in instead.gpus for gone in gpu.destroyed]
     busy = [(gpu, one) for gpu, one in gone if one.busy]
     named = [_named(gpu, one) for gpu, one in (busy or gone)]
     listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
@@ -623,7 +625,7 @@ def _named(gpu: int, gone: InstanceChange) -> str:
 
 def who_is_in(gone: InstanceChange) -> str:
     """Return in words who is in what would be destroyed."""
-    parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
+    parts = [gone.instance.holders, *(part.holders for part in gone.compute)]
     if any(part is None for part in parts):
         return "busy, by whom is unknown"
     there = [one for part in parts for one in part or ()]
@@ -635,11 +637,11 @@ def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
     if holders is None:
         return "unknown"
     found: dict[str, list[str]] = {}
-    for one in holders:
-        name = " ".join(filter(None, [str(one.pid), one.name, one.user and f"({one.user})"]))
+    for holder in holders:
+        name = " ".join(filter(None, [str(holder.pid), holder.name, holder.user and f"({holder.user})"]))
         held = found.setdefault(name, [])
-        if isinstance(one, Holder) and one.what not in held:
-            held.append(one.what)
+        if isinstance(holder, Holder) and holder.what not in held:
+            held.append(holder.what)
     return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in found.items()) or "idle"
 
 
@@ -819,7 +821,9 @@ def _on(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
     """Return the GPU instances that may be evicted: all their busy parts are named."""
     places = _places(layout, targets)
     ids = {instance for instance, _ in places}
-    return frozenset(one.id for one in layout.instances if one.id in ids and may_end(whole(one), places))
+    return frozenset(
+        instance.id for instance in layout.instances if instance.id in ids and may_end(whole(instance), places)
+    )
 
 
 def _places(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, int | None]]:
@@ -827,7 +831,7 @@ def _places(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, i
 
 
 def _everybody(layouts: Sequence[Layout]) -> frozenset[Target]:
-    return frozenset(Target(layout.gpu, one.id) for layout in layouts for one in layout.instances)
+    return frozenset(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
 
 
 def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
@@ -839,8 +843,11 @@ def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
 
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
-    known = {(layout.gpu, one.id, None) for layout in layouts for one in layout.instances} | {
-        (layout.gpu, one.id, part.id) for layout in layouts for one in layout.instances for part in one.compute
+    known = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
+        (layout.gpu, instance.id, part.id)
+        for layout in layouts
+        for instance in layout.instances
+        for part in instance.compute
     }
     for target in sorted(targets, key=str):
         if target not in known:
@@ -892,7 +899,7 @@ def lost_slices(layout: Layout) -> LostSlices:
     board = board_of(layout)
     mask, members = occupied(layout), members_of(layout)
     compute, memory = board.reachable(mask, members)
-    used = sum(one.profile.slices for one in layout.instances)
+    used = sum(instance.profile.slices for instance in layout.instances)
     return LostSlices(
         compute=max(0, board.compute_slices - used - compute), memory=board.axis - mask.bit_count() - memory
     )

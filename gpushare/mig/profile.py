@@ -51,7 +51,7 @@ class Placement(NamedTuple):
 
 def mask_of(placements: Iterable[Placement | None]) -> int:
     """Return the slices of all these as bits; None: unknown, has none."""
-    return reduce(or_, (one.mask for one in placements if one is not None), 0)
+    return reduce(or_, (place.mask for place in placements if place is not None), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class GpuInstance:
     @property
     def busy(self) -> bool:
         """Return whether a process is, or may be, in it or in one of its compute instances."""
-        return self.held or any(one.busy for one in self.compute)
+        return self.held or any(part.busy for part in self.compute)
 
     @property
     def devices(self) -> int:
@@ -239,7 +239,7 @@ class Layout:
     @property
     def axis(self) -> int:
         """Return the number of memory slices: as far as any placement reaches."""
-        return max((one.start + one.size for p in self.profiles for one in p.placements or ()), default=0)
+        return max((place.start + place.size for p in self.profiles for place in p.placements or ()), default=0)
 
     @property
     def placed(self) -> bool:

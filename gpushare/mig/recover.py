@@ -77,7 +77,9 @@ def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
     devices = host.nvml.gpu(index).mig_instances
     host.nvml.restart()
     place = begun.instance, number
-    uuid = next((one.uuid for one in devices if (one.gpu_instance_id, one.compute_instance_id) == place), None)
+    uuid = next(
+        (device.uuid for device in devices if (device.gpu_instance_id, device.compute_instance_id) == place), None
+    )
     return replace(made, instance=begun.instance, compute=number, uuid=uuid)
 
 

@@ -199,7 +199,7 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
     Only what ``proof`` proves to be made by the change that is undone is destroyed. What others made meanwhile
     stays, and so does what is busy.
     """
-    places = {one.place: one for one in wanted.instances}
+    places = {instance.place: instance for instance in wanted.instances}
     kept: list[GpuInstance] = []
     destroyed: list[InstanceChange] = []
     created: list[InstanceChange] = []
@@ -232,8 +232,12 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
 
 def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInstance, ...]:
     """Return the instances that are not wanted, and not known to be made by the change that is undone."""
-    places = {one.place for one in wanted.instances}
-    return tuple(one for one in layout.instances if one.place not in places and not proof.owns(layout.uuid, one))
+    places = {instance.place for instance in wanted.instances}
+    return tuple(
+        instance
+        for instance in layout.instances
+        if instance.place not in places and not proof.owns(layout.uuid, instance)
+    )
 
 
 def _restore_inside(

@@ -29,7 +29,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     """
     word = text.strip()
     if word.lower() == "all":
-        return tuple(Target(layout.gpu, one.id) for layout in layouts for one in layout.instances)
+        return tuple(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
     kinds = (_by_name, _by_uuid, _by_place, _by_old_name, _by_ids)
     matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
     if len(matches) > 1:
@@ -76,7 +76,7 @@ def is_profile(word: str) -> bool:
 
 
 def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
-    return ((layout, one) for layout in layouts for one in layout.instances)
+    return ((layout, instance) for layout in layouts for instance in layout.instances)
 
 
 def _device(layout: Layout, one: GpuInstance, part: ComputeInstance) -> Target:
@@ -200,9 +200,9 @@ def difference(layout: Layout, wish: Wish) -> Difference:
 def present(layout: Layout) -> Counter[MigDevice]:
     """Return the MIG devices that exist, with their places."""
     found: Counter[MigDevice] = Counter()
-    for one in layout.instances:
-        for slices in [part.profile.slices for part in one.compute] or [0]:
-            found[MigDevice(one.profile.name, slices, slices == one.profile.slices, one.start)] += 1
+    for instance in layout.instances:
+        for slices in [part.profile.slices for part in instance.compute] or [0]:
+            found[MigDevice(instance.profile.name, slices, slices == instance.profile.slices, instance.start)] += 1
     return found
 
 

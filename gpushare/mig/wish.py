@@ -177,13 +177,13 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
             "run this on a machine that has the GPU",
             code="placements_unknown",
         )
-    if request.start is not None and request.start not in {one.start for one in found.placements}:
-        starts = ", ".join(str(one.start) for one in found.placements)
+    if request.start is not None and request.start not in {place.start for place in found.placements}:
+        starts = ", ".join(str(place.start) for place in found.placements)
         raise BadUsage(f"{found.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement")
     for slices, count in Counter(request.compute).items():
         part = found.compute_of(slices)
         if part is None or (part.instances is not None and count > part.instances):
-            known = ", ".join(f"{one.name}*{one.instances or '?'}" for one in found.compute)
+            known = ", ".join(f"{part.name}*{part.instances or '?'}" for part in found.compute)
             what = f"{count} x {slices}c" if count > 1 else f"{slices}c"
             raise NotSupported(f"{found.name} cannot contain {what}", f"it holds: {known}", code="mig_profile_unknown")
     if new_compute(found, request.compute) is None:

@@ -215,8 +215,12 @@ def without_questions(lines: Sequence[str]) -> list[str]:
             begins = len(kept) - 1 - accepted
         elif text == "UI closed" and begins is not None:
             texts = [one.partition("] ")[2] for one in kept[begins:]]
-            commands = [one.removeprefix("Cmd:") for one in texts if one.startswith("Cmd:")]
-            if commands and commands[-1] == _SENTINEL and all(one == "ps" or one[:4] == "get_" for one in commands):
+            commands = [text.removeprefix("Cmd:") for text in texts if text.startswith("Cmd:")]
+            if (
+                commands
+                and commands[-1] == _SENTINEL
+                and all(command == "ps" or command[:4] == "get_" for command in commands)
+            ):
                 kept[begins:] = [one for one in kept[begins + 1 :] if re.match(_EVENT, one.partition("] ")[2])]
             begins = None
     return kept

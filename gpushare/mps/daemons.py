@@ -186,13 +186,13 @@ class _Answer:
 
     def _server(self, row: ServerRow) -> MpsServer:
         info = self._host.processes.describe(row.pid)
-        clients = [one for one in self._overview.clients if one.server_pid in {row.pid, None}]
+        clients = [client for client in self._overview.clients if client.server_pid in {row.pid, None}]
         return MpsServer(
             pid=row.pid,
             user=None if info is None else info.user,
             status=row.status,
             threads_percent=row.limits.threads_percent,
-            clients=tuple(self._client(one, row) for one in clients if self._counts(one.pid)),
+            clients=tuple(self._client(client, row) for client in clients if self._counts(client.pid)),
         )
 
     def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
@@ -226,9 +226,9 @@ class _Answer:
         record = self._item.record
         if record is None:
             return True
-        for one in record.attached:
-            if one.pid == pid and is_still(self._host, one):
-                return one.limits
+        for client in record.attached:
+            if client.pid == pid and is_still(self._host, client):
+                return client.limits
         return None if changed_by_hand(record, server.limits.threads_percent) else True
 
 

@@ -248,12 +248,12 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
         BadUsage: one is a daemon or a server of MPS, without which all of its clients lose the GPU (``serves_clients``).
     """
     blind = host.processes.namespace_is_host() is False
-    listed = blind or any(one.mps and one.pid in pids for gpu in gpus for one in gpu.processes or ())
+    listed = blind or any(process.mps and process.pid in pids for gpu in gpus for process in gpu.processes or ())
     clients: list[Client] = []
     # Daemons of other users are asked only if a client is not one of ours or of root's.
     for strangers in (False, True) if listed else (False,):
         for found in find_daemons(host, gpus, strangers=strangers):
-            serving = {found.daemon.pid: "control daemon"} | {one.pid: "server" for one in found.daemon.servers}
+            serving = {found.daemon.pid: "control daemon"} | {server.pid: "server" for server in found.daemon.servers}
             for pid in serving.keys() & set(pids):
                 raise serves(pid or 0, serving[pid], found.stop_command)
             for client in found.daemon.clients:

@@ -211,13 +211,13 @@ class LimitOptions:
         """
         threads, memory = _resolve(self._threads, devices), _resolve(self._memory, devices)
         return {
-            one.uuid: Limits(
-                threads_percent=threads.get(one.uuid),
-                memory_limit_bytes=None if memory.get(one.uuid) is _NONE else memory.get(one.uuid),
-                no_memory_limit=memory.get(one.uuid) is _NONE,
+            device.uuid: Limits(
+                threads_percent=threads.get(device.uuid),
+                memory_limit_bytes=None if memory.get(device.uuid) is _NONE else memory.get(device.uuid),
+                no_memory_limit=memory.get(device.uuid) is _NONE,
                 priority=self._priority,
             )
-            for one in devices
+            for device in devices
         }
 
 

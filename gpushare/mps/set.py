@@ -119,7 +119,7 @@ class _Clients:
 
     def known(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
         """Look before the change. Clients that earlier changes have recorded keep what is recorded."""
-        earlier = {one.pid: one for one in self._record.attached}
+        earlier = {client.pid: client for client in self._record.attached}
         for client in self._control.clients():
             one = earlier.get(client.pid)
             if one is None or not is_still(self._host, one):

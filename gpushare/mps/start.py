@@ -346,7 +346,9 @@ def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
         for found in find_daemons(host, [device.gpu], deep=False)
         if device.gpu.index in found.daemon.gpu_indexes and not found.serves(host, device.gpu.index)
     ][:_MOST_NAMED]
-    outside = [one for one in host.nvml.processes(device.gpu.index) or () if one.compute and not one.mps]
+    outside = [
+        process for process in host.nvml.processes(device.gpu.index) or () if process.compute and not process.mps
+    ]
     if device.mig is not None:
         place = (device.mig.gpu_instance_id, device.mig.compute_instance_id)
         outside = [one for one in outside if (one.gpu_instance_id, one.compute_instance_id) == place]

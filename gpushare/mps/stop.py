@@ -63,7 +63,7 @@ def daemons_to_stop(
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     found = find_daemons(host, gpus, deep=False)
     chosen = _on_gpu(found, gpu, gpus) if pipe_directory is None else [_at_pipe(host, found, pipe_directory)]
-    whole = {one.uuid: Device(gpu=one) for one in gpus if one.uuid is not None}
+    whole = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
 
@@ -407,7 +407,7 @@ def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
             f"end it with its clients: {found.stop_command} --force",
             code="clients_unknown",
         )
-    clients = {one.pid for processes in shown for one in processes or () if one.mps}
+    clients = {process.pid for processes in shown for process in processes or () if process.mps}
     infos = [host.processes.describe(pid) for pid in sorted(clients)]
     return [one.pid for one in infos if one is not None and one.uid == found.uid and not is_server(one.name)]
 

@@ -172,7 +172,7 @@ def compute_multiprocessors(target: Target, profile: GiProfile, slices: int) -> 
     if slices == profile.slices:
         return whole
     # As many as the smallest GPU instances have: a 1c of a 3g has 16 of its 60 (H100, driver 580).
-    smallest = next((one.multiprocessors for one in target.model.profiles if one.nvml_profile == 0), None)
+    smallest = next((profile.multiprocessors for profile in target.model.profiles if profile.nvml_profile == 0), None)
     share = whole // profile.slices
     return slices * (share if smallest is None else min(share, smallest))
 

@@ -253,7 +253,7 @@ def _instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | Non
 
 def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int | None, int | None]:
     """Return the instance that a holder has open: also a GPU instance without a compute instance, by its id."""
-    if text in {str(one.gpu_instance_id) for one in gpu.bare}:
+    if text in {str(instance.gpu_instance_id) for instance in gpu.bare}:
         return int(text or 0), None
     instance = None if text is None else _instance(gpu, text)
     return (None, None) if instance is None else instance.place

@@ -117,9 +117,9 @@ def places_of(gpu: SimulatedGpu) -> Iterator[Place]:
 
     for instance in gpu_instances(gpu) if gpu.mig_mode else ():
         yield instance.gpu_instance_id, None
-        for one in gpu.mig:
-            if one.gpu_instance_id == instance.gpu_instance_id:
-                yield one.place
+        for mig in gpu.mig:
+            if mig.gpu_instance_id == instance.gpu_instance_id:
+                yield mig.place
 
 
 def place_key(place: Place) -> str:

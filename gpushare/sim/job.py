@@ -131,7 +131,7 @@ def pace_of(
     if not on_gpu(process) or process.stopped_at is not None or process.channels_off or process.checkpoint:
         return Pace(0.0, math.inf)
     at, here = now(), (process.gpu_uuid, process.place)
-    beside = [one for one in state.processes if (one.gpu_uuid, one.place) == here]
+    beside = [process for process in state.processes if (process.gpu_uuid, process.place) == here]
     busy = [one for one in beside if on_gpu(one) and activity.is_busy(one, at)]
     want = need * streams
     mine = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
@@ -223,7 +223,9 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
         _join(file, int(os.environ[_RANK]))
     while time.monotonic() < deadline and not ended:
         state = current(file)
-        found = state.process(os.getpid()) or next((one for one in state.processes if one.pid in family), None)
+        found = state.process(os.getpid()) or next(
+            (process for process in state.processes if process.pid in family), None
+        )
         if found is not None and found.checkpoint and found.refused is None:
             # A call of CUDA waits for as long as its process is locked or out of the GPU.
             deadline = time.monotonic() + _FOUND_SECONDS

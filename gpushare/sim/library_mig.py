@@ -82,7 +82,7 @@ def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | 
 def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any] | None:
     if not 0 <= wanted < _PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
-    profile = next((one for one in target.model.profiles if one.nvml_profile == wanted), None)
+    profile = next((profile for profile in target.model.profiles if profile.nvml_profile == wanted), None)
     if profile is None:
         return None
     return _engines(profile) | {

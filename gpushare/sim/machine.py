@@ -53,7 +53,7 @@ class SimulatedMachine(Machine):
     def load(self) -> Load | None:
         """Return a machine of 64 cores on which each process that works keeps one busy."""
         state = current(self._state_file)
-        working = sum(1 for one in state.processes if one.sm_percent and is_busy(one, now()))
+        working = sum(1 for process in state.processes if process.sm_percent and is_busy(process, now()))
         passed, total = max(0.0, now() - state.created_at), 2 * state.host_memory_bytes
         free = self.free_memory(1) or 0
         return Load(working * passed, _CORES * passed, total, free, float(working), _CORES)

@@ -138,7 +138,7 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
     match = _REQUEST.fullmatch(request)
     profile = model.profile(match.group(1)) if match else None
     if match is None or profile is None:
-        known = ", ".join(one.name for one in model.profiles)
+        known = ", ".join(profile.name for profile in model.profiles)
         raise BadUsage(
             f"{model.name} has no MIG profile '{request.strip()[:60]}'", f"profiles: {known}", code="bad_profile"
         )

@@ -149,8 +149,8 @@ class SimulatedProcesses(Processes):
         state = current(self._state_file)
         daemon, server, process = _find(state, pid)
         if daemon is not None and server is None:
-            return [pid, *(one.pid for one in daemon.servers)]
-        below = [one.pid for one in state.processes if one.parent_pid == pid]
+            return [pid, *(server.pid for server in daemon.servers)]
+        below = [process.pid for process in state.processes if process.parent_pid == pid]
         family = [pid, *(other for one in below for other in self.descendants(one))]
         return family if process is not None or server is not None else []
 
