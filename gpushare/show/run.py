@@ -52,10 +52,13 @@ class RunReport:
             self._say(f"process {pid} was attached to MPS on {self._device.title}")
             return
         threads, memory = format_percent(client.threads_percent), format_bytes(client.memory_limit_bytes)
+        # Of a program that has just ended the limit that it had cannot be read.
+        asked = None if self._limits is None else self._limits.memory_limit_bytes
+        unlimited = client.memory_limit_bytes is None and asked is None
         low = "" if client.priority is None or not client.priority else ", low priority"
         self._say(
             f"process {pid} is attached to MPS server {client.server_pid} on {self._device.title} "
-            f"(threads {threads}, memory limit {'none' if memory == '-' else memory}{low})"
+            f"(threads {threads}, memory limit {'none' if unlimited else memory}{low})"
         )
         if self._lowered(client):
             self._say(

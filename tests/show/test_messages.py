@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from gpushare.base.errors import BadUsage, NoPermission
+from gpushare.base.model import MpsClient
+from gpushare.mps.limits import Limits
 from gpushare.show.render import write_error, write_notes
 from gpushare.show.run import RunReport
 from tests.show.conftest import Screen
@@ -55,6 +57,16 @@ def test_lines_of_run_are_wrapped_too(monkeypatch):
     pipe = Screen()
     RunReport(None, device, pipe, quiet=False).outside(812)
     assert len(pipe.getvalue().splitlines()) == 2
+
+
+def test_a_limit_that_cannot_be_read_is_unknown_and_not_none(monkeypatch):
+    monkeypatch.setattr(
+        RunReport, "_client", lambda _self, pid: MpsClient(pid=pid, server_pid=7, threads_percent=100.0)
+    )
+    for limits, limit in ((Limits(memory_limit_bytes=8 << 30), "-"), (Limits(), "none"), (None, "none")):
+        pipe = Screen()
+        RunReport(None, SimpleNamespace(title="GPU 0"), pipe, quiet=False, limits=limits).attached(812)
+        assert f"(threads 100 %, memory limit {limit})" in pipe.getvalue()
 
 
 def test_a_hint_names_the_program_as_sudo_finds_it(monkeypatch, tmp_path):
