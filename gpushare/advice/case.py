@@ -26,10 +26,6 @@ def any_of(values: Iterable[bool | None]) -> bool | None:
     return found
 
 
-def all_of(values: Iterable[bool | None]) -> bool | None:
-    return negated(any_of([negated(value) for value in values]))
-
-
 def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
     return None if value is None else not value
 

@@ -566,6 +566,8 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--needs", "nccl,no-nccl"), "bad_combination", 2),
         (("--latency", "20"), "bad_value", 2),
         (("--memory", "34G,17G", "--processes", "3"), "bad_count", 2),
+        (("--sms", "500"), "bad_count", 2),
+        (("-g", "0-9"), "unknown_gpu", 6),
         (("--memory", "34G,17G", "--needs", "weights=1:2:3"), "bad_count", 2),
         (("--processes", "2", "--dry-run"), "bad_combination", 2),
         (("--pattern", "often"), "bad_value", 2),

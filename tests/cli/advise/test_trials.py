@@ -237,7 +237,9 @@ def test_unequal_shares_are_instances_of_unequal_size(cli: Any) -> None:
         "gpushare run --mig 2g.20gb -- CMD",
         "gpushare run --mig 4g.40gb -- CMD",
     ]
-    assert any("2g.20gb, 4g.40gb are 33:67" in one for one in data["conditions"])
+    assert not any("fixed sizes" in one for one in data["conditions"])
+    data = advice(cli, *words, "--needs", "weights=30:70", host="sim:h100")
+    assert any("2g.20gb, 4g.40gb are 33:67, asked for are 30:70" in one for one in data["conditions"])
 
 
 def test_numbers_that_were_not_given_are_said(cli: Any) -> None:
