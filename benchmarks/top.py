@@ -76,7 +76,8 @@ def screen(size: tuple[int, int]) -> Iterator[tuple[subprocess.Popen[bytes], int
     try:
         yield process, ours
     finally:
-        process.terminate()
+        # Nobody reads what it would still draw, and it would wait for that.
+        process.kill()
         process.wait()
         os.close(ours)
 
