@@ -109,6 +109,8 @@ class Dialog(ModalScreen[object]):
         with Vertical() as box:
             box.styles.width = width
             box.styles.background = self._colours.colours.get("head")
+            if self._colours.plain:
+                box.styles.outline = ("solid", "ansi_white")
             yield Static(self._titled(self._title, bold=True))
             yield Static("")
             yield self.lines

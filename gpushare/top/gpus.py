@@ -82,7 +82,7 @@ def head(layout: Layout) -> list[Piece]:
     pieces.append((fitted("UTIL", layout.util + 6), "dim"))
     pieces.append((fitted("MEMORY", layout.memory + 12), "dim"))
     if layout.past:
-        pieces.append((fitted("LAST 5 MIN", layout.past + 1), "dim"))
+        pieces.append((fitted("LAST 5 MIN" if layout.past >= 10 else "5 MIN", layout.past + 1), "dim"))
     if layout.sm:
         pieces.append((fitted("SM", layout.sm, right=True) + " ", "dim"))
     pieces.append(("POWER TEMP ", "dim"))

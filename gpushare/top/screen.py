@@ -134,8 +134,10 @@ class Panel(Widget, can_focus=True):
         if y == 0:
             below = len(self._rows) - self.top - self.room
             marks = f"{f' ↑{self.top}' if self.top else ''}{f' ↓{below}' if below > 0 else ''}"
-            head = segments(self._head, width - len(marks), theme, "head")
-            return Strip([*head, *segments([(marks, "warn")], len(marks), theme, "head")])
+            head, at = Strip(segments(self._head, width, theme, "head")), 5
+            told = Strip(segments([(marks, "warn")], len(marks), theme, "head"))
+            # In the first column, which is wider than its title.
+            return Strip.join([head.crop(0, at), told, head.crop(at + len(marks))]) if marks else head
         at = self.top + y - 1
         if at >= len(self._rows):
             return Strip(segments([], width, theme))

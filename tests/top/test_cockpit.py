@@ -187,7 +187,10 @@ def test_sixteen_gpus_with_three_jobs_each(show: Show, size: tuple[int, int]) ->
 
     async def script(screen: Shown) -> None:
         assert all(len(line) == size[0] for line in screen.text.splitlines())
+        hidden = 48 - screen.app._jobs.room
+        assert (f"↓{hidden}" in screen.line("JOB")) is (hidden > 0)
         await screen.press("end")
+        assert (f"↑{hidden}" in screen.line("JOB")) is (hidden > 0)
         assert screen.app.chosen is not None
         assert screen.app._jobs.cursor == 47
         assert screen.app.chosen.job.command is not None
