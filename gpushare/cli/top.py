@@ -13,7 +13,7 @@ from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.cli.status import interval as checked_interval
 from gpushare.measure.recording import Samples
-from gpushare.run.look import with_memory
+from gpushare.run.look import with_leases, with_memory
 
 app = typer.Typer(**PLAIN)
 
@@ -43,7 +43,7 @@ def top(
     if replay is None:
         from gpushare.top.frame import Reader
 
-        reader = Reader(settings.connect(), with_memory)
+        reader = Reader(settings.connect(), lambda host, snapshot: with_memory(host, with_leases(host, snapshot)))
     else:
         from gpushare.top.replay import Replay
 

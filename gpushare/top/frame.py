@@ -79,7 +79,7 @@ class Frame:
 
 
 class Reader:
-    """Reads a host again and again. ``with_memory`` adds the ledger of memory to a snapshot.
+    """Reads a host again and again. ``with_memory`` adds the ledger of memory, and who has reserved GPUs, to a snapshot.
 
     ``watched`` is the GPU that is open on the screen: its traffic is measured at each look, that of the others in turn,
     because that takes 40 ms. ``trees``: read the processes of jobs too.

@@ -9,14 +9,29 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.model import Gpu, GpuSensors, LinePlace, ListedJob, MpsClient, MpsDaemon, MpsServer, Snapshot
+from gpushare.base.model import (
+    Gpu,
+    GpuLease,
+    GpuSensors,
+    LinePlace,
+    ListedJob,
+    MpsClient,
+    MpsDaemon,
+    MpsServer,
+    Snapshot,
+)
 from gpushare.base.units import GIB
 from gpushare.host.machine import Xid
+from gpushare.run.listing import listed_jobs
+from gpushare.sim import admin
+from gpushare.snapshot import Observer
 from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
 from gpushare.top.frame import Frame
+from gpushare.top.gpus import below, gpu_line, layout_of, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
+from tests.cli.drive import World
 
 DARK, PLAIN = THEMES["dark"], THEMES["plain"]
 
@@ -120,6 +135,30 @@ def test_events_of_gpus_and_daemons() -> None:
         "the MPS server of GPU 0 died, with 1 clients",
         "the MPS daemon of GPU 0 ended",
     ]
+
+
+def test_who_has_just_ended_is_told_by_name() -> None:
+    """It ended between the look at the GPUs and that at the processes."""
+    world = World("sim:h200")
+    pid = admin.add_process(world.spec, "0", name="train", user="bob")
+    snapshot = Observer(world.host).look()
+    admin.end_process(world.spec, pid)
+    assert [(job.command, job.user) for job in listed_jobs(world.host, snapshot, everything=True)] == [("train", "bob")]
+
+
+def test_lines_of_a_gpu_fit_their_columns() -> None:
+    """The longest word of sharing is whole, the model has whole words, and a lease stands below."""
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA A100-SXM4-40GB")
+    daemon = MpsDaemon(pid=4, ours=True, pipe_directory="/p", gpu_index=0, threads_percent=12.5, max_clients=48)
+    lease = GpuLease(gpu_uuid="GPU-0", uid=7, user="bob", seconds_left=7200, held_seconds=60)
+    shown = frame(snapshot=Snapshot(host="local", gpus=(gpu,), daemons=(daemon,), leases=(lease,)))
+    assert sharing_text(shown, gpu) == "MPS 12.5% 0"
+    assert name_in(gpu, 9) == "A100-SXM4"
+    for width in range(80, 301):
+        layout = layout_of(width, 14)
+        line = gpu_line(shown, gpu, History(), layout, DARK)
+        assert sum(len(piece[0]) for piece in line[:-1]) + 13 <= width
+    assert any("reserved for bob for 2 h" in piece[0] for line in below(shown, gpu, layout, DARK) for piece in line)
 
 
 def test_unknown_values_are_last_in_every_order() -> None:
