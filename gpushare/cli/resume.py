@@ -54,19 +54,22 @@ def resume(
         with host.open_channels() as control:
             plan = one_plan([_resumed(one, resume_step(host, control, one)) for one in wanted()])
             return plan_result("resume", plan, dry_run=True)
-    sweep_leftovers(host)
     done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
-    if wanted():
-        with changing(host), host.open_channels() as control:
-            # Under the lock: the guard may have resumed one.
-            for one in wanted():
-                step = resume_step(host, control, one)
-                try:
-                    step.do()
-                    done.append((one, step))
-                except GpushareError as error:
-                    errors.append(error)
+    with host.open_channels() as control:
+        # It loads while the records are read.
+        control.start()
+        sweep_leftovers(host)
+        if wanted():
+            with changing(host):
+                # Under the lock: the guard may have resumed one.
+                for one in wanted():
+                    step = resume_step(host, control, one)
+                    try:
+                        step.do()
+                        done.append((one, step))
+                    except GpushareError as error:
+                        errors.append(error)
     plan = one_plan([_resumed(job, step) for job, step in done])
     result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
     return replace(

@@ -9,12 +9,12 @@ import re
 import signal as signals
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import signal_refused
 
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+# Without pathlib, whose loading would be a tenth of the start of a child that calls the driver.
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)
 # libnvidia-ml.so (NVML) and libcuda.so (CUDA); the driver version follows the name.
 _DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
@@ -57,7 +57,8 @@ def _stat(pid: int) -> list[str] | None:
     """Return the fields of ``/proc/PID/stat`` from the state on; None if this user cannot read it."""
     try:
         # comm can contain any bytes; it ends at the last parenthesis.
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
     except OSError:
         return None
     fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
@@ -67,7 +68,8 @@ def _stat(pid: int) -> list[str] | None:
 def real_uid(pid: int) -> int | None:
     """Return the real user id of a process; None: not visible, or the number is a thread's."""
     try:
-        found = _UID.search(Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace"))
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            found = _UID.search(file.read())
     except OSError:
         return None
     return int(found[2]) if found is not None and int(found[1]) == pid else None
@@ -115,7 +117,8 @@ def ancestors() -> frozenset[int]:
 
 def boot_id() -> str | None:
     try:
-        return _BOOT_ID.read_bytes().decode("ascii", "replace").strip()
+        with open(_BOOT_ID, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
     except OSError:
         return None
 
