@@ -117,7 +117,7 @@ def ancestors() -> frozenset[int]:
 
 def boot_id() -> str | None:
     try:
-        with open(_BOOT_ID, encoding="ascii", errors="replace") as file:
+        with open(_BOOT_ID, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
     except OSError:
         return None
