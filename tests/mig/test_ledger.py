@@ -18,7 +18,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.host import identity, store
+from gpushare.host import identity, records, store
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mig import ledger as mig_ledger
 from gpushare.mig.ledger import MigLedger
@@ -334,7 +334,7 @@ def test_who_waits_goes_on_when_the_other_has_ended(ledger: MigLedger, monkeypat
             waited.append(seconds)
             other.close()
 
-        monkeypatch.setattr(mig_ledger, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
+        monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
         with ledger.locked(seconds=3600.0):
             assert ledger.running()
     assert len(waited) == 1
