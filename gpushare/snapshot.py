@@ -64,12 +64,17 @@ class HostState:
 
     def _gpus(self) -> tuple[Gpu, ...]:
         found = self.host.nvml.sweep() if self._given is None else self._given
-        if any(gpu.mig_instances for gpu in found):
+        if any(gpu.mig_instances for gpu in found) and self._has_names():
             from gpushare.mig.places import with_names
 
             found = with_names(self.host, found)
         # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
         return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in found)
+
+    def _has_names(self) -> bool:
+        """Return whether there is a file of `mig.ledger.NAMES`: to load what reads it takes longer than all of the look."""
+        roots = (self.host.state_directory, *self.host.shared_state_directories)
+        return any(os.path.exists(root / "names" / "mig.json") for root in roots)
 
     @property
     def blind(self) -> bool:
