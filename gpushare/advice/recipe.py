@@ -168,9 +168,14 @@ def _name(text: str | None, number: int, default: str = "group") -> str:
 _WHOLE_PERCENT: Final = 90
 
 
-def _whole_memory(s: Situation, work: Workload) -> int | str:
-    """Return what a job reserves that is to have the whole GPU: nearly all of it, or what it needs if that is more."""
+def _whole_memory(s: Situation, work: Workload) -> int | str | None:
+    """Return what a job reserves that is to have the whole GPU: nearly all of it, or what it needs if that is more.
+
+    None: all of it, for managed memory that is larger.
+    """
     total = s.gpu.memory_total_bytes
+    if s.case.any("managed_memory") and s.plain.one_fits is False:
+        return None
     needed = None if work.memory is None else -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
     large = needed is not None and total is not None and needed * 100 > total * _WHOLE_PERCENT
     return needed if large and needed is not None else f"{_WHOLE_PERCENT}%"

@@ -113,6 +113,10 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "vgpu-no-vms": ("vgpu", four(vms=False), four(vms=True)),
     "memory-sum": ("timeslice", four(memory="20G", cooperating=True), four(memory="20G")),
     "memory-one": ("whole-gpu", one(memory="79G"), one(memory="77G")),
+    "memory-one-shared": ("timeslice", one(memory="79G"), one(memory="77G")),
+    "progress-queue": ("whole-gpu", four(progress=True), four()),
+    "managed-paging": ("whole-gpu", one(memory="79G", managed_memory=True), one(memory="77G", managed_memory=True)),
+    "faults-without-mig": ("timeslice", of({**FOUR, "isolation": "fault"}, host="t4"), of(host="t4")),
     "prohibited": ("mps", of(facts={"root": False, "compute_mode": ComputeMode.PROHIBITED}), of()),
     # conditions
     "mig-busy": ("mig", Example(({**FOUR, "occupied": False},), facts={"processes": 1}), of(facts={"processes": 0})),
