@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from prometheus_client import parser
 from prometheus_client.metrics_core import Metric
 
-from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot
+from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot, Way
 from gpushare.host.capabilities import user_name
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, names_changed
@@ -436,7 +436,7 @@ def test_promtool_takes_the_metrics(cli: Cli, world: World, promtool: str) -> No
     cli("mps", "start", "--threads", "50").ok()
     world.client()
     text = cli("export", "prometheus", output="json").data["text"]
-    jobs = (job(1, way="mig", mig_profile="1g.18gb", slice_us=500, threads_percent=25.0, memory_used_bytes=1),)
+    jobs = (job(1, way=Way.MIG, mig_profile="1g.18gb", slice_us=500, threads_percent=25.0, memory_used_bytes=1),)
     of_jobs = exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs)))
     # Each metric once: those of the jobs, of which the host has none.
     text += of_jobs[of_jobs.index("# HELP gpushare_jobs ") :]

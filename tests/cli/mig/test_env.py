@@ -35,7 +35,7 @@ def test_as_a_document(cli: Cli, world: World) -> None:
 
 def test_of_a_divided_instance_the_first(cli: Cli, world: World) -> None:
     world.mig("3g.71gb:0")
-    divided(world, 0, 1)
+    divided(world, 1, 0)
     bind(world, "train", "3g.71gb", 0)
     answer = cli("mig", "env", "train").ok()
     assert answer.out == f"export CUDA_VISIBLE_DEVICES={world.state.gpus[0].mig[0].uuid}\n"
