@@ -289,7 +289,7 @@ complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no ot
 complete -c gpushare -n '__gpushare_at ' -a schema -d 'Print the JSON Schema of what a command answers with -o json, or of the file gpushare.yaml'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a farm -d 'Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs'
-complete -c gpushare -n '__gpushare_at ' -a stop -d 'End jobs in the way that is safe for their share, and check that they are gone'
+complete -c gpushare -n '__gpushare_at ' -a stop -d 'End jobs in the way that is safe for their neighbours, and check that they are gone'
 complete -c gpushare -n '__gpushare_at ' -a logs -d 'Show what a job that was started with `gpushare run -d` has printed, byte by byte'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'

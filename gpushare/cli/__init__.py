@@ -36,7 +36,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Share": {
         "run": "Run a program inside a share of a GPU.",
         "farm": "Run many copies of a program, as many at a time as fit.",
-        "stop": "End jobs in the way that is safe for their share.",
+        "stop": "End jobs in the way that is safe for their neighbours.",
         "logs": "Show the output of a job that runs in the background.",
         "mps": "Start, limit, watch and stop MPS daemons.",
         "mig": "Show, plan and change MIG layouts.",

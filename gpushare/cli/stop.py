@@ -1,4 +1,4 @@
-"""``gpushare stop``: end a job in the way that is safe for its share; done by `gpushare/run/stop.py`."""
+"""``gpushare stop``: end a job in the way that is safe for its neighbours; done by `gpushare/run/stop.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stop(
         typer.Option("--grace", metavar="TIME", help="Time to end before it is killed: 30s. [default: see above]"),
     ] = None,
 ) -> Any:
-    """End jobs in the way that is safe for their share, and check that they are gone.
+    """End jobs in the way that is safe for their neighbours, and check that they are gone.
 
     The gpushare that runs a job ends it, with the grace period of `gpushare run --grace`; `--grace` cuts it short. A
     waiting job leaves the line. What gpushare does not run ends after a question: a client of MPS is stopped, drained

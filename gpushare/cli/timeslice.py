@@ -270,7 +270,7 @@ def set_level(
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
     It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for a
-    job helps the others on the GPU that must answer fast. Below 1ms, two jobs that both always have work lose much to
+    job helps the others on the GPU that must answer fast. From 500us down, two jobs that both always have work lose much to
     the switch itself; 3x is a share, as gpushare run --weight 3 gives it.
 
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are

@@ -1,4 +1,4 @@
-"""`gpushare stop`: end a job in the way that is safe for its share.
+"""`gpushare stop`: end a job in the way that is safe for its neighbours.
 
 A job that gpushare runs is ended by its own gpushare, which gets SIGTERM; so is one that waits, which leaves the line.
 Without a living gpushare, a client of MPS is stopped, drained and killed, a container is stopped by its engine, and

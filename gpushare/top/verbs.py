@@ -62,7 +62,7 @@ def _limit(job: ListedJob, text: str) -> Sequence[str]:
 
 
 ACTIONS: Final = (
-    Action("s", "stop it, in the way that is safe for its share", lambda job, _: ["stop", _job(job)]),
+    Action("s", "stop it, in the way that is safe for its neighbours", lambda job, _: ["stop", _job(job)]),
     Action("p", "pause it: off the GPU at once", lambda job, _: ["pause", _job(job)]),
     Action("r", "resume it", lambda job, _: ["resume", _job(job)]),
     Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job(job)]),
