@@ -211,10 +211,19 @@ def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
     each = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
     each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
     production = sum(work.role is Role.PRODUCTION for work in each)
+    sizes = [gpu.memory_total_bytes or 1 for gpu in gpus]
     for work in each:
         apart = 0 < production < len(gpus) and work.role is not Role.PRODUCTION
-        free = [held for held in bins if not apart or all(other.role is not Role.PRODUCTION for other in held)]
-        min(free, key=lambda held: (len(held) and sum(other.memory or 1 for other in held), len(held))).append(work)
+        free = [
+            n for n, held in enumerate(bins) if not apart or all(other.role is not Role.PRODUCTION for other in held)
+        ]
+        large = [n for n in free if sizes[n] >= (work.memory or 1)]
+
+        def load(n: int) -> tuple[float, int, int]:
+            # The smallest empty one: the larger ones may be needed for others.
+            return sum(other.memory or 1 for other in bins[n]) / sizes[n], len(bins[n]), sizes[n]
+
+        bins[min(large or free, key=load)].append(work)
     return [replace(case, workloads=_merged(held)) if held else None for held in bins]
 
 
