@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import Way
 from gpushare.base.selection import select_one
 from gpushare.base.units import GIB
 from gpushare.cli import options
@@ -239,7 +240,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Bench._launches
 
     def launches(self: Bench, way: Any, copies: int, *more: Any) -> Any:
-        beside = {"BESIDE": "1"} if way.kind != "queue" and copies > 1 else {}
+        beside = {"BESIDE": "1"} if way.kind is not Way.WHOLE and copies > 1 else {}
         return [replace(one, environment={**one.environment, **beside}) for one in real(self, way, copies, *more)]
 
     monkeypatch.setattr(Bench, "_launches", launches)
